@@ -1,0 +1,288 @@
+"""`offload`: an optax transformation whose state lives in host memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_offload import _memory, _rules, _schedule, _stream
+
+logger = logging.getLogger("optax_offload")
+
+
+class OffloadWarning(UserWarning):
+    """Something asked for was not, or not fully, done."""
+
+
+class Offloaded(optax.GradientTransformationExtraArgs):
+    """What `offload` returns; a class of its own so that it can be told apart."""
+
+
+def offload(
+    inner: Any, rules: _rules.Rules = ".*", *, window_bytes: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps chosen state of an optimizer in host memory.
+
+    The state has the structure, shapes and dtypes of ``inner``'s own, and the updates
+    are ``inner``'s; only where leaves live between two updates differs. During an
+    update state is loaded to the device, updated and stored back group by group
+    (a group is the state leaves and outputs that need each other, usually those of one
+    parameter), a bounded window at a time.
+
+    ``init`` and ``update`` work under `jax.jit` and without it; without it each runs
+    in a jit of its own.
+
+    Args:
+      inner: any optax transformation that can be jitted. `optax.MultiSteps` goes
+        inside: around an offloaded optimizer its ``where`` over the state would
+        compute on the host.
+      rules: which leaves go: a regex that matches the whole path of a leaf of
+        ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
+        them, or an `OffloadConfig`. By default all leaves of at least 64 KiB.
+      window_bytes: how many bytes of state may be on the device at once. None takes
+        as many as the largest group, which there is no going below, and at least
+        64 MiB.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+      TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
+        are of no known form.
+      ValueError: a rule is wrong; or, from ``init``, a rule matches no leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.offload(optax.adam(1e-3), ".*/(mu|nu)/.*")
+      >>> state = tx.init({"w": jnp.ones((256, 128))})
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    config = _rules.as_config(rules, window_bytes)
+    _check_compiled_kinds(config)
+    inner = _check_inner(inner)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        if _memory.is_traced(params):
+            return traced_init(params)
+        shardings = _init_shardings(traced_init, params)
+        return jax.jit(traced_init, out_shardings=shardings)(params)
+
+    def traced_init(params: optax.Params) -> optax.OptState:
+        _, state = _streamed(lambda p: ((), inner.init(p)), config, (params,), ())
+        return state
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        args = (updates, state, params, extra_args)
+        if _memory.is_traced(args):
+            dynamic, static = _split(extra_args, (jax.Array, np.ndarray, np.generic))
+            return traced_update(updates, state, params, dynamic, static)
+        # A number may be another in every step: traced, it costs no compilation.
+        numbers = (int, float, complex)
+        dynamic, static = _split(
+            extra_args, (jax.Array, np.ndarray, np.generic, *numbers)
+        )
+        return jitted_update(updates, state, params, dynamic, static)
+
+    def traced_update(
+        updates: Any, state: Any, params: Any, dynamic: Any, static: _Static
+    ) -> tuple[optax.Updates, optax.OptState]:
+        def fn(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
+            return inner.update(updates, state, params, **dynamic, **static.values)
+
+        return _streamed(fn, config, (updates, state, params, dynamic), state)
+
+    jitted_update = jax.jit(traced_update, static_argnums=4)
+    return Offloaded(init_fn, update_fn)
+
+
+def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    if isinstance(inner, Offloaded):
+        raise TypeError(
+            "the optimizer is offloaded already. Give all rules to one offload(...): "
+            "offload(inner, [Rule(...), Rule(...)])"
+        )
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if not isinstance(inner, optax.GradientTransformation):
+        hint = ". Call it first, as in offload(optax.adamw(3e-4))"
+        raise TypeError(
+            "offload wraps an optax.GradientTransformation or optax.MultiSteps, got "
+            f"{inner!r}" + (hint if callable(inner) else "")
+        )
+    return optax.with_extra_args_support(inner)
+
+
+def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
+    for position, rule in enumerate(config.rules):
+        if rule.memory_kind not in _memory.COMPILED_KINDS:
+            raise ValueError(
+                f"rule {position} ({rule.regex!r}) has memory_kind "
+                f"{rule.memory_kind!r}; a compiled update can keep state in "
+                f"{' or '.join(map(repr, _memory.COMPILED_KINDS))}"
+            )
+
+
+class _Static:
+    """Extra arguments that are no arrays, compared by identity: jit's cache key."""
+
+    def __init__(self, values: dict[str, Any]):
+        self.values = values
+
+    def __hash__(self) -> int:
+        return hash(frozenset((k, id(v)) for k, v in self.values.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, _Static)
+            and self.values.keys() == other.values.keys()
+            and all(v is other.values[k] for k, v in self.values.items())
+        )
+
+
+def _split(
+    extra_args: dict[str, Any], dynamic_types: tuple[type, ...]
+) -> tuple[dict[str, Any], _Static]:
+    """Separates what is traced from functions, flags and the like."""
+
+    def is_dynamic(value: Any) -> bool:
+        leaves = jax.tree.leaves(value)
+        return bool(leaves) and all(
+            isinstance(x, dynamic_types) and not isinstance(x, bool) for x in leaves
+        )
+
+    dynamic = {k: v for k, v in extra_args.items() if is_dynamic(v)}
+    static = {k: v for k, v in extra_args.items() if k not in dynamic}
+    return dynamic, _Static(static)
+
+
+def _streamed(
+    fn: Callable[..., tuple[Any, Any]],
+    config: _rules.OffloadConfig,
+    args: tuple[Any, ...],
+    state: Any,
+) -> tuple[Any, Any]:
+    """Evaluates ``fn(*args)``, which returns (updates, state), in a streamed way."""
+    leaves, structure = jax.tree.flatten(args)
+    types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
+    closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
+    with_paths, out_structure = jax.tree_util.tree_flatten_with_path(out)
+    paths = [_rules.path_string(keys[1:]) for keys, _ in with_paths]
+    updates = range(len(jax.tree.leaves(out[0])))
+    flat = _schedule.flatten(closed)
+    types_of_state = [a.aval for a in flat.outvars[len(updates) :]]
+    planned = _state_kinds(config, paths[len(updates) :], types_of_state)
+    kinds = ["device"] * len(updates) + planned
+    _warn_of_strays(state, dict(zip(paths[len(updates) :], planned, strict=True)))
+    schedule = _schedule.plan(
+        flat,
+        loads=[i for i, x in enumerate(leaves) if _memory.on_host(x)],
+        stores=[k for k, kind in enumerate(kinds) if kind != "device"],
+        updates=updates,
+        paths=paths,
+        nbytes=_memory.nbytes,
+        window_bytes=config.window_bytes,
+    )
+    logger.info("%s", schedule)
+    _warn_of_groups(schedule, config, flat, paths)
+    values = _stream.run(flat, schedule, leaves, kinds)
+    return jax.tree.unflatten(out_structure, values)
+
+
+def _state_kinds(
+    config: _rules.OffloadConfig, paths: list[str], leaves: list[Any]
+) -> list[str]:
+    elsewhere = [p for p, x in zip(paths, leaves, strict=True) if _memory.on_host(x)]
+    if elsewhere:
+        raise TypeError(
+            "a part of the wrapped optimizer is offloaded already: it puts "
+            f"{', '.join(map(repr, elsewhere))} into host memory. Use one "
+            "offload(...), around the whole or around parts that do not overlap"
+        )
+    sizes = [_memory.nbytes(x) for x in leaves]
+    placements = _rules.place(config, list(zip(paths, sizes, strict=True)))
+    return [placement.memory_kind for placement in placements]
+
+
+def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
+    """Warns of state that should have come from the host and did not."""
+    strays = [
+        path
+        for path, x in _rules.leaves_with_paths(state)
+        if planned.get(path) == "pinned_host" and not _memory.on_host(x)
+    ]
+    if strays:
+        warnings.warn(
+            f"state planned for pinned_host came to update on the device: "
+            f"{_some(strays)}. It is there whole during this update, and only then "
+            "goes to the host. Make templates with optax_offload.eval_shape(tx.init, "
+            "params), or move the state with optax_offload.set_memory_kind",
+            OffloadWarning,
+            stacklevel=2,
+        )
+
+
+def _warn_of_groups(
+    schedule: _schedule.Schedule,
+    config: _rules.OffloadConfig,
+    flat: _schedule.Flat,
+    paths: list[str],
+) -> None:
+    """Warns of groups that are larger than they should be."""
+    asked = config.window_bytes
+    for group in schedule.groups:
+        names = _some([paths[k] for k in group.outputs])
+        if group.tied_by and group.nbytes > (asked or _schedule.DEFAULT_WINDOW_BYTES):
+            why = (
+                f"{', '.join(map(repr, group.tied_by))} computes on the state of "
+                "several parameters at once, so that it has to be on the device "
+                "together"
+            )
+        elif asked is not None and group.nbytes > asked:
+            why = "it is one group, which cannot be updated in parts"
+        else:
+            continue
+        warnings.warn(
+            f"{group.nbytes} bytes of state are on the device at once, over the "
+            f"window of {schedule.window_bytes}: {names}: {why}",
+            OffloadWarning,
+            stacklevel=2,
+        )
+
+
+def _some(paths: list[str], most: int = 5) -> str:
+    rest = len(paths) - most
+    shown = ", ".join(map(repr, paths[:most]))
+    return shown + (f" and {rest} more" if rest > 0 else "")
+
+
+def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:
+    """Where each leaf of the state goes, if the parameters are on several devices.
+
+    Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
+    would be on every device whole.
+    """
+    shardings = [x.sharding for x in jax.tree.leaves(params) if hasattr(x, "sharding")]
+    if all(s.num_devices == 1 for s in shardings):
+        return None
+    closed, out = jax.make_jaxpr(init, return_shape=True)(params)
+    paths = [path for path, _ in _rules.leaves_with_paths(out)]
+    like = _memory.shardings_like(
+        list(zip(paths, closed.out_avals, strict=True)), [params]
+    )
+    chosen = [
+        s and s.with_memory_kind(_memory.kind_of_type(x))
+        for s, x in zip(like, closed.out_avals, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(out), chosen)

@@ -1,0 +1,332 @@
+"""Which leaf goes where: rules, configuration files, paths. Touches no device."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+DEFAULT_MIN_BYTES = 64 * 1024
+
+
+def path_string(keys: Sequence[Any]) -> str:
+    """The path of a leaf as rules see it, such as ``0/mu/decoder/layers/kernel``."""
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_string(keys), leaf) for keys, leaf in flat]
+
+
+def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
+    """Compiles a pattern, or says what is wrong with it and where."""
+    if not isinstance(pattern, (str, re.Pattern)):
+        raise TypeError(
+            f"pattern must be a regex (a string or re.compile(...)), got {pattern!r}"
+        )
+    try:
+        compiled = re.compile(pattern)
+    except re.error as e:
+        raise ValueError(f"pattern {pattern!r} is no regex: {e}") from e
+    if not isinstance(compiled.pattern, str):
+        raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
+    return compiled
+
+
+def check_memory_kind(memory_kind: str) -> None:
+    if memory_kind not in MEMORY_KINDS:
+        raise ValueError(
+            f"memory_kind is {memory_kind!r}; it must be one of "
+            + ", ".join(map(repr, MEMORY_KINDS))
+        )
+
+
+def _check_bytes(name: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(
+            f"{name} is {value!r}; it must be a whole number of bytes, at least {least}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    r"""Where the leaves whose path matches ``pattern`` are kept between updates.
+
+    Args:
+      pattern: a regex that matches the leaf's whole path (``re.fullmatch``), as in
+        ``0/mu/decoder/layers/kernel``.
+      memory_kind: ``"pinned_host"``, or ``"device"`` to keep the leaf where it is.
+      min_bytes: leaves smaller than this stay on the device. Moving a few bytes
+        takes as long as moving half a megabyte, and a step counter in host memory
+        costs a synchronization.
+      slice_axis: the axis along which a leaf may be streamed in slices; None forbids
+        slices.
+      optional: allows the rule to match nothing. Without it that is an error, since
+        it is most often a typing mistake.
+
+    Raises:
+      TypeError, ValueError: an argument is not as above.
+
+    Example:
+      >>> rule = Rule(r".*/(mu|nu)/.*")
+      >>> rule.memory_kind, rule.matches("0/mu/dense/kernel"), rule.matches("0/count")
+      ('pinned_host', True, False)
+    """
+
+    pattern: str | re.Pattern[str]
+    memory_kind: str = "pinned_host"
+    _: dataclasses.KW_ONLY
+    min_bytes: int = DEFAULT_MIN_BYTES
+    slice_axis: int | None = 0
+    optional: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "pattern", compile_pattern(self.pattern))
+        check_memory_kind(self.memory_kind)
+        _check_bytes("min_bytes", self.min_bytes, 0)
+        axis = self.slice_axis
+        if axis is not None and (
+            isinstance(axis, bool) or not isinstance(axis, int) or axis < 0
+        ):
+            raise ValueError(
+                f"slice_axis is {axis!r}; it must be an axis, counted from 0, or None"
+            )
+        if not isinstance(self.optional, bool):
+            raise ValueError(f"optional is {self.optional!r}; it must be a bool")
+
+    @property
+    def regex(self) -> str:
+        """The pattern as text."""
+        return compile_pattern(self.pattern).pattern
+
+    def matches(self, path: str) -> bool:
+        """Whether this rule's pattern matches the whole of ``path``."""
+        return compile_pattern(self.pattern).fullmatch(path) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class OffloadConfig:
+    """Rules in order, the first that matches decides, and the window they share.
+
+    Args:
+      rules: one or more `Rule`.
+      window_bytes: how many bytes of state may be on the device at once during an
+        update; None lets `offload` choose.
+
+    Raises:
+      TypeError, ValueError: an argument is not as above.
+
+    Example:
+      >>> config = OffloadConfig((Rule(".*/embed.*", "device"), Rule(".*")))
+      >>> len(config.rules), config.window_bytes
+      (2, None)
+    """
+
+    rules: Sequence[Rule]
+    window_bytes: int | None = None
+
+    def __post_init__(self):
+        rules = self.rules
+        if not isinstance(rules, Sequence) or isinstance(rules, str):
+            raise TypeError(f"rules must be a sequence of Rule, got {rules!r}")
+        for position, rule in enumerate(rules):
+            if not isinstance(rule, Rule):
+                raise TypeError(
+                    f"rules[{position}] is {rule!r}; it must be an optax_offload.Rule"
+                )
+        if not rules:
+            raise ValueError(
+                "rules is empty: nothing would be offloaded. Give at least one Rule, "
+                "or leave the optimizer as it is"
+            )
+        object.__setattr__(self, "rules", tuple(rules))
+        if self.window_bytes is not None:
+            _check_bytes("window_bytes", self.window_bytes, 1)
+
+
+Rules = str | re.Pattern[str] | Rule | Sequence[Rule] | OffloadConfig
+
+
+def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
+    """What `offload` and the reports take for ``rules``, as an `OffloadConfig`."""
+    if isinstance(rules, (str, re.Pattern)):
+        rules = Rule(rules)
+    if isinstance(rules, Rule):
+        rules = (rules,)
+    if isinstance(rules, OffloadConfig):
+        config = rules
+    elif isinstance(rules, Sequence):
+        config = OffloadConfig(rules)
+    else:
+        raise TypeError(
+            "rules must be a regex, a Rule, a sequence of Rule or an OffloadConfig, "
+            f"got {rules!r}"
+        )
+    if window_bytes is None:
+        return config
+    return dataclasses.replace(config, window_bytes=window_bytes)
+
+
+def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
+    r"""Reads an `OffloadConfig` from a TOML file.
+
+    The file has an optional ``window_bytes`` and one ``[[rules]]`` table for each
+    rule, with the names of `Rule`'s arguments as keys. ``slice_axis = "none"`` stands
+    for None, which TOML cannot say.
+
+    Args:
+      path: the file.
+
+    Returns:
+      The configuration; `offload` takes it for its ``rules``.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: it is not TOML, or a key or value is wrong. The message names the
+        file, the key, what was found and what is allowed.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "adam.toml"
+      >>> _ = file.write_text("[[rules]]\npattern = '(.*/)?(mu|nu)/.*'\n")
+      >>> load_config(file).rules[0].regex
+      '(.*/)?(mu|nu)/.*'
+    """
+    file = os.fspath(path)
+    with open(file, "rb") as f:
+        try:
+            table = tomllib.load(f)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ValueError(f"{file}: not a TOML file: {e}") from e
+    _check_keys(file, "", table, OffloadConfig)
+    tables = table.get("rules")
+    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ValueError(
+            f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or more"
+        )
+    rules = []
+    for position, entries in enumerate(tables):
+        where = f"rules[{position}]"
+        _check_keys(file, f"{where}.", entries, Rule)
+        if "pattern" not in entries:
+            raise ValueError(f"{file}: {where} has no pattern")
+        if entries.get("slice_axis") == "none":
+            entries = entries | {"slice_axis": None}
+        try:
+            rules.append(Rule(**entries))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"{file}: {where}.{e}") from e
+    try:
+        return OffloadConfig(rules, table.get("window_bytes"))
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+
+
+def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> None:
+    allowed = [f.name for f in dataclasses.fields(cls) if f.name != "_"]
+    unknown = [key for key in table if key not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{file}: unknown key "
+            + ", ".join(f"{prefix}{key}" for key in unknown)
+            + f"; allowed are {', '.join(allowed)}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The decision for one leaf: where it is kept, by which rule, and why."""
+
+    memory_kind: str
+    why: str
+    rule: Rule | None = None
+
+
+def place(config: OffloadConfig, leaves: Sequence[tuple[str, int]]) -> list[Placement]:
+    """Decides for each leaf, given as (path, bytes), where it is kept.
+
+    Raises:
+      ValueError: a rule that is not optional decides no leaf.
+    """
+    placements = []
+    decided = set()
+    for path, nbytes in leaves:
+        position = next(
+            (i for i, rule in enumerate(config.rules) if rule.matches(path)), None
+        )
+        decided.add(position)
+        placements.append(_placement(config, position, nbytes))
+    idle = [
+        i
+        for i, rule in enumerate(config.rules)
+        if i not in decided and not rule.optional
+    ]
+    if idle:
+        paths = [path for path, _ in leaves]
+        raise ValueError("\n".join(_idle_rule(config, i, paths) for i in idle))
+    return placements
+
+
+def _placement(config: OffloadConfig, position: int | None, nbytes: int) -> Placement:
+    if position is None:
+        return Placement("device", "no rule matches")
+    rule = config.rules[position]
+    name = f"rule {position} {rule.regex!r}"
+    if rule.memory_kind != "device":
+        if not nbytes:
+            return Placement("device", f"empty leaf ({name})", rule)
+        if nbytes < rule.min_bytes:
+            return Placement("device", f"under {rule.min_bytes} bytes ({name})", rule)
+    return Placement(rule.memory_kind, name, rule)
+
+
+def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
+    rule = config.rules[position]
+    name = f"rule {position}, pattern {rule.regex!r},"
+    for path in paths:
+        if rule.matches(path):
+            first = next(i for i, r in enumerate(config.rules) if r.matches(path))
+            return (
+                f"{name} never decides: each leaf that it matches, such as {path!r}, "
+                f"is decided by an earlier rule ({first}, "
+                f"{config.rules[first].regex!r}). Put it before that rule, or remove it"
+            )
+    return (
+        f"{name} matches no leaf. {_nearest(rule.regex, paths)}. Patterns match the "
+        "whole path; Rule(..., optional=True) allows a rule to match nothing"
+    )
+
+
+def no_match_message(pattern: str, paths: list[str]) -> str:
+    return f"pattern {pattern!r} matches no leaf. {_nearest(pattern, paths)}"
+
+
+def _nearest(pattern: str, paths: list[str], most: int = 5) -> str:
+    """Names the paths that look most like what the pattern was meant to match."""
+    if not paths:
+        return "The tree has no leaves"
+    words = re.findall(r"\w+", re.sub(r"\\.", " ", pattern))
+
+    def likeness(path: str) -> float:
+        parts = re.findall(r"\w+", path)
+        return sum(
+            max(
+                (difflib.SequenceMatcher(None, word, p).ratio() for p in parts),
+                default=0.0,
+            )
+            for word in words
+        )
+
+    ranked = sorted(dict.fromkeys(paths), key=lambda p: (-likeness(p), p))
+    shown = ", ".join(map(repr, ranked[:most]))
+    rest = len(ranked) - most
+    return f"Nearest paths: {shown}" + (f" ({rest} more)" if rest > 0 else "")
