@@ -1,0 +1,19 @@
+"""What every test runs under: several CPU devices, strict promotion."""
+
+import os
+
+# Before JAX is imported: it reads both when it starts.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def strict_promotion():
+    """Our code promotes nothing by accident; optax's does, and is run with leave."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield

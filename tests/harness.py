@@ -1,0 +1,111 @@
+"""Training with a plain and an offloaded optimizer, side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_offload as oo
+
+# Everything that is no scalar goes: the leaves of these tests are small.
+EVERYTHING = oo.Rule(".*", min_bytes=8, optional=True)
+
+
+def make_params(dtype: Any = jnp.float32) -> Any:
+    """A stacked leaf, matrices and a vector, nested as Flax nests them."""
+    shapes = {
+        "embed": {"embedding": (40, 16)},
+        "layers_9": {"kernel": (16, 24), "bias": (24,)},
+        "layers_10": {"kernel": (3, 16, 8)},
+    }
+    leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    return jax.tree.unflatten(
+        treedef,
+        [
+            jax.random.normal(k, s).astype(dtype)
+            for k, s in zip(keys, leaves, strict=True)
+        ],
+    )
+
+
+def loss(params: Any) -> jax.Array:
+    """A bowl whose bottom is away from the start; in float32, whatever the dtype."""
+    terms = [
+        jnp.sum(jnp.cos(p.astype(jnp.float32) * (i + 1)) ** 2)
+        for i, p in enumerate(jax.tree.leaves(params))
+    ]
+    return sum(terms, start=jnp.float32(0))
+
+
+def extra_args(params: Any) -> dict[str, Any]:
+    """What optimizers may ask for beside gradients; the others ignore it."""
+    value, grad = jax.value_and_grad(loss)(params)
+    return {"value": value, "grad": grad, "value_fn": loss}
+
+
+def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
+    """A tree as something whose equality means the same dtypes, shapes and bits."""
+    return [
+        (str(x.dtype), x.shape, np.asarray(_data(x)).tobytes())
+        for x in jax.tree.leaves(tree)
+    ]
+
+
+def max_ulps(a: Any, b: Any) -> int:
+    """The largest distance between two trees of floats, in units in the last place."""
+    largest = 0
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            bits_of = np.int32 if x.dtype == jnp.float32 else np.int16
+            i, j = (_ordered(np.asarray(v).view(bits_of)) for v in (x, y))
+            largest = max(largest, int(np.max(np.abs(i - j), initial=0)))
+    return largest
+
+
+def _ordered(raw: np.ndarray) -> np.ndarray:
+    """Integers in the order of the floats whose bits they are."""
+    wide = raw.astype(np.int64)
+    return np.where(wide < 0, np.iinfo(raw.dtype).min - wide, wide)
+
+
+def _data(x: Any) -> Any:
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if is_key else x
+
+
+def run_updates(tx: Any, params: Any, steps: int = 4) -> list[Any]:
+    """Trains, with the update in a jit of its own.
+
+    Returns:
+      (updates, state, params) after each step.
+    """
+
+    @jax.jit
+    def update(updates: Any, state: Any, params: Any, value: Any, grad: Any) -> Any:
+        extra = {"value": value, "grad": grad, "value_fn": loss}
+        return tx.update(updates, state, params, **extra)
+
+    tx = optax.with_extra_args_support(tx)
+    apply = jax.jit(optax.apply_updates)
+    gradient = jax.jit(jax.value_and_grad(loss))
+    state = tx.init(params)
+    history = []
+    for _ in range(steps):
+        value, grads = gradient(params)
+        updates, state = update(grads, state, params, value, grads)
+        params = apply(params, updates)
+        history.append((updates, state, params))
+    assert update._cache_size() == 1, "the second step was compiled again"
+    return history
+
+
+def plain(inner: Any) -> Any:
+    """The transformation as `offload` takes it: `MultiSteps` is no tuple."""
+    if isinstance(inner, optax.MultiSteps):
+        return inner.gradient_transformation()
+    return inner
