@@ -30,6 +30,7 @@ class Flat:
     constants: dict[jex.Var, Any]
     invars: list[jex.Var]
     outvars: list[Atom]
+    debug_info: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,10 @@ def flatten(closed: jex.ClosedJaxpr) -> Flat:
         return [read(a) for a in jaxpr.outvars]
 
     outvars = walk(closed.jaxpr, {})
-    return Flat(equations, constants, list(closed.jaxpr.invars), outvars)
+    # The names of arguments and results are those of a function that is taken apart.
+    debug_info = closed.jaxpr.debug_info.with_unknown_names()
+    invars = list(closed.jaxpr.invars)
+    return Flat(equations, constants, invars, outvars, debug_info)
 
 
 def _is_known_scalar(c: Any) -> bool:

@@ -34,8 +34,7 @@ def run(
     env = dict(zip(flat.invars, args, strict=True)) | flat.constants
     for i in schedule.ahead:
         env[flat.invars[i]] = _memory.transfer(args[i], "device")
-    equations = [flat.equations[i] for i in schedule.shared]
-    env |= _evaluate(equations, env.__getitem__)
+    env |= _evaluate(flat, schedule.shared, env.__getitem__)
     done: dict[int, Any] = {}
     stored: list[list[Any]] = []
     passed, held = 0, []
@@ -73,7 +72,7 @@ def _run_group(
     def lookup(v: jex.Var) -> Any:
         return local[v] if v in local else env[v]
 
-    local |= _evaluate([flat.equations[i] for i in group.equations], lookup)
+    local |= _evaluate(flat, group.equations, lookup)
     results = [_read(flat.outvars[k], lookup) for k in group.outputs]
     if not group.loads:
         results, _ = _after(tokens, results)
@@ -99,15 +98,22 @@ def _read(a: Any, lookup: Callable[[jex.Var], Any]) -> Any:
 
 
 def _evaluate(
-    equations: Sequence[jex.JaxprEqn], lookup: Callable[[jex.Var], Any]
+    flat: Flat, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
 ) -> dict[jex.Var, Any]:
     """Evaluates equations, and returns the value of each variable they define."""
+    equations = [flat.equations[i] for i in positions]
     results = [v for e in equations for v in e.outvars]
     defined = set(results)
     used = [a for e in equations for a in e.invars if isinstance(a, jex.Var)]
     free = [v for v in dict.fromkeys(used) if v not in defined]
     # JAX's own interpreter knows how each version of it binds an equation, and keeps
     # the name stack and the context (mesh, matmul precision) it was traced in.
-    jaxpr = jex.Jaxpr(constvars=(), invars=free, outvars=results, eqns=equations)
+    jaxpr = jex.Jaxpr(
+        constvars=(),
+        invars=free,
+        outvars=results,
+        eqns=equations,
+        debug_info=flat.debug_info,
+    )
     values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
     return dict(zip(results, values, strict=True))

@@ -24,13 +24,12 @@ def make_params(dtype: Any = jnp.float32) -> Any:
     }
     leaves, treedef = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(jax.random.key(7), len(leaves))
-    return jax.tree.unflatten(
-        treedef,
-        [
-            jax.random.normal(k, s).astype(dtype)
-            for k, s in zip(keys, leaves, strict=True)
-        ],
-    )
+    params = [
+        jax.random.normal(k, s).astype(dtype) for k, s in zip(keys, leaves, strict=True)
+    ]
+    # Committed, as a step's results are when some of them are in host memory: or else
+    # JAX compiles a second time when the parameters come back committed.
+    return jax.device_put(jax.tree.unflatten(treedef, params), jax.devices()[0])
 
 
 def loss(params: Any) -> jax.Array:
@@ -42,9 +41,12 @@ def loss(params: Any) -> jax.Array:
     return sum(terms, start=jnp.float32(0))
 
 
-def extra_args(params: Any) -> dict[str, Any]:
+gradient = jax.jit(jax.value_and_grad(loss))
+apply_updates = jax.jit(optax.apply_updates)
+
+
+def extra_args(value: Any, grad: Any) -> dict[str, Any]:
     """What optimizers may ask for beside gradients; the others ignore it."""
-    value, grad = jax.value_and_grad(loss)(params)
     return {"value": value, "grad": grad, "value_fn": loss}
 
 
@@ -86,19 +88,16 @@ def run_updates(tx: Any, params: Any, steps: int = 4) -> list[Any]:
     """
 
     @jax.jit
-    def update(updates: Any, state: Any, params: Any, value: Any, grad: Any) -> Any:
-        extra = {"value": value, "grad": grad, "value_fn": loss}
-        return tx.update(updates, state, params, **extra)
+    def update(updates: Any, state: Any, params: Any, value: Any) -> Any:
+        return tx.update(updates, state, params, **extra_args(value, updates))
 
     tx = optax.with_extra_args_support(tx)
-    apply = jax.jit(optax.apply_updates)
-    gradient = jax.jit(jax.value_and_grad(loss))
     state = tx.init(params)
     history = []
     for _ in range(steps):
         value, grads = gradient(params)
-        updates, state = update(grads, state, params, value, grads)
-        params = apply(params, updates)
+        updates, state = update(grads, state, params, value)
+        params = apply_updates(params, updates)
         history.append((updates, state, params))
     assert update._cache_size() == 1, "the second step was compiled again"
     return history
