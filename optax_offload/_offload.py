@@ -242,6 +242,8 @@ def _warn_of_groups(
     """Warns of groups that are larger than they should be."""
     asked = config.window_bytes
     for group in schedule.groups:
+        if not group.loads:
+            continue
         names = _some([paths[k] for k in group.outputs])
         if group.tied_by and group.nbytes > (asked or _schedule.DEFAULT_WINDOW_BYTES):
             why = (

@@ -12,7 +12,7 @@ Example:
   >>> step = lambda w: w - 0.1 * jnp.tanh(w)
   >>> compiled = aot.compile(step, w, target=target, donate_argnums=0)  # doctest: +SKIP
   >>> print(aot.peak(compiled))  # doctest: +SKIP
-  peak 4.0 MiB = arguments 4.0 MiB + temporaries 0 B + outputs 4.0 MiB - aliased 4.0 MiB
+  peak 4.00 MiB = arguments 4.00 MiB + temporaries 0 B + outputs 4.00 MiB - aliased ...
 """
 
 from __future__ import annotations
@@ -29,6 +29,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 
 from optax_offload import _memory, _rules
 from optax_offload._targets import Target, size_text
+
+__all__ = [
+    "DoesNotFitError",
+    "Peak",
+    "Target",
+    "compile",
+    "host_computations",
+    "peak",
+]
 
 
 class DoesNotFitError(RuntimeError):
@@ -113,7 +122,7 @@ def compile(
     fn: Callable[..., Any],
     *args: Any,
     target: Target,
-    mesh: AbstractMesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] | None = None,
@@ -126,7 +135,8 @@ def compile(
     on a single device, is replicated over the target. One that is sharded over a mesh
     of this process (say of CPU devices) is taken to be sharded over the same mesh of
     the target's devices. The function is traced with that mesh as its context, so that
-    a bare `PartitionSpec` in it means that mesh.
+    a bare `PartitionSpec` in it means that mesh. It must not name devices of this
+    process, and for a GPU it must have no callbacks (`jax.debug.print`).
 
     Args:
       fn: a function, or a jitted one, which brings its own options.
@@ -170,10 +180,16 @@ def compile(
             "it to its jax.jit, or pass the plain function"
         )
     static = options.get("static_argnums", ())
-    static = {i % len(args) for i in ((static,) if isinstance(static, int) else static)}
-    tree = {i: arg for i, arg in enumerate(args) if i not in static}
+    static = {static} if isinstance(static, int) else set(static)
+    tree = {i: x for i, x in enumerate(args) if not static & {i, i - len(args)}}
     if mesh is None:
         mesh = _mesh_of((tree, out_shardings), target) or target.mesh()
+    elif mesh.size != target.device_count:
+        raise ValueError(
+            f"mesh={mesh} has {mesh.size} devices, {target.name!r} has "
+            f"{target.device_count}; make it with target.mesh(...)"
+        )
+    mesh = _abstract(mesh)
     tree = _for_target("argument", tree, mesh, target)
     args = tuple(tree.get(i, arg) for i, arg in enumerate(args))
     if out_shardings is not None:

@@ -386,6 +386,17 @@ def test_mesh_of_another_size():
         )
 
 
+def test_mesh_argument_of_another_size():
+    """A mesh for the arguments that is not of the target's size is an error."""
+    with pytest.raises(ValueError, match=r"mesh=.* has 4 devices, 'h100' has 1"):
+        aot.compile(
+            descend,
+            struct((4, 4)),
+            target=aot.Target("h100"),
+            mesh=aot.Target("h100:4").mesh(),
+        )
+
+
 def test_under_set_mesh():
     """Under a mesh of the process the function's context would be that mesh."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])

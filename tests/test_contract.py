@@ -9,6 +9,7 @@ import pytest
 from harness import (
     EVERYTHING,
     bits,
+    committed,
     extra_args,
     gradient,
     make_params,
@@ -19,7 +20,6 @@ from harness import (
 from optimizers import INSIDE, OUTSIDE
 
 import optax_offload as oo
-
 
 
 def each(table):
@@ -34,25 +34,29 @@ inside, outside = each(INSIDE), each(OUTSIDE)
 
 
 @pytest.fixture(autouse=True)
-def standard_promotion():
-    """Optimizers of optax promote dtypes; that is theirs to do."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+def rank_promotion():
+    """Optimizers of optax promote ranks; that is theirs to do."""
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 
 @functools.cache
 def plain_history(name, dtype=jnp.float32):
-    return run_updates(plain(INSIDE[name]()), make_params(dtype))
+    inner, params = plain(INSIDE[name]()), make_params(dtype)
+    return run_updates(inner, params, committed(inner.init(params)))
 
 
 @inside
 def test_update_in_its_own_jit_has_the_same_bits(name):
-    """Updates, state and parameters of four steps; structure, dtypes, kinds; one
+    """Updates, state and parameters of three steps; structure, dtypes, kinds; one
     compilation."""
+    params = make_params()
     tx = oo.offload(INSIDE[name](), EVERYTHING)
-    for got, want in zip(
-        run_updates(tx, make_params()), plain_history(name), strict=True
-    ):
+    history, compilations = run_updates(tx, params, tx.init(params))
+    plain_steps, plain_compilations = plain_history(name)
+    # Some optimizers change a weak type in their first step, and compile twice.
+    assert compilations == plain_compilations
+    for got, want in zip(history, plain_steps, strict=True):
         assert jax.tree.structure(got) == jax.tree.structure(want)
         assert bits(got) == bits(want)
         weak = [x.weak_type for x in jax.tree.leaves(got)]
@@ -62,21 +66,16 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
 
 
 @inside
-def test_bfloat16_has_the_same_bits(name):
-    """Parameters, gradients and the state that follows their dtype in bfloat16."""
-    tx = oo.offload(INSIDE[name](), EVERYTHING)
-    got = run_updates(tx, make_params(jnp.bfloat16), steps=2)
-    want = plain_history(name, jnp.bfloat16)[:2]
-    assert bits(got) == bits(want)
-
-
-@inside
-@pytest.mark.filterwarnings("ignore:.* over the window of 1:optax_offload.OffloadWarning")
-def test_smallest_window_has_the_same_bits(name):
-    """A window of one byte puts every group after the one before it."""
+@pytest.mark.filterwarnings(
+    "ignore:.* over the window of 1:optax_offload.OffloadWarning"
+)
+def test_bfloat16_in_the_smallest_window_has_the_same_bits(name):
+    """Parameters, gradients and the state that follows their dtype in bfloat16; in a
+    window of one byte, which puts every group after the one before it."""
+    params = make_params(jnp.bfloat16)
     tx = oo.offload(INSIDE[name](), oo.OffloadConfig([EVERYTHING], window_bytes=1))
-    got = run_updates(tx, make_params(), steps=2)
-    assert bits(got) == bits(plain_history(name)[:2])
+    got, _ = run_updates(tx, params, tx.init(params))
+    assert bits(got) == bits(plain_history(name, jnp.bfloat16)[0])
 
 
 @inside
@@ -106,22 +105,21 @@ def test_without_jit_is_with_jit(name):
     state = tx.init(params)
     value, grads = gradient(params)
     updates, state = tx.update(grads, state, params, **extra_args(value, grads))
-    want_updates, want_state, _ = plain_history(name)[0]
+    want_updates, want_state, _ = plain_history(name)[0][0]
     assert bits((updates, state)) == bits((want_updates, want_state))
     oo.memory_report(state, EVERYTHING).check()
 
 
-# What a whole step may differ by: fusion boundaries move, and with them where a
-# multiplication and an addition round once instead of twice. Measured in float32 over
-# three steps; the optimizers named divide by, or take roots of, differences that are
-# all but zero, which magnifies the one bit.
-STEP_ULPS = 4
-MORE_STEP_ULPS: dict[str, int] = {}
+# What a whole step may differ by: where fusion boundaries move, a multiplication and an
+# addition round once instead of twice.
+STEP_ULPS = 2
 
 
 @inside
 def test_whole_step_with_donation(name):
     """Gradient, update and parameters in one jit, state and parameters donated."""
+
+    offloaded = oo.offload(INSIDE[name](), EVERYTHING)
 
     def train(tx, steps=3):
         @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -135,23 +133,27 @@ def test_whole_step_with_donation(name):
         # Some optimizers keep the parameters themselves in their state.
         params = make_params()
         state = jax.jit(tx.init)(params)
+        if not isinstance(tx, type(offloaded)):
+            state = committed(state)
         for _ in range(steps):
             params, state = step(params, state)
-        assert step._cache_size() == 1
-        return params, state
+        return params, state, step._cache_size()
 
     want = train(plain(INSIDE[name]()))
-    got = train(oo.offload(INSIDE[name](), EVERYTHING))
+    got = train(offloaded)
     oo.memory_report(got[1], EVERYTHING).check()
-    assert max_ulps(got[0], want[0]) <= MORE_STEP_ULPS.get(name, STEP_ULPS)
+    assert got[2] == want[2], "compiled again"
+    assert max_ulps(got[0], want[0]) <= STEP_ULPS
 
 
 @outside
 def test_offload_inside_another_transformation(name):
     """Wrapped around an offloaded part, other transformations work as before."""
-    wrap = functools.partial(oo.offload, rules=EVERYTHING)
-    got = run_updates(OUTSIDE[name](wrap), make_params())
-    want = run_updates(OUTSIDE[name](lambda inner: inner), make_params())
+    params = make_params()
+    offloaded = OUTSIDE[name](functools.partial(oo.offload, rules=EVERYTHING))
+    got, _ = run_updates(offloaded, params, offloaded.init(params))
+    inner = OUTSIDE[name](lambda inner: inner)
+    want, _ = run_updates(inner, params, committed(inner.init(params)))
     assert jax.tree.structure(got) == jax.tree.structure(want)
     assert bits(got) == bits(want)
     assert "pinned_host" in oo.memory_report(got[-1][1]).totals

@@ -1,0 +1,31 @@
+# Everything is made in .venv; PYTHON names the interpreter to make it with.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+EXTRAS ?= dev
+
+.PHONY: demo test check clean
+
+# The plugins that `aot` compiles with are for Linux on x86-64 only, and take no part in
+# a run on the CPU: JAX need not look for them.
+export JAX_PLATFORMS ?= cpu
+
+demo: $(VENV)/installed
+	$(BIN)/python examples/train_lm.py
+
+test: $(VENV)/installed
+	$(BIN)/python -m pytest -n 2
+
+check: $(VENV)/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) out

@@ -1,0 +1,301 @@
+"""`offload` itself: sharding, trees of every form, warnings, and every error."""
+
+import functools
+import typing
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from harness import EVERYTHING, bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+
+PARAMS = {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}
+
+
+def test_public_names():
+    """The documented list, no more."""
+    assert set(oo.__all__) == {
+        "MemoryKindError",
+        "MemoryReport",
+        "OffloadConfig",
+        "OffloadWarning",
+        "Rule",
+        "eval_shape",
+        "load_config",
+        "memory_report",
+        "offload",
+        "set_memory_kind",
+    }
+
+
+def test_step_counter_stays_on_the_device():
+    """By the default rule too."""
+    state = oo.offload(optax.adam(1e-3)).init(PARAMS)
+    assert state[0].count.sharding.memory_kind == "device"
+    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("context", [True, False])
+def test_sharded_state_keeps_its_sharding_and_kind(axis_type, context):
+    """As with FSDP: moments are sharded like their parameters, through init and two
+    steps, eagerly and under jit, and nothing is compiled twice."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
+    sharding = NamedSharding(mesh, P(None, "x"))
+    params = {"w": jax.device_put(jnp.ones((64, 512)), sharding)}
+    tx = oo.offload(optax.adamw(1e-3))
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(jnp.sin, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def check(state):
+        oo.memory_report(state, ".*").check()
+        for x in (state[0].mu["w"], state[0].nu["w"]):
+            assert x.sharding.is_equivalent_to(
+                sharding.with_memory_kind("pinned_host"), 2
+            )
+            assert x.addressable_shards[0].data.shape == (64, 128)
+
+    def train():
+        state = tx.init(params)
+        check(state)
+        trained, state = step(params, state)
+        check(state)
+        trained, state = step(trained, state)
+        check(state)
+        assert step._cache_size() == 1
+        return tx.update(params, state, trained)
+
+    if context:
+        with jax.set_mesh(mesh):
+            updates, state = train()
+    else:
+        updates, state = train()
+    check(state)
+    assert updates["w"].sharding.is_equivalent_to(sharding, 2)
+
+
+def test_sharded_state_has_the_bits_of_plain_state():
+    """On four devices as on one."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    params = jax.device_put(
+        {"w": jnp.linspace(0, 1, 64 * 512).reshape(64, 512)},
+        NamedSharding(mesh, P(None, "x")),
+    )
+    inner = optax.adamw(1e-3)
+    tx = oo.offload(inner)
+    got = tx.update(params, tx.init(params), params)
+    want = jax.jit(inner.update)(params, inner.init(params), params)
+    assert bits(got) == bits(want)
+
+
+def test_flax_partitioning_metadata_survives():
+    """`nn.with_partitioning` boxes parameters; the moments are boxed alike."""
+    dense = nn.Dense(
+        256, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "x"))
+    )
+    params = dense.init(jax.random.key(0), jnp.ones((1, 128)))["params"]
+    tx = oo.offload(optax.adam(1e-3))
+    state = tx.init(params)
+    box = state[0].mu["kernel"]
+    assert isinstance(box, nn.Partitioned)
+    assert box.names == (None, "x")
+    assert box.value.sharding.memory_kind == "pinned_host"
+    assert nn.get_partition_spec(state)[0].mu["kernel"] == P(None, "x")
+
+
+def test_nnx_optimizer_and_its_metadata():
+    """`nnx.Optimizer` keeps kinds from step to step, and the variables' metadata."""
+    model = nnx.Linear(
+        128,
+        256,
+        kernel_init=nnx.with_metadata(nnx.initializers.ones, note="kept"),
+        rngs=nnx.Rngs(0),
+    )
+    optimizer = nnx.Optimizer(model, oo.offload(optax.adam(1e-3)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: jnp.mean(m(jnp.ones((2, 128))) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(2):
+        step(model, optimizer)
+        state = nnx.state(optimizer.opt_state)
+        report = oo.memory_report(state)
+        kinds = {row.path: row.actual for row in report.rows if row.nbytes >= 65536}
+        assert len(kinds) == 2
+        assert set(kinds.values()) == {"pinned_host"}
+    assert optimizer.opt_state[0].mu["kernel"].get_metadata()["note"] == "kept"
+
+
+class Point(typing.NamedTuple):
+    x: typing.Any
+    y: typing.Any
+
+
+LEAVES = st.tuples(
+    st.sampled_from([(), (0,), (3,), (2, 5), (4, 0, 2)]),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+TREES = st.recursive(
+    LEAVES.map(lambda leaf: np.ones(leaf[0], leaf[1])) | st.none() | st.just({}),
+    lambda children: (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from(["a", "b_1", "b_10"]), children, max_size=3)
+        | st.tuples(children, children).map(lambda xy: Point(*xy))
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(TREES, st.sampled_from([".*", ".*mu.*", ".*nu.*", ".*/0.*", "none"]))
+def test_any_tree_of_parameters(params, pattern):
+    """Structure, bits and placement, for random trees and rules."""
+    rule = oo.Rule(pattern, min_bytes=0, optional=True)
+    inner = optax.adam(1e-2)
+    tx = oo.offload(inner, rule)
+    state, want = tx.init(params), inner.init(params)
+    grads = jax.tree.map(lambda p: (p * 0.3).astype(p.dtype), params)
+    for _ in range(2):
+        assert jax.tree.structure(state) == jax.tree.structure(want)
+        assert bits(state) == bits(want)
+        oo.memory_report(state, rule).check()
+        updates, state = tx.update(grads, state, params)
+        want_updates, want = jax.jit(inner.update)(grads, want, params)
+        assert bits(updates) == bits(want_updates)
+
+
+def test_extra_arguments_reach_the_optimizer():
+    """Numbers are traced, functions and flags are not."""
+    seen = []
+
+    def update(updates, state, params=None, *, scale, flag, fn):
+        seen.append(flag)
+        return jax.tree.map(lambda u: fn(u) * scale, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: p, update)
+    tx = oo.offload(inner)
+    state = tx.init(PARAMS)
+    for scale in (2.0, 3.0):
+        updates, _ = tx.update(PARAMS, state, scale=scale, flag=True, fn=jnp.negative)
+        np.testing.assert_array_equal(updates["b"], jnp.full(128, -scale))
+    assert seen == [True], "another number must not compile again"
+    traced = jax.jit(functools.partial(tx.update, flag=False, fn=jnp.exp, scale=1.0))
+    traced(PARAMS, state)
+    assert seen == [True, False]
+
+
+def test_state_that_does_not_change_does_not_move():
+    """A leaf that comes back as it came is neither loaded nor stored."""
+    inner = optax.GradientTransformation(
+        lambda p: p, lambda updates, state, params=None: (updates, state)
+    )
+    tx = oo.offload(inner)
+    jaxpr = jax.make_jaxpr(tx.update)(PARAMS, tx.init(PARAMS))
+    assert "device_put" not in str(jaxpr)
+
+
+def test_host_state_that_rules_keep_on_the_device_comes_back():
+    """Rules may change between runs: state goes where they now want it."""
+    state = oo.offload(optax.adam(1e-3)).init(PARAMS)
+    rules = oo.Rule(".*/nu/.*")
+    _, state = oo.offload(optax.adam(1e-3), rules).update(PARAMS, state)
+    oo.memory_report(state, rules).check()
+
+
+def test_warns_of_state_that_came_on_the_device():
+    """As from a template that lost its memory kinds."""
+    tx = oo.offload(optax.adam(1e-3))
+    message = "planned for pinned_host came to update on the device: '0/mu/w', '0/nu/w'"
+    with pytest.warns(oo.OffloadWarning, match=message):
+        _, state = tx.update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
+    oo.memory_report(state, ".*").check()
+
+
+def test_warns_of_a_group_larger_than_the_window():
+    """Asked for less than can be had."""
+    tx = oo.offload(optax.adam(1e-3), window_bytes=1000)
+    message = "262144 bytes of state are on the device at once, over the window of 1000"
+    with pytest.warns(oo.OffloadWarning, match=message):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_warns_of_parameters_tied_together():
+    """A norm over the state has to have all of it: said, with the equation."""
+
+    def update_all(updates, state, params=None):
+        norm = optax.tree.norm(state)
+        return jax.tree.map(lambda s: s / norm, state), state
+
+    inner = optax.GradientTransformation(lambda p: p, update_all)
+    params = {"a": jnp.ones((128, 128)), "b": jnp.ones((128, 128))}
+    tx = oo.offload(inner, window_bytes=1000)
+    message = "131072 bytes .* over the window of 1000: 'a', 'b': 'add' computes on the"
+    with pytest.warns(oo.OffloadWarning, match=message):
+        tx.update(params, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    ("inner", "message"),
+    [
+        (3, "offload wraps an optax.GradientTransformation or optax.MultiSteps, got 3"),
+        (optax.adam, r"got <function adam .*Call it first, as in offload\(optax.adamw"),
+        (oo.offload(optax.adam(1.0)), "the optimizer is offloaded already. Give all"),
+    ],
+)
+def test_what_is_no_plain_transformation(inner, message):
+    """Refused by the factory."""
+    with pytest.raises(TypeError, match=message):
+        oo.offload(inner)
+
+
+def test_offloaded_twice_further_inside():
+    """Found when the state is made; all leaves concerned are named."""
+    part = oo.offload(optax.adam(1e-3), ".*/mu/.*")
+    tx = oo.offload(optax.chain(optax.clip(1.0), part))
+    with pytest.raises(TypeError, match=r"offloaded already: it puts '1/0/mu/w' into"):
+        tx.init(PARAMS)
+
+
+def test_kind_that_a_compiled_update_cannot_use():
+    """`unpinned_host` is for moves between steps."""
+    with pytest.raises(ValueError, match=r"rule 1 \('b'\) has memory_kind 'unpinned_h"):
+        oo.offload(optax.adam(1.0), [oo.Rule("a"), oo.Rule("b", "unpinned_host")])
+
+
+def test_rule_that_matches_nothing():
+    """At init, with near paths; optional rules may."""
+    tx = oo.offload(optax.adam(1e-3), ".*/moo/.*")
+    with pytest.raises(ValueError, match=r"matches no leaf\. Nearest paths: '0/mu/b'"):
+        tx.init(PARAMS)
+    with pytest.raises(ValueError, match="matches no leaf"):
+        jax.eval_shape(tx.init, PARAMS)
+    oo.offload(optax.adam(1e-3), oo.Rule("x", optional=True)).init(PARAMS)
+
+
+def test_everything_on_the_host_with_scalars():
+    """A step counter on the host ties nothing together: it is loaded ahead."""
+    params = {"a": jnp.ones((64, 128)), "b": jnp.ones((64, 128))}
+    inner = optax.adam(1e-2)
+    tx = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+    state = tx.init(params)
+    assert oo.memory_report(state).totals.keys() == {"pinned_host"}
+    got = tx.update(params, state, params)
+    want = jax.jit(inner.update)(params, inner.init(params), params)
+    assert bits(got) == bits(want)
+    assert EVERYTHING.min_bytes > 4

@@ -1,0 +1,142 @@
+"""The plan of an update: its groups, their order, and who waits for whom."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from optax_offload import _memory, _rules, _schedule
+
+SHAPE = (8, 4)
+NBYTES = 8 * 4 * 4
+
+
+def plan_of(tx, params, *, window_bytes=None, host=lambda x: x.ndim > 0):
+    """The schedule of an update whose non-scalar state is all on the host."""
+    state = jax.eval_shape(tx.init, params)
+    closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
+    flat_out = jax.tree_util.tree_flatten_with_path(out)[0]
+    updates = range(len(jax.tree.leaves(params)))
+    first = len(updates)
+    loads = [first + i for i, x in enumerate(jax.tree.leaves(state)) if host(x)]
+    stores = [first + i for i, x in enumerate(jax.tree.leaves(out[1])) if host(x)]
+    paths = [_rules.path_string(keys[1:]) for keys, _ in flat_out]
+    schedule = _schedule.plan(
+        _schedule.flatten(closed),
+        loads=loads,
+        stores=stores,
+        updates=updates,
+        paths=paths,
+        nbytes=_memory.nbytes,
+        window_bytes=window_bytes,
+    )
+    names = [[paths[k] for k in g.outputs if k in updates] for g in schedule.groups]
+    return schedule, names
+
+
+def layers(n):
+    return {f"layers_{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(n)}
+
+
+def test_adam_has_a_group_for_each_parameter_last_layer_first():
+    """In the natural order of numbers, in which 10 comes after 9."""
+    schedule, names = plan_of(optax.adamw(1e-3), layers(12))
+    assert names == [[f"layers_{i}"] for i in reversed(range(12))]
+    for group in schedule.groups:
+        assert len(group.loads) == 2
+        assert len(group.outputs) == 3
+        assert group.nbytes == 2 * NBYTES
+        assert group.tied_by == ()
+
+
+def test_norm_of_gradients_ties_nothing():
+    """Clipping before Adam is shared by all groups."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    schedule, names = plan_of(tx, layers(3))
+    assert [len(n) for n in names] == [1, 1, 1]
+    assert schedule.shared
+
+
+def test_multi_steps_is_not_tied_by_its_cond():
+    """Its predicate is the constant False: the cond is the branch."""
+    tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
+    _, names = plan_of(tx, layers(3))
+    assert [len(n) for n in names] == [1, 1, 1]
+
+
+def test_counter_on_the_host_ties_nothing():
+    """Scalars are loaded ahead."""
+    schedule, names = plan_of(optax.adam(1e-3), layers(3), host=lambda x: True)
+    assert [n for n in names if n] == [[f"layers_{i}"] for i in (2, 1, 0)]
+    assert len(schedule.ahead) == 1
+
+
+def test_norm_of_state_ties_all():
+    """Correct, in one group, and the schedule says by what."""
+
+    def update(updates, state, params=None):
+        norm = optax.tree.norm(state)
+        return jax.tree.map(lambda u, s: u + s / norm, updates, state), state
+
+    tx = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    schedule, names = plan_of(tx, layers(3))
+    assert sorted(names[0]) == ["layers_0", "layers_1", "layers_2"]
+    assert schedule.groups[0].tied_by == ("add",)
+
+
+def test_dead_equations_tie_nothing():
+    """What no output needs is not computed."""
+
+    def update(updates, state, params=None):
+        optax.tree.norm(state)
+        return updates, jax.tree.map(lambda s: s * 2, state)
+
+    tx = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
+    schedule, _ = plan_of(tx, layers(3))
+    assert [len(g.loads) for g in schedule.groups] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("window_bytes", "waits"),
+    [
+        (1, (0, 1, 2, 3)),
+        (2 * NBYTES, (0, 1, 2, 3)),
+        (4 * NBYTES, (0, 0, 1, 2)),
+        (5 * NBYTES, (0, 0, 1, 2)),
+        (8 * NBYTES, (0, 0, 0, 0)),
+        (None, (0, 0, 0, 0)),
+    ],
+)
+def test_groups_wait_until_they_fit(window_bytes, waits):
+    """A group runs beside as many before it as the window holds."""
+    schedule, _ = plan_of(optax.adam(1e-3), layers(4), window_bytes=window_bytes)
+    assert schedule.waits == waits
+
+
+def test_default_window_is_the_largest_group_or_64_mib():
+    """There is no going below the largest, and no use in far less than 64 MiB."""
+    schedule, _ = plan_of(optax.adam(1e-3), layers(2))
+    assert schedule.window_bytes == 64 * 2**20
+    large = layers(2) | {"e": jax.ShapeDtypeStruct((2**25,), jnp.float32)}
+    schedule, _ = plan_of(optax.adam(1e-3), large)
+    assert schedule.window_bytes == 2 * 4 * 2**25
+
+
+def test_summary():
+    """What the log says of an update."""
+    schedule, _ = plan_of(optax.adam(1e-3), layers(2), window_bytes=1000)
+    assert str(schedule) == (
+        "2 groups of 512 bytes in all, the largest of 256, in a window of 1000 bytes"
+    )
+
+
+def test_planning_is_linear_in_leaves():
+    """Each equation is in one place only, and each leaf adds as many as the last."""
+
+    def equations(n):
+        schedule, _ = plan_of(optax.adam(1e-3), layers(n))
+        used = [i for g in schedule.groups for i in g.equations] + [*schedule.shared]
+        assert len(used) == len(set(used))
+        return len(used)
+
+    assert equations(50) - equations(5) == 45 * (equations(6) - equations(5))
