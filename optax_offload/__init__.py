@@ -17,3 +17,5 @@ __all__ = [
     "offload",
     "set_memory_kind",
 ]
+
+__version__ = "0.1.0"

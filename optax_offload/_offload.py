@@ -194,7 +194,7 @@ def _streamed(
         nbytes=_memory.nbytes,
         window_bytes=config.window_bytes,
     )
-    logger.info("%s", schedule)
+    logger.debug("%s", schedule)
     _warn_of_groups(schedule, config, flat, paths)
     values = _stream.run(flat, schedule, leaves, kinds)
     return jax.tree.unflatten(out_structure, values)

@@ -173,8 +173,8 @@ def plan(
         largest group, which there is no going below, and 64 MiB at least.
     """
     live = _live(flat)
-    ahead = tuple(i for i in loads if not flat.invars[i].aval.shape)
-    loads = [i for i in loads if flat.invars[i].aval.shape]
+    ahead = tuple(i for i in loads if _is_scalar(flat.invars[i]))
+    loads = [i for i in loads if not _is_scalar(flat.invars[i])]
     of, ties = _components(flat, live, loads)
     stored = set(stores)
     unmoved = {flat.invars[i] for i in loads}
@@ -233,6 +233,10 @@ def plan(
 
 def _vars(e: jex.JaxprEqn) -> list[jex.Var]:
     return [a for a in e.invars if isinstance(a, jex.Var)]
+
+
+def _is_scalar(variable: Any) -> bool:
+    return not variable.aval.shape
 
 
 def _live(flat: Flat) -> list[int]:

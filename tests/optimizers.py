@@ -101,7 +101,7 @@ OUTSIDE: dict[str, Callable[[Wrap], Any]] = {
         optax.clip_by_global_norm(1.0), wrap(optax.adamw(LR)), optax.scale(0.5)
     ),
     "conditionally_transform": lambda wrap: optax.transforms.conditionally_transform(
-        wrap(optax.adam(LR)), lambda step: step % 2 == 0
+        wrap(optax.adam(LR)), lambda step: jnp.mod(step, 2) == 0
     ),
     "inject_hyperparams": lambda wrap: optax.inject_hyperparams(
         lambda learning_rate: wrap(optax.adamw(learning_rate))
