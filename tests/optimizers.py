@@ -54,7 +54,7 @@ INSIDE: dict[str, Callable[[], Any]] = {
     "momo_adam": lambda: contrib.momo_adam(LR),
     "muon": lambda: contrib.muon(LR),
     "nadamw": lambda: optax.nadamw(LR),
-    "noisy_sgd": lambda: optax.noisy_sgd(LR),
+    "noisy_sgd": lambda: optax.noisy_sgd(LR, key=0),
     "novograd": lambda: optax.novograd(LR),
     "optimistic_adam": lambda: optax.optimistic_adam_v2(LR),
     "prodigy": lambda: contrib.prodigy(LR),
@@ -108,6 +108,9 @@ OUTSIDE: dict[str, Callable[[Wrap], Any]] = {
     )(learning_rate=optax.linear_schedule(LR, 0.0, 10)),
     "masked": lambda wrap: optax.masked(wrap(optax.adam(LR)), _weights_only),
     "mechanic": lambda wrap: contrib.mechanize(wrap(optax.adam(LR))),
+    "multi_steps": lambda wrap: optax.MultiSteps(
+        wrap(optax.adamw(LR)), 2
+    ).gradient_transformation(),
     "partition": lambda wrap: optax.partition(
         {"matrix": wrap(optax.adamw(LR)), "vector": optax.sgd(LR)}, _labels
     ),
