@@ -19,7 +19,7 @@ test: $(VENV)/installed
 check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
