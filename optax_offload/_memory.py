@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _rules
@@ -50,6 +51,15 @@ def nbytes(x: Any) -> int:
     """The bytes of a value or type, over all devices together."""
     aval = _aval(x)
     return aval.size * aval.dtype.itemsize
+
+
+def movable_nbytes(x: Any) -> int | None:
+    """The bytes of a value or type that can be on the host, None for one that cannot.
+
+    A random key can be put there, but JAX (0.10 to 0.12) traces it as a device value.
+    """
+    extended = jnp.issubdtype(_aval(x).dtype, jax.dtypes.extended)
+    return None if extended else nbytes(x)
 
 
 def transfer(x: jax.Array, memory_kind: str) -> jax.Array:

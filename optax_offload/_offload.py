@@ -210,7 +210,7 @@ def _state_kinds(
             f"{', '.join(map(repr, elsewhere))} into host memory. Use one "
             "offload(...), around the whole or around parts that do not overlap"
         )
-    sizes = [_memory.nbytes(x) for x in leaves]
+    sizes = [_memory.movable_nbytes(x) for x in leaves]
     placements = _rules.place(config, list(zip(paths, sizes, strict=True)))
     return [placement.memory_kind for placement in placements]
 

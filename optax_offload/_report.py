@@ -167,7 +167,11 @@ def memory_report(tree: Any, rules: _rules.Rules | None = None) -> MemoryReport:
     placements: list[_rules.Placement | None] = [None] * len(leaves)
     if rules is not None:
         config = _rules.as_config(rules)
-        placements = [*_rules.place(config, [(p, n) for p, _, n, _ in measured])]
+        placements = [
+            *_rules.place(
+                config, [(p, _memory.movable_nbytes(x)) for p, x, _, _ in measured]
+            )
+        ]
     return MemoryReport(
         tuple(
             Row(

@@ -251,8 +251,12 @@ class Placement:
     rule: Rule | None = None
 
 
-def place(config: OffloadConfig, leaves: Sequence[tuple[str, int]]) -> list[Placement]:
+def place(
+    config: OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+) -> list[Placement]:
     """Decides for each leaf, given as (path, bytes), where it is kept.
+
+    The bytes are None for a leaf that cannot move.
 
     Raises:
       ValueError: a rule that is not optional decides no leaf.
@@ -276,12 +280,16 @@ def place(config: OffloadConfig, leaves: Sequence[tuple[str, int]]) -> list[Plac
     return placements
 
 
-def _placement(config: OffloadConfig, position: int | None, nbytes: int) -> Placement:
+def _placement(
+    config: OffloadConfig, position: int | None, nbytes: int | None
+) -> Placement:
     if position is None:
         return Placement("device", "no rule matches")
     rule = config.rules[position]
     name = f"rule {position} {rule.regex!r}"
     if rule.memory_kind != "device":
+        if nbytes is None:
+            return Placement("device", f"random keys cannot move ({name})", rule)
         if not nbytes:
             return Placement("device", f"empty leaf ({name})", rule)
         if nbytes < rule.min_bytes:

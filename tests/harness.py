@@ -79,12 +79,19 @@ def _data(x: Any) -> Any:
 
 
 def committed(tree: Any) -> Any:
-    """The tree, on the first device for good.
+    """The tree, what is in device memory on the first device for good.
 
     As a step's results are when some of them are in host memory: JAX compiles a step
     a second time when arguments that were uncommitted come back committed.
     """
-    return jax.device_put(tree, jax.devices()[0])
+    return jax.tree.map(
+        lambda x: (
+            jax.device_put(x, jax.devices()[0])
+            if x.sharding.memory_kind == "device"
+            else x
+        ),
+        tree,
+    )
 
 
 def run_updates(

@@ -218,6 +218,17 @@ def test_host_state_that_rules_keep_on_the_device_comes_back():
     oo.memory_report(state, rules).check()
 
 
+def test_random_keys_stay_on_the_device():
+    """JAX would trace a key that is on the host as one that is not."""
+    tx = oo.offload(optax.noisy_sgd(0.1, key=0), oo.Rule(".*", min_bytes=0))
+    state = tx.init(PARAMS)
+    row = oo.memory_report(state, oo.Rule(".*", min_bytes=0)).check().rows[1]
+    if jnp.issubdtype(state[0].rng_key.dtype, jax.dtypes.prng_key):
+        assert (row.path, row.actual) == ("0/rng_key", "device")
+        assert "random keys cannot move" in row.why
+    tx.update(PARAMS, state, PARAMS)
+
+
 def test_warns_of_state_that_came_on_the_device():
     """As from a template that lost its memory kinds."""
     tx = oo.offload(optax.adam(1e-3))
