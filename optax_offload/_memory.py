@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _rules
 
@@ -51,6 +51,48 @@ def nbytes(x: Any) -> int:
     """The bytes of a value or type, over all devices together."""
     aval = _aval(x)
     return aval.size * aval.dtype.itemsize
+
+
+def nbytes_on_each_device(x: Any) -> int:
+    """The bytes of a value or type on each device of its mesh.
+
+    In Auto mode a type does not say how a value is sharded: it is taken to be sharded
+    over the whole mesh, as state that is worth offloading is.
+    """
+    sharding = _aval(x).sharding
+    shards = 1
+    for name, kind in zip(
+        sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True
+    ):
+        if kind == AxisType.Auto or name in _axes_of(sharding.spec):
+            shards *= sharding.mesh.shape[name]
+    return -(-nbytes(x) // shards)
+
+
+def _axes_of(spec: PartitionSpec) -> set[str]:
+    """The mesh axes that a spec names."""
+    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
+    return {name for names in parts for name in names if name is not None}
+
+
+def slice_axis(x: Any) -> int | None:
+    """The axis along which a value or type can be sliced within every shard.
+
+    In Explicit mode the first that is not sharded. In Auto mode a type does not say:
+    on a mesh of several devices the leading axis of three or more is taken for a layer
+    axis, which is not sharded; of fewer none is. On a single device the leading axis.
+    """
+    aval = _aval(x)
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    if not aval.shape:
+        return None
+    auto = any(
+        kind == AxisType.Auto and mesh.shape[name] > 1
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+    if auto and len(aval.shape) < 3:
+        return None
+    return next((i for i, names in enumerate(spec) if names is None), None)
 
 
 def movable_nbytes(x: Any) -> int | None:

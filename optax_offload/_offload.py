@@ -185,19 +185,60 @@ def _streamed(
     planned = _state_kinds(config, paths[len(updates) :], types_of_state)
     kinds = ["device"] * len(updates) + planned
     _warn_of_strays(state, dict(zip(paths[len(updates) :], planned, strict=True)))
+    loads = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
     schedule = _schedule.plan(
         flat,
-        loads=[i for i, x in enumerate(leaves) if _memory.on_host(x)],
+        loads=loads,
         stores=[k for k, kind in enumerate(kinds) if kind != "device"],
         updates=updates,
+        homes=_homes(args, updates, len(planned), state),
         paths=paths,
-        nbytes=_memory.nbytes,
+        slice_axes=_slice_axes(config, args, state, loads, leaves),
+        nbytes=_memory.nbytes_on_each_device,
         window_bytes=config.window_bytes,
     )
     logger.debug("%s", schedule)
     _warn_of_groups(schedule, config, flat, paths)
     values = _stream.run(flat, schedule, leaves, kinds)
     return jax.tree.unflatten(out_structure, values)
+
+
+def _homes(
+    args: tuple[Any, ...], updates: range, outputs_of_state: int, state: Any
+) -> list[int | None]:
+    """The argument that each output replaces: its gradient, or the state before.
+
+    Arguments are (updates, state, ...), outputs (updates, state).
+    """
+    gradients = len(jax.tree.leaves(args[0]))
+    before = len(jax.tree.leaves(state))
+    of_updates = list(updates) if len(updates) == gradients else [None] * len(updates)
+    of_state = [gradients + i for i in range(before)]
+    if before != outputs_of_state:
+        of_state = [None] * outputs_of_state
+    return [*of_updates, *of_state]
+
+
+def _slice_axes(
+    config: _rules.OffloadConfig,
+    args: tuple[Any, ...],
+    state: Any,
+    loads: list[int],
+    leaves: list[Any],
+) -> dict[int, int | None]:
+    """For each load the axis along which it is sliced: the rule's, or its type's."""
+    gradients = len(jax.tree.leaves(args[0]))
+    axes: dict[int, int | None] = {}
+    for i, (path, _) in enumerate(_rules.leaves_with_paths(state), start=gradients):
+        rule = next((r for r in config.rules if r.matches(path)), None)
+        axis = "auto" if rule is None else rule.slice_axis
+        if axis == "auto":
+            axis = _memory.slice_axis(leaves[i])
+            if axis is not None:
+                axes[i] = axis
+        else:
+            axes[i] = axis
+    return {i: axes[i] for i in loads if i in axes}
 
 
 def _state_kinds(

@@ -8,7 +8,7 @@ import os
 import re
 import tomllib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -68,8 +68,11 @@ class Rule:
       min_bytes: leaves smaller than this stay on the device. Moving a few bytes
         takes as long as moving half a megabyte, and a step counter in host memory
         costs a synchronization.
-      slice_axis: the axis along which a leaf may be streamed in slices; None forbids
-        slices.
+      slice_axis: the axis along which a leaf may be streamed in slices, which must not
+        be sharded; None forbids slices. By default the library looks for one: in JAX's
+        Explicit mode the first that is not sharded; in Auto mode, which does not tell,
+        the leading axis of leaves with three or more dimensions, as `nn.scan` makes
+        them; on a single device the leading axis of any leaf.
       optional: allows the rule to match nothing. Without it that is an error, since
         it is most often a typing mistake.
 
@@ -86,7 +89,7 @@ class Rule:
     memory_kind: str = "pinned_host"
     _: dataclasses.KW_ONLY
     min_bytes: int = DEFAULT_MIN_BYTES
-    slice_axis: int | None = 0
+    slice_axis: int | Literal["auto"] | None = "auto"
     optional: bool = False
 
     def __post_init__(self):
@@ -94,11 +97,12 @@ class Rule:
         check_memory_kind(self.memory_kind)
         _check_bytes("min_bytes", self.min_bytes, 0)
         axis = self.slice_axis
-        if axis is not None and (
+        if axis not in (None, "auto") and (
             isinstance(axis, bool) or not isinstance(axis, int) or axis < 0
         ):
             raise ValueError(
-                f"slice_axis is {axis!r}; it must be an axis, counted from 0, or None"
+                f"slice_axis is {axis!r}; it must be an axis, counted from 0, None or "
+                "'auto'"
             )
         if not isinstance(self.optional, bool):
             raise ValueError(f"optional is {self.optional!r}; it must be a bool")

@@ -7,17 +7,28 @@ linear in the number of equations.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
 from jax.extend import core as jex
 
-# What a window holds when nobody says: two transfers of 32 MiB, each long enough
-# (0.6 ms at 50 GB/s) for its latency of some 10 us not to matter.
-DEFAULT_WINDOW_BYTES = 64 * 2**20
+from optax_offload import _rows
+
+MIB = 2**20
+# A window that nobody chose is a sixteenth of the state, between these two. With 16
+# leaves in a loop its slices have 1 to 4 MiB: at 50 GB/s 20 to 80 us, beside a latency
+# of some 10 us that other transfers in flight hide. More costs memory and gains little.
+LEAST_WINDOW_BYTES = 16 * MIB
+MOST_WINDOW_BYTES = 64 * MIB
+# Loads and stores of different leaves overlap, those of one leaf follow each other; and
+# nothing overlaps from one iteration to the next, so that one of 8 groups, or turns of a
+# group, keeps the link busy for 8 parts in 9.
+LEAVES_IN_A_LOOP = 16
+UPDATES_IN_AN_ITERATION = 8
 
 Atom = Any  # jex.Var or jex.Literal
 
@@ -41,8 +52,13 @@ class Group:
       loads: the inputs that are loaded, as positions.
       outputs: the outputs that are computed from them, as positions.
       equations: the equations that only this group needs, as positions.
-      nbytes: the bytes that its loads take on the device, or its stores if more.
+      nbytes: the bytes that its loads take on each device, or its stores if more.
       tied_by: the primitives that join leaves of different parameters, where any do.
+      rows: the equations as they are for a slice, if it can be updated in slices.
+      homes: for each output the input whose buffer its slices are written into, as a
+        position; None where a buffer has to be made.
+      unit: slices are multiples of so many rows.
+      whole_because: what keeps it from being updated in slices.
     """
 
     loads: tuple[int, ...]
@@ -50,34 +66,93 @@ class Group:
     equations: tuple[int, ...]
     nbytes: int
     tied_by: tuple[str, ...] = ()
+    rows: _rows.RowLocal | None = None
+    homes: tuple[int | None, ...] = ()
+    unit: int = 1
+    whole_because: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Groups that are updated slice by slice, together.
+
+    Attributes:
+      groups: in the order in which a turn of the loop updates a slice of each.
+      turns: how many slices each leaf has.
+      rows: of each group, the rows in a slice. What does not divide is a last slice,
+        outside the loop.
+      unrolled: how many turns are one iteration of the loop.
+    """
+
+    groups: tuple[Group, ...]
+    turns: int
+    rows: tuple[int, ...]
+    unrolled: int = 1
+
+    @property
+    def slice_bytes(self) -> int:
+        """What the loads of one turn take on each device."""
+        return sum(
+            math.ceil(g.nbytes * rows / g.rows.rows)
+            for g, rows in zip(self.groups, self.rows, strict=True)
+            if g.rows
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """An update as an ordered list of groups.
+    """An update as an ordered list of stages.
 
     Attributes:
-      groups: in the order in which they run.
+      stages: in the order in which they run: groups that are updated whole, and loops.
       ahead: the inputs that are loaded before all groups, as positions: scalars, such
         as a step counter, which would tie every leaf to every other.
-      shared: the equations that depend on no group's loads, as positions.
-      waits: for each group the number of groups, counted from the first, that must
-        have been stored before it is loaded.
-      window_bytes: the bytes that may be on the device at once.
+      shared: the equations that are evaluated whole beforehand, as positions.
+      waits: for each group that is updated whole the number of such groups, counted
+        from the first, that must have been updated before it is loaded.
+      window_bytes: the bytes that may be on each device at once.
     """
 
-    groups: tuple[Group, ...]
+    stages: tuple[Group | Loop, ...]
     ahead: tuple[int, ...]
     shared: tuple[int, ...]
     waits: tuple[int, ...]
     window_bytes: int
 
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The stages that are loops."""
+        return tuple(s for s in self.stages if isinstance(s, Loop))
+
+    @property
+    def whole(self) -> tuple[Group, ...]:
+        """The groups that are updated whole."""
+        return tuple(s for s in self.stages if isinstance(s, Group))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, in the order in which they run."""
+        stages = (s.groups if isinstance(s, Loop) else (s,) for s in self.stages)
+        return tuple(group for groups in stages for group in groups)
+
     def __str__(self) -> str:
-        sizes = [group.nbytes for group in self.groups]
-        return (
+        groups = self.groups
+        sizes = [group.nbytes for group in groups]
+        lines = [
             f"{len(sizes)} groups of {sum(sizes)} bytes in all, the largest of "
             f"{max(sizes, default=0)}, in a window of {self.window_bytes} bytes"
-        )
+        ]
+        lines += [
+            f"loop of {loop.turns} turns over {len(loop.groups)} groups, "
+            f"{loop.slice_bytes} bytes a turn"
+            for loop in self.loops
+        ]
+        reasons: dict[str, int] = {}
+        for group in self.whole:
+            if group.whole_because:
+                reasons[group.whole_because] = reasons.get(group.whole_because, 0) + 1
+        lines += [f"{n} groups whole: {reason}" for reason, n in reasons.items()]
+        return "\n".join(lines)
 
 
 def flatten(closed: jex.ClosedJaxpr) -> Flat:
@@ -152,7 +227,9 @@ def plan(
     loads: Sequence[int],
     stores: Sequence[int],
     updates: Collection[int],
+    homes: Sequence[int | None],
     paths: Sequence[str],
+    slice_axes: Mapping[int, int | None],
     nbytes: Callable[[Any], int],
     window_bytes: int | None,
 ) -> Schedule:
@@ -160,17 +237,22 @@ def plan(
 
     Outputs that depend on a common load form a group, and so does each store that
     depends on none. Groups run in the reverse natural order of their outputs' paths,
-    in which gradients become available: last layer first.
+    in which gradients become available: last layer first. Groups that can be updated
+    in slices are put into loops, up to 16 leaves in each.
 
     Args:
       flat: the update.
       loads: the inputs that are loaded from the host.
       stores: the outputs that are stored to the host.
       updates: the outputs that are updates, one for each parameter.
+      homes: for each output the input that it replaces: an update its gradient, new
+        state the old.
       paths: the path of each output: in its tree of updates or of state.
-      nbytes: the bytes of a type.
-      window_bytes: how many bytes may be on the device at once. None: as many as the
-        largest group, which there is no going below, and 64 MiB at least.
+      slice_axes: the axis along which each load may be sliced; None where it must not
+        be; not there where its own type does not say.
+      nbytes: the bytes that a type takes on each device.
+      window_bytes: how many bytes may be on each device at once. None: a sixteenth
+        of the state, but at least 16 and at most 64 MiB.
     """
     live = _live(flat)
     ahead = tuple(i for i in loads if _is_scalar(flat.invars[i]))
@@ -198,11 +280,12 @@ def plan(
     inputs: dict[int, list[int]] = {}
     for i in loads:
         inputs.setdefault(of[flat.invars[i]], []).append(i)
+    slicer = _Slicer(flat, set(loads), stored, homes, slice_axes)
 
     def group(component: int) -> Group:
         outputs = members.get(component, [])
         several = len([k for k in outputs if k in updates]) > 1
-        return Group(
+        whole = Group(
             loads=tuple(inputs[component]),
             outputs=tuple(outputs),
             equations=tuple(equations[component]),
@@ -212,6 +295,7 @@ def plan(
             ),
             tied_by=tuple(dict.fromkeys(ties[component])) if several else (),
         )
+        return slicer.sliced(whole)
 
     groups = [group(component) for component in equations]
     groups += [Group((), (k,), (), nbytes(flat.outvars[k].aval)) for k in alone]
@@ -224,11 +308,175 @@ def plan(
 
     groups.sort(key=availability, reverse=True)
     if window_bytes is None:
-        largest = max((g.nbytes for g in groups), default=0)
-        window_bytes = max(DEFAULT_WINDOW_BYTES, largest)
+        sixteenth = sum(g.nbytes for g in groups) // 16
+        window_bytes = min(max(sixteenth, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+    stages = _stages(groups, window_bytes)
+    whole = [stage for stage in stages if isinstance(stage, Group)]
     return Schedule(
-        tuple(groups), ahead, tuple(shared), _waits(groups, window_bytes), window_bytes
+        tuple(stages),
+        ahead,
+        _needed(flat, shared, groups),
+        _waits(whole, window_bytes),
+        window_bytes,
     )
+
+
+class _Slicer:
+    """Finds out whether a group can be updated in slices."""
+
+    def __init__(
+        self,
+        flat: Flat,
+        loads: Collection[int],
+        stored: Collection[int],
+        homes: Sequence[int | None],
+        slice_axes: Mapping[int, int | None],
+    ):
+        self._flat = flat
+        self._loads = loads
+        self._stored = stored
+        self._homes = homes
+        self._axes = slice_axes
+        self._outputs = {a for a in flat.outvars if isinstance(a, jex.Var)}
+        self._producers = {
+            v: (i, e) for i, e in enumerate(flat.equations) for v in e.outvars
+        }
+
+    def sliced(self, group: Group) -> Group:
+        """The group with what it takes to slice it, or with why it cannot be."""
+        try:
+            return self._sliced(group)
+        except _rows.NotRowLocalError as e:
+            return dataclasses.replace(group, whole_because=str(e))
+
+    def _sliced(self, group: Group) -> Group:
+        flat = self._flat
+        rows = _rows.analyze(
+            [(i, flat.equations[i]) for i in group.equations],
+            self._producers,
+            {flat.invars[i]: self._axis(i, group) for i in group.loads},
+            [flat.outvars[k] for k in group.outputs],
+            self._outputs,
+        )
+        homes = tuple(self._home(k, rows) for k in group.outputs)
+        unit = max(_unit(v, axis) for v, axis in rows.axes.items())
+        if rows.rows < 2 * unit:
+            raise _rows.NotRowLocalError(f"{rows.rows} rows, in units of {unit}")
+        return dataclasses.replace(group, rows=rows, homes=homes, unit=unit)
+
+    def _axis(self, i: int, group: Group) -> int:
+        """The axis of the rows of a load."""
+        shape = self._flat.invars[i].aval.shape
+        axis = self._axes.get(i)
+        if axis is None and i not in self._axes:
+            # The row means of a stacked leaf have its layer axis.
+            outputs = (self._flat.outvars[k].aval.shape for k in group.outputs)
+            if any(len(o) > 2 and o[0] == shape[0] for o in outputs):
+                return 0
+        if axis is None or axis >= len(shape):
+            raise _rows.NotRowLocalError(f"no axis to slice a leaf of shape {shape}")
+        return axis
+
+    def _home(self, k: int, rows: _rows.RowLocal) -> int | None:
+        """The input into whose buffer an output can be written slice by slice."""
+        home, output = self._homes[k], self._flat.outvars[k].aval
+        if home is not None:
+            v = self._flat.invars[home]
+            same = v.aval.shape == output.shape and v.aval.dtype == output.dtype
+            in_place = (home in self._loads) == (k in self._stored)
+            axis = rows.axes.get(v, rows.axes[self._flat.outvars[k]])
+            if same and in_place and axis == rows.axes[self._flat.outvars[k]]:
+                return home
+        if k in self._stored:
+            raise _rows.NotRowLocalError("no buffer on the host to write into")
+        return None
+
+
+def _unit(v: jex.Var, axis: int) -> int:
+    """Slices of a TPU's tiles: 8, 16 or 32 rows of 32, 16 or 8 bits each.
+
+    https://docs.jax.dev/en/latest/pallas/tpu/details.html
+    """
+    aval: Any = v.aval
+    from_minor = len(aval.shape) - 1 - axis
+    return {0: 1024, 1: 32 // aval.dtype.itemsize}.get(from_minor, 1)
+
+
+def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
+    """Puts the groups that can be sliced into loops."""
+    stages: list[Group | Loop] = []
+    pending: list[Group] = []
+    loop: Loop | None = None
+
+    def close() -> None:
+        nonlocal loop
+        if loop is not None:
+            stages.append(loop)
+        loop = None
+        pending.clear()
+
+    for group in groups:
+        if group.rows is None:
+            stages.append(group)
+            continue
+        wider = _loop([*pending, group], window_bytes) if pending else None
+        if wider is None:
+            close()
+            wider = _loop([group], window_bytes)
+        pending.append(group)
+        loop = wider
+        leaves = sum(len(g.loads) for g in pending)
+        nbytes = sum(g.nbytes for g in pending)
+        if leaves >= LEAVES_IN_A_LOOP and nbytes >= 2 * window_bytes:
+            close()
+    close()
+    return stages
+
+
+def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
+    """The loop with the fewest turns whose slices fit into the window.
+
+    Several groups have to be cut into the same number of like slices; None if they
+    cannot be. A single one may have a last slice that is smaller.
+    """
+    units = [g.rows.rows // g.unit for g in groups if g.rows]
+    least = max(2, math.ceil(sum(g.nbytes for g in groups) / window_bytes))
+    common = math.gcd(*units)
+    divides = all(g.rows.rows % g.unit == 0 for g in groups if g.rows)
+    # A count of turns that divides is within twice of what is needed, or not used.
+    turns = next((d for d in range(least, 2 * least) if common % d == 0), None)
+    if turns is not None and divides:
+        rows = tuple(g.rows.rows // turns for g in groups if g.rows)
+        return Loop(tuple(groups), turns, rows, _unrolled(turns, len(groups)))
+    if len(groups) > 1:
+        return None
+    (group,), (count,) = groups, units
+    in_slice = max(1, count // least)
+    turns = count // in_slice
+    return Loop((group,), turns, (in_slice * group.unit,), _unrolled(turns, 1))
+
+
+def _unrolled(turns: int, groups: int) -> int:
+    """How many turns an iteration has; two iterations at least, or it is no loop."""
+    most = min(UPDATES_IN_AN_ITERATION // groups, turns // 2)
+    return next((n for n in range(most, 1, -1) if turns % n == 0), 1)
+
+
+def _needed(flat: Flat, shared: Sequence[int], groups: Sequence[Group]) -> tuple:
+    """Of the shared equations those that are not only evaluated slice by slice."""
+    wanted = {a for a in flat.outvars if isinstance(a, jex.Var)}
+    for group in groups:
+        if group.rows is not None:
+            wanted.update(group.rows.inputs)
+        else:
+            wanted.update(a for i in group.equations for a in _vars(flat.equations[i]))
+    needed = []
+    for i in reversed(shared):
+        e = flat.equations[i]
+        if e.effects or not wanted.isdisjoint(e.outvars):
+            needed.append(i)
+            wanted.update(_vars(e))
+    return tuple(reversed(needed))
 
 
 def _vars(e: jex.JaxprEqn) -> list[jex.Var]:

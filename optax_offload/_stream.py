@@ -1,30 +1,28 @@
-"""Carrying out a schedule: loads, the window, stores."""
+"""Carrying out a schedule: loads, the window, slice loops, stores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._schedule import Flat, Group, Schedule
+from optax_offload._schedule import Flat, Group, Loop, Schedule
 
 
 def run(
     flat: Flat, schedule: Schedule, args: Sequence[Any], kinds: Sequence[str]
 ) -> list[Any]:
-    """Evaluates an update group by group.
-
-    A group's loads wait, through an `optimization_barrier`, until the groups that
-    have to be out of its way are stored.
+    """Evaluates an update stage by stage.
 
     Args:
       flat: the update.
-      schedule: its groups, in order.
+      schedule: its stages, in order.
       args: the values of its inputs, wherever they are.
       kinds: the memory kind of each output.
 
@@ -36,16 +34,21 @@ def run(
         env[flat.invars[i]] = _memory.transfer(args[i], "device")
     env |= _evaluate(flat, schedule.shared, env.__getitem__)
     done: dict[int, Any] = {}
-    stored: list[list[Any]] = []
+    computed: list[list[Any]] = []
+    waits = iter(schedule.waits)
     passed, held = 0, []
-    for group, wait in zip(schedule.groups, schedule.waits, strict=True):
+    for stage in schedule.stages:
+        if isinstance(stage, Loop):
+            done |= _SliceLoop(flat, stage, env, kinds).run()
+            continue
         # One value of the group before stands for all that it waited for, so that no
-        # store is waited for twice and the barriers are linear in all.
-        tokens = held + [x for values in stored[passed:wait] for x in values]
-        values, held = _run_group(flat, group, env, kinds, tokens)
-        passed = wait
+        # result is waited for twice and the barriers are linear in all.
+        wait = next(waits)
+        tokens = held + [x for values in computed[passed:wait] for x in values]
+        passed = max(passed, wait)
+        values, results, held = _run_group(flat, stage, env, kinds, tokens)
         done |= values
-        stored.append([x for k, x in values.items() if kinds[k] != "device"])
+        computed.append(results)
     return [
         done[k] if k in done else _memory.transfer(_read(a, env.__getitem__), kinds[k])
         for k, a in enumerate(flat.outvars)
@@ -55,14 +58,16 @@ def run(
 def _run_group(
     flat: Flat,
     group: Group,
-    env: dict[jex.Var, Any],
+    env: Mapping[jex.Var, Any],
     kinds: Sequence[str],
     tokens: list[Any],
-) -> tuple[dict[int, Any], list[Any]]:
+) -> tuple[dict[int, Any], list[Any], list[Any]]:
     """Loads, computes and stores one group once the tokens are there.
 
     Returns:
-      The values of its outputs, and what to wait for to wait for the tokens.
+      The values of its outputs, those that are stored as they are on the device (with
+      stored values as tokens, an H100's compiler copies a leaf on the host), and what
+      to wait for to wait for the tokens.
     """
     variables = [flat.invars[i] for i in group.loads]
     loads, held = _after(tokens, [env[v] for v in variables])
@@ -75,14 +80,129 @@ def _run_group(
     local |= _evaluate(flat, group.equations, lookup)
     results = [_read(flat.outvars[k], lookup) for k in group.outputs]
     if not group.loads:
-        results, _ = _after(tokens, results)
+        results, held = _after(tokens, results)
     done = {
         k: _memory.transfer(x, kinds[k])
         for k, x in zip(group.outputs, results, strict=True)
     }
-    if not group.loads:
-        held = list(done.values())[:1] if tokens else []
-    return done, held
+    stored = [
+        x
+        for k, x in zip(group.outputs, results, strict=True)
+        if kinds[k] != "device" and isinstance(x, jax.Array) and not _memory.on_host(x)
+    ]
+    return done, stored, held
+
+
+class _SliceLoop:
+    """A loop in which every turn updates a slice of each of its groups, or several.
+
+    A slice is read from its leaf's buffer and written back to the same place, so no
+    second buffer is needed on the host. Transfers are all inside: between stages, where
+    they could run beside the backward pass, an H100's compiler reorders that for them
+    and keeps several times more alive, and a v5e's starts loads long before their use.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        loop: Loop,
+        env: Mapping[jex.Var, Any],
+        kinds: Sequence[str],
+    ):
+        self._flat = flat
+        self._loop = loop
+        self._env = env
+        self._kinds = kinds
+        self._loads = {flat.invars[i] for group in loop.groups for i in group.loads}
+
+    def run(self) -> dict[int, Any]:
+        """The values of the outputs of all groups."""
+        buffers = {
+            k: self._buffer(k, home)
+            for group in self._loop.groups
+            for k, home in zip(group.outputs, group.homes, strict=True)
+        }
+        turns = self._loop.turns // self._loop.unrolled
+        buffers = lax.fori_loop(0, turns, self._turn, buffers)
+        for group, rows in zip(self._loop.groups, self._loop.rows, strict=True):
+            first = self._loop.turns * rows
+            rest = group.rows.rows - first
+            if rest:
+                buffers = self._update(group, buffers, first, rest)
+        return buffers
+
+    def _turn(self, turn: Any, buffers: dict[int, Any]) -> dict[int, Any]:
+        for i in range(self._loop.unrolled):
+            for group, rows in zip(self._loop.groups, self._loop.rows, strict=True):
+                first = (turn * self._loop.unrolled + i) * rows
+                buffers = self._update(group, buffers, first, rows)
+        return buffers
+
+    def _buffer(self, k: int, home: int | None) -> Any:
+        """What the slices of an output are written into: if possible, its input."""
+        if home is not None:
+            return self._env[self._flat.invars[home]]
+        aval: Any = self._flat.outvars[k].aval
+        return jnp.zeros(aval.shape, aval.dtype)
+
+    def _update(
+        self, group: Group, buffers: dict[int, Any], first: Any, rows: int
+    ) -> dict[int, Any]:
+        """Loads, computes and stores a slice of each leaf of a group."""
+        row_local = group.rows
+        jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
+        inputs = zip(row_local.inputs, jaxpr.invars, strict=True)
+        names = {v: name for v, name in inputs}
+        here = {
+            self._flat.invars[home]: buffers[k]
+            for k, home in zip(group.outputs, group.homes, strict=True)
+            if home is not None
+        }
+
+        def load(v: jex.Var, first: Any) -> Any:
+            x = here[v] if v in here else self._env[v]
+            if v not in row_local.axes:
+                return x
+            x = lax.dynamic_slice_in_dim(x, first, rows, row_local.axes[v])
+            return _memory.transfer(x, "device") if v in self._loads else x
+
+        # In a group that is alone in its loop, a slice of one leaf is computed, as far
+        # as it suffices, before the next leaf's is loaded, so that loads and stores of
+        # different leaves run side by side.
+        loads = [self._flat.invars[i] for i in group.loads]
+        alone = len(self._loop.groups) == 1 and len(loads) > 1
+        later = set(loads[(len(loads) + 1) // 2 :]) if alone else set()
+        values = {names[v]: load(v, first) for v in names if v not in later}
+        known: dict[Any, Any] = {}
+        at = first
+        if later:
+            early = _evaluable(jaxpr, values)
+            results = jax.core.eval_jaxpr(early, (), *values.values())
+            if results:
+                at, results = lax.optimization_barrier((jnp.asarray(at), results))
+            known = dict(zip(early.outvars, results, strict=True))
+            values |= {names[v]: load(v, at) for v in later}
+            jaxpr = jaxpr.replace(invars=list(values))
+        results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
+        updated = dict(buffers)
+        for k, a, y in zip(group.outputs, jaxpr.outvars, results, strict=True):
+            y = _memory.transfer(known[a] if a in known else y, self._kinds[k])
+            axis = row_local.axes[self._flat.outvars[k]]
+            updated[k] = lax.dynamic_update_slice_in_dim(buffers[k], y, first, axis)
+        return updated
+
+
+def _evaluable(jaxpr: jex.Jaxpr, values: Mapping[jex.Var, Any]) -> jex.Jaxpr:
+    """The part of a jaxpr that these inputs suffice for."""
+    known = set(values)
+    equations = []
+    for e in jaxpr.eqns:
+        if all(isinstance(a, jex.Literal) or a in known for a in e.invars):
+            equations.append(e)
+            known.update(e.outvars)
+    outvars = [a for a in jaxpr.outvars if isinstance(a, jex.Var) and a in known]
+    outvars = [a for a in outvars if a not in values]
+    return jaxpr.replace(invars=list(values), outvars=outvars, eqns=equations)
 
 
 def _after(tokens: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -11,7 +11,9 @@ SHAPE = (8, 4)
 NBYTES = 8 * 4 * 4
 
 
-def plan_of(tx, params, *, window_bytes=None, host=lambda x: x.ndim > 0):
+def plan_of(
+    tx, params, *, window_bytes=None, slice_axis=None, host=lambda x: x.ndim > 0
+):
     """The schedule of an update whose non-scalar state is all on the host."""
     state = jax.eval_shape(tx.init, params)
     closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
@@ -26,7 +28,9 @@ def plan_of(tx, params, *, window_bytes=None, host=lambda x: x.ndim > 0):
         loads=loads,
         stores=stores,
         updates=updates,
+        homes=range(len(paths)),
         paths=paths,
+        slice_axes=dict.fromkeys(loads, slice_axis),
         nbytes=_memory.nbytes,
         window_bytes=window_bytes,
     )
