@@ -124,7 +124,8 @@ class Transfer:
     Attributes:
       name: of the instruction that starts it.
       direction: "load", "store" or "host copy".
-      form: the operation: "copy", "dynamic-slice", "fusion", ...
+      form: the operation: "copy", "dynamic-slice", ...; "fusion" computes on
+        host memory, a "... kernel" is a move that a GPU's copy engines do not do.
       bytes: what is moved each time.
       asynchronous: it has a start and a done.
       between: operations that are computed between those.
@@ -474,9 +475,21 @@ class _Planner:
         inner = self.module.called(i)
         if inner is None:
             return i.named("custom_call_target") or i.opcode.removesuffix("-start")
-        # A computation of one operation, which is wrapped to be asynchronous.
-        work = [j for j in inner if j.opcode not in _FREE]
-        return work[0].opcode if len(work) == 1 else "fusion"
+        # A move, wrapped to be asynchronous; JAX 0.10's compiler adds a copy to a slice.
+        work = [j for j in inner if j.opcode not in _FREE and j.opcode != "copy"]
+        if not work:
+            return "copy"
+        slices = ("dynamic-slice", "dynamic-update-slice")
+        if len(work) > 1 or work[0].opcode not in ("slice", *slices):
+            return "fusion"
+        # XLA's GPU compiler gives a slice to the copy engines if its position is a
+        # linear function of the loop's counter, and notes how; any other becomes a
+        # kernel that reaches into host memory.
+        noted = "dynamic_slice_config" in work[0].attributes
+        kernel = (
+            work[0].opcode in slices and i.opcode.startswith("fusion") and not noted
+        )
+        return work[0].opcode + " kernel" * kernel
 
 
 def _compute_seconds(plan: list[_Step]) -> float:
