@@ -475,7 +475,7 @@ class _Planner:
         inner = self.module.called(i)
         if inner is None:
             return i.named("custom_call_target") or i.opcode.removesuffix("-start")
-        # A move, wrapped to be asynchronous; JAX 0.10's compiler adds a copy to a slice.
+        # A move, wrapped to be asynchronous (to a slice, JAX 0.10 adds a copy).
         work = [j for j in inner if j.opcode not in _FREE and j.opcode != "copy"]
         if not work:
             return "copy"
