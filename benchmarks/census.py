@@ -53,22 +53,13 @@ from typing import Any
 import hlo
 import jax
 from absl import app, flags
+from spans import Span, length
 from steps import MODES, compile_step
 from workloads import WORKLOADS
 
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
-flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
-flags.DEFINE_list("modes", ["recipe", "ours"], f"Of {', '.join(MODES)}.")
-flags.DEFINE_float("bandwidth_gbps", 50.0, "GB/s of the link, in each direction.")
-flags.DEFINE_float("latency_us", 10.0, "Of each transfer.")
-flags.DEFINE_string("out", "out/census", "Where the .json goes.")
-flags.DEFINE_string(
-    "hlo", None, "Read this program's text instead (of the 1st target)."
-)
-flags.DEFINE_string("dump", None, "A folder for the texts of the compiled programs.")
 
 MIB = 2**20
 
@@ -533,7 +524,7 @@ class _Run:
         self.computed_seconds = 0.0
         self._operations = 0
         self._free = {"load": 0.0, "store": 0.0}  # when each direction is free
-        self._busy: dict[str, list[tuple[float, float]]] = {
+        self._busy: dict[str, list[Span]] = {
             "load": [],
             "store": [],
             "host copy": [],
@@ -605,17 +596,17 @@ class _Run:
         self.clock = max(self.clock, *self._free.values())
 
     @property
-    def _spans(self) -> list[tuple[float, float]]:
+    def _spans(self) -> list[Span]:
         return [span for spans in self._busy.values() for span in spans]
 
     @property
     def link_seconds(self) -> float:
-        return _length(_union(self._spans))
+        return length(self._spans)
 
     @property
     def both_seconds(self) -> float:
         loads, stores = self._busy["load"], self._busy["store"]
-        return _length(loads) + _length(stores) - _length(_union(loads + stores))
+        return length(loads) + length(stores) - length(loads + stores)
 
     @property
     def span_seconds(self) -> float:
@@ -626,20 +617,6 @@ class _Run:
 
 def _most(a: tuple[int, int, int], b: tuple[int, int, int]) -> tuple[int, int, int]:
     return max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2])
-
-
-def _union(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(spans: list[tuple[float, float]]) -> float:
-    return sum(end - begin for begin, end in spans)
 
 
 HEADER = """\
@@ -736,5 +713,22 @@ def main(argv: Sequence[str]) -> None:
     print(f"also in {out}")
 
 
+def define_flags() -> None:
+    """Not on import: others import the census, and have flags of the same names."""
+    flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
+    flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
+    flags.DEFINE_list("modes", ["recipe", "ours"], f"Of {', '.join(MODES)}.")
+    flags.DEFINE_float("bandwidth_gbps", 50.0, "GB/s of the link, in each direction.")
+    flags.DEFINE_float("latency_us", 10.0, "Of each transfer.")
+    flags.DEFINE_string("out", "out/census", "Where the .json goes.")
+    flags.DEFINE_string(
+        "hlo", None, "Read this program's text instead (of the 1st target)."
+    )
+    flags.DEFINE_string(
+        "dump", None, "A folder for the texts of the compiled programs."
+    )
+
+
 if __name__ == "__main__":
+    define_flags()
     app.run(main)
