@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import optax
 from absl import app, flags
 from matplotlib.figure import Figure
+from steps import MODES, Wrap, compile_step
 from workloads import WORKLOADS, Workload
 
-import optax_offload as oo
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
@@ -37,52 +36,12 @@ flags.DEFINE_float(
 MIB = 2**20
 
 
-def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """What the JAX tutorial, MaxText and others do: all in, update, all out."""
-    host, device = jax.memory.Space.Host, jax.memory.Space.Device
-
-    def put(tree: Any, space: Any) -> Any:
-        return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        updates, state = inner.update(updates, put(state, device), params)
-        return updates, put(state, host)
-
-    return optax.GradientTransformation(
-        lambda params: put(inner.init(params), host), update
-    )
-
-
-MODES: dict[str, Callable[[Any], Any]] = {
-    "no offload": lambda tx: tx,
-    "recipe": recipe,
-    "ours": oo.offload,
-}
-
-
-def measure(workload: Workload, target: aot.Target, wrap: Callable[[Any], Any]) -> dict:
+def measure(workload: Workload, target: aot.Target, wrap: Wrap) -> dict:
     """Compiles a train step, and returns its numbers, in bytes on each device."""
-    params, x = workload.on(target)
-    tx = wrap(workload.optimizer)
-    state = oo.eval_shape(tx.init, params)
-
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
-        grads = jax.grad(workload.loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    shardings = jax.tree.map(lambda s: s.sharding, (params, state))
     started = time.perf_counter()
     note = None
     try:
-        compiled = aot.compile(
-            step,
-            *(params, state, x),
-            target=target,
-            out_shardings=shardings,
-            donate_argnums=(0, 1),
-        )
-        peak = aot.peak(compiled)
+        peak = aot.peak(compile_step(workload, target, wrap))
     except aot.DoesNotFitError as error:
         peak, note = error.peak, f"needs {error.used_bytes} of {error.limit_bytes}"
     row: dict[str, Any] = {"seconds": time.perf_counter() - started, "note": note}

@@ -1,0 +1,241 @@
+"""The largest Flax decoder that fits on a chip: no offload, the usual recipe, and ours.
+
+In float32, with clipping and adamw, and remat on each layer. The number of layers is
+found by compiling for the chip, which need not be here: bisection, sped up by
+interpolating the peaks. What was compiled is kept beside the results, and is not
+compiled again (ours is, if the library has changed).
+
+Run:
+    python benchmarks/largest_model.py
+    python benchmarks/largest_model.py --noscan --memory_gib=4 --width=1024
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from matplotlib.figure import Figure
+from steps import MODES, compile_step
+from workloads import decoder
+
+import optax_offload as oo
+from optax_offload import aot
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("targets", ["h100", "v5e:1x1"], "Chips to compile for.")
+flags.DEFINE_list("modes", list(MODES), "What to compare.")
+flags.DEFINE_bool("scan", True, "Layers as one stacked leaf, by nn.scan.")
+flags.DEFINE_integer("width", 2048, "Of a layer, which has 12 * width**2 parameters.")
+flags.DEFINE_integer("vocabulary", 32768, "Its embedding is also the output layer.")
+flags.DEFINE_integer("batch", 8, "Sequences in a step, on all devices of a target.")
+flags.DEFINE_integer("context", 512, "Tokens in a sequence.")
+flags.DEFINE_float("memory_gib", None, "Device memory, if less than the chip's.")
+flags.DEFINE_string("out", "out/largest_model", "Where the .json and the .png go.")
+
+MAX_LAYERS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Whether a number of layers fits.
+
+    Attributes:
+      fits: on the target.
+      used_bytes: the peak; where it does not fit, what the compiler says it needs.
+      seconds: of tracing and compiling.
+    """
+
+    fits: bool
+    used_bytes: int
+    seconds: float
+
+
+def largest(
+    probe: Callable[[int], Probe], memory_bytes: int, first: int, end: int = MAX_LAYERS
+) -> int:
+    """The largest number that fits, 0 if not even 1 does; below `end`.
+
+    Args:
+      probe: tries a number.
+      memory_bytes: what there is.
+      first: the number to try first.
+      end: a number that is taken not to fit.
+    """
+    fitting: dict[int, int] = {}
+    failing: dict[int, int] = {}
+    guess, turn = first, 0
+    while True:
+        found = probe(guess)
+        (fitting if found.fits else failing)[guess] = found.used_bytes
+        low, high = max(fitting, default=0), min(failing, default=end)
+        if high - low <= 1:
+            return low
+        turn += 1
+        guess = _interpolate(fitting | failing, memory_bytes)
+        if guess is None or (turn % 3 == 0 and failing):
+            guess = (low + high) // 2 if failing else 2 * low
+        if found.fits and guess >= high:
+            guess = high - 1
+        guess = min(max(guess, low + 1), high - 1)
+
+
+def _interpolate(used: dict[int, int], memory_bytes: int) -> int | None:
+    """The number whose peak would be all there is, by the two nearest to it."""
+    if len(used) < 2:
+        return None
+    near = sorted(used, key=lambda n: abs(used[n] - memory_bytes))[:2]
+    a, b = sorted(near)
+    slope = (used[b] - used[a]) / (b - a)
+    if slope <= 0:
+        return None
+    return a + math.floor((memory_bytes - used[a]) / slope)
+
+
+class Prober:
+    """Compiles decoders for one target, and remembers what fitted."""
+
+    def __init__(self, target: aot.Target, path: Path):
+        self.target = target
+        self.path = path
+        self._known: dict[str, dict] = {}
+        if path.exists():
+            self._known = json.loads(path.read_text())
+
+    def workload(self, layers: int):
+        return decoder(
+            FLAGS.scan,
+            layers=layers,
+            width=FLAGS.width,
+            heads=max(1, FLAGS.width // 128),
+            vocabulary=FLAGS.vocabulary,
+            batch=FLAGS.batch,
+            context=FLAGS.context,
+        )
+
+    def __call__(self, mode: str, layers: int) -> Probe:
+        key = json.dumps(
+            [
+                jax.__version__,
+                _library() if mode == "ours" else None,
+                *(self.target.name, self.target.memory_bytes, mode, layers),
+                *(FLAGS.scan, FLAGS.width, FLAGS.vocabulary),
+                *(FLAGS.batch, FLAGS.context),
+            ]
+        )
+        if key in self._known:
+            return Probe(**self._known[key])
+        started = time.perf_counter()
+        try:
+            compiled = compile_step(self.workload(layers), self.target, MODES[mode])
+            fits, used = True, aot.peak(compiled).peak_bytes
+        except aot.DoesNotFitError as error:
+            fits, used = False, error.used_bytes
+        probe = Probe(fits, used, time.perf_counter() - started)
+        print(
+            f"  {self.target.name} {mode}: {layers} layers need {used / 2**30:.2f} of "
+            f"{self.target.memory_bytes / 2**30:.2f} GiB"
+            f"{'' if fits else ': do not fit'} ({probe.seconds:.0f} s)",
+            flush=True,
+        )
+        self._known[key] = dataclasses.asdict(probe)
+        self.path.write_text(json.dumps(self._known, indent=1) + "\n")
+        return probe
+
+    def parameters(self, layers: int) -> int:
+        if not layers:
+            return 0
+        return sum(p.size for p in jax.tree.leaves(self.workload(layers).params))
+
+
+def _library() -> str:
+    """A digest of the library: its results are only good for what it is."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(oo.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def first_guess(prober: Prober, mode: str) -> int:
+    """As many layers as would fit if only their arrays counted.
+
+    Parameters and gradients of 4 bytes each, and Adam's two values beside them.
+    """
+    copies = 4 if mode == "no offload" else 2
+    one, two = (prober.parameters(n) for n in (1, 2))
+    left = prober.target.memory_bytes * prober.target.device_count / 4 / copies
+    return max(1, min(MAX_LAYERS - 1, int((left - (2 * one - two)) / (two - one))))
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Writes the parameters as bars, side by side for each target."""
+    targets = list(dict.fromkeys(r["target"] for r in rows))
+    modes = list(dict.fromkeys(r["mode"] for r in rows))
+    figure = Figure(figsize=(2 * len(targets) + 2, 4), layout="constrained")
+    axes = figure.subplots()
+    for i, mode in enumerate(modes):
+        sizes = {r["target"]: r["parameters"] / 1e9 for r in rows if r["mode"] == mode}
+        places = [t + 0.27 * (i - (len(modes) - 1) / 2) for t in range(len(targets))]
+        bars = axes.bar(places, [sizes[t] for t in targets], 0.25, label=mode)
+        axes.bar_label(bars, fmt="%.2f", fontsize=8)
+    axes.set_xticks(range(len(targets)), targets)
+    axes.set(ylabel="parameters of the largest decoder (billions)")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    memory_bytes = int(FLAGS.memory_gib * 2**30) if FLAGS.memory_gib else None
+    rows = []
+    for name in FLAGS.targets:
+        target = aot.Target(name, memory_bytes=memory_bytes)
+        prober = Prober(target, out.with_suffix(".probes.json"))
+        for mode in FLAGS.modes:
+
+            def probe(layers: int, mode: str = mode, prober: Prober = prober) -> Probe:
+                return prober(mode, layers)
+
+            layers = largest(probe, target.memory_bytes, first_guess(prober, mode))
+            row = {"target": name, "mode": mode, "layers": layers}
+            row["parameters"] = prober.parameters(layers)
+            rows.append(row)
+            over = {
+                r["mode"]: row["parameters"] / max(r["parameters"], 1)
+                for r in rows
+                if r["target"] == name
+            }
+            row["over"] = over
+            print(
+                f"{name:9s} {mode:11s} {layers:5d} layers  "
+                f"{row['parameters'] / 1e9:7.3f} billion parameters  "
+                + ", ".join(f"{x:.2f} of {m}" for m, x in over.items() if m != mode),
+                flush=True,
+            )
+    table = {
+        "jax": jax.__version__,
+        "memory_bytes": memory_bytes,
+        "scan": FLAGS.scan,
+        "width": FLAGS.width,
+        "vocabulary": FLAGS.vocabulary,
+        "batch": FLAGS.batch,
+        "context": FLAGS.context,
+        "rows": rows,
+    }
+    out.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+    plot(rows, out.with_suffix(".png"))
+    print(f"also in {out}.json and {out}.png")
+
+
+if __name__ == "__main__":
+    app.run(main)

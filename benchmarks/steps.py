@@ -1,0 +1,69 @@
+"""The train steps that the benchmarks compare, and compiling them for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from workloads import Workload
+
+import optax_offload as oo
+from optax_offload import aot
+
+Wrap = Callable[[Any], Any]
+
+
+def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """What the JAX tutorial, MaxText and others do: all in, update, all out."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+
+    def put(tree: Any, space: Any) -> Any:
+        return jax.tree.map(lambda x: jax.device_put(x, space) if x.ndim else x, tree)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        updates, state = inner.update(updates, put(state, device), params)
+        return updates, put(state, host)
+
+    return optax.GradientTransformation(
+        lambda params: put(inner.init(params), host), update
+    )
+
+
+MODES: dict[str, Wrap] = {
+    "no offload": lambda tx: tx,
+    "recipe": recipe,
+    "ours": oo.offload,
+}
+
+
+def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], Any]:
+    """The step of (params, state, x): gradients, an update, new params and state."""
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(workload.loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def compile_step(
+    workload: Workload, target: aot.Target, wrap: Wrap
+) -> jax.stages.Compiled:
+    """Compiles a train step, with params and state donated and kept where they are.
+
+    Raises:
+      aot.DoesNotFitError: it needs more memory than the target has.
+    """
+    params, x = workload.on(target)
+    tx = wrap(workload.optimizer)
+    state = oo.eval_shape(tx.init, params)
+    return aot.compile(
+        train_step(workload, tx),
+        *(params, state, x),
+        target=target,
+        out_shardings=jax.tree.map(lambda s: s.sharding, (params, state)),
+        donate_argnums=(0, 1),
+    )
