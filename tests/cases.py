@@ -351,7 +351,7 @@ MOMENTS = r"(.*/)?(mu|nu)/.*"
 # The moments of one parameter, so that each group waits for the one before it.
 NARROW = oo.OffloadConfig([oo.Rule(".*")], window_bytes=2 * 2**17)
 
-CASES: dict[str, Case] = {
+RULE_FILES: dict[str, Case] = {
     **{
         f"adam_moments-{name}": _config("adam_moments", name, MOMENTS)
         for name in ("adam", "adamw", "nadamw", "radam", "lamb", "adabelief", "yogi")
@@ -371,6 +371,9 @@ CASES: dict[str, Case] = {
     "lion-lion": _config("lion", "lion", r".*/mu/.*"),
     "lion-sgd": _config("lion", "sgd_momentum", r".*/trace/.*"),
     "second_moment-adamw": _config("second_moment", "adamw", r".*/nu/.*"),
+}
+
+OTHERS: dict[str, Case] = {
     "linen": Case(_clipped, MOMENTS, linen),
     "nnx": Case(_clipped, MOMENTS, nnx),
     "scanned": Case(_adamw, MOMENTS, scanned),
@@ -401,3 +404,5 @@ CASES: dict[str, Case] = {
         copied_on_host=("gpu", "tpu"),
     ),
 }
+
+CASES = RULE_FILES | OTHERS

@@ -1,4 +1,4 @@
-"""What every test runs under: several CPU devices, or an accelerator; no rank promotion."""
+"""What every test runs under: several CPU devices or an accelerator, strict ranks."""
 
 import os
 import re
@@ -12,7 +12,7 @@ def asks_for_accelerator(config):
 
 
 def pytest_configure(config):
-    """Chooses the devices before a test imports JAX, which reads both when it starts."""
+    """Chooses the devices before JAX is imported: it reads both when it starts."""
     if not asks_for_accelerator(config):
         count = "--xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}"
@@ -20,7 +20,7 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Other modules may need packages or devices that an accelerator's machine lacks."""
+    """Other modules may need what an accelerator's machine lacks."""
     if asks_for_accelerator(config) and collection_path.suffix == ".py":
         return True if "mark.accelerator" not in collection_path.read_text() else None
     return None
