@@ -13,7 +13,6 @@ import jax
 import lm_data
 import optax
 from absl import app, flags
-from matplotlib.figure import Figure
 from rich import progress
 
 import optax_offload as oo
@@ -138,6 +137,9 @@ def save_plot(
     path: Path, losses: Sequence[float], held_out_loss: float, frequency_loss: float
 ) -> None:
     """Writes the losses of all steps, beside the two of the held-out text, as PNG."""
+    # Not needed to compile a step or to train, and not always installed where that is.
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     steps = range(1, len(losses) + 1)

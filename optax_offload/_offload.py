@@ -198,7 +198,7 @@ def _streamed(
         window_bytes=config.window_bytes,
     )
     logger.debug("%s", schedule)
-    _warn_of_groups(schedule, config, flat, paths)
+    _warn_of_groups(schedule, config, paths)
     values = _stream.run(flat, schedule, leaves, kinds)
     return jax.tree.unflatten(out_structure, values)
 
@@ -277,31 +277,40 @@ def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
 def _warn_of_groups(
     schedule: _schedule.Schedule,
     config: _rules.OffloadConfig,
-    flat: _schedule.Flat,
     paths: list[str],
 ) -> None:
-    """Warns of groups that are larger than they should be."""
+    """Warns of what is on the device together, and over the window."""
     asked = config.window_bytes
-    for group in schedule.groups:
+    for group in schedule.whole:
         if not group.loads:
             continue
-        names = _some([paths[k] for k in group.outputs])
-        if group.tied_by and group.nbytes > (asked or _schedule.DEFAULT_WINDOW_BYTES):
+        if group.tied_by and group.nbytes > (asked or _schedule.MOST_WINDOW_BYTES):
             why = (
                 f"{', '.join(map(repr, group.tied_by))} computes on the state of "
                 "several parameters at once, so that it has to be on the device "
                 "together"
             )
         elif asked is not None and group.nbytes > asked:
-            why = "it is one group, which cannot be updated in parts"
+            why = f"it cannot be updated in slices ({group.whole_because})"
         else:
             continue
-        warnings.warn(
-            f"{group.nbytes} bytes of state are on the device at once, over the "
-            f"window of {schedule.window_bytes}: {names}: {why}",
-            OffloadWarning,
-            stacklevel=2,
-        )
+        _warn_of_window(group.nbytes, schedule, [paths[k] for k in group.outputs], why)
+    for loop in schedule.loops:
+        if asked is not None and loop.slice_bytes > asked:
+            outputs = [paths[k] for group in loop.groups for k in group.outputs]
+            why = "there are no smaller slices"
+            _warn_of_window(loop.slice_bytes, schedule, outputs, why)
+
+
+def _warn_of_window(
+    nbytes: int, schedule: _schedule.Schedule, paths: list[str], why: str
+) -> None:
+    warnings.warn(
+        f"{nbytes} bytes of state are on the device at once, over the window of "
+        f"{schedule.window_bytes}: {_some(paths)}: {why}",
+        OffloadWarning,
+        stacklevel=2,
+    )
 
 
 def _some(paths: list[str], most: int = 5) -> str:

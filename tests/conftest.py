@@ -1,19 +1,35 @@
-"""What every test runs under: several CPU devices, no rank promotion."""
+"""What every test runs under: several CPU devices or an accelerator, strict ranks."""
 
 import os
+import re
 
-# Before JAX is imported: it reads both when it starts.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
-import jax
 import pytest
+
+
+def asks_for_accelerator(config):
+    """Whether tests are selected with ``-m accelerator``."""
+    return re.search(r"(?<!not )\baccelerator\b", config.option.markexpr)
+
+
+def pytest_configure(config):
+    """Chooses the devices before JAX is imported: it reads both when it starts."""
+    if not asks_for_accelerator(config):
+        count = "--xla_force_host_platform_device_count=8"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {count}"
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Other modules may need what an accelerator's machine lacks."""
+    if asks_for_accelerator(config) and collection_path.suffix == ".py":
+        return True if "mark.accelerator" not in collection_path.read_text() else None
+    return None
 
 
 @pytest.fixture(autouse=True)
 def strict_rank_promotion():
     """Nothing is broadcast by accident. (Strict dtypes are beyond optax's own Adam.)"""
+    import jax
+
     with jax.numpy_rank_promotion("raise"):
         yield

@@ -21,57 +21,6 @@ PARAMS = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(
 LEAF_BYTES = 512 * 512 * 4
 
 
-def compiled_update(tx, chip):
-    """An update in a jit of its own, state donated."""
-    state = oo.eval_shape(tx.init, PARAMS)
-    target = aot.Target(chip)
-    return aot.compile(
-        tx.update, PARAMS, state, PARAMS, target=target, donate_argnums=(0, 1)
-    )
-
-
-@pytest.mark.parametrize(
-    ("make", "host_leaves"),
-    [
-        (lambda: optax.adamw(1e-3), 0),
-        (lambda: oo.offload(optax.adamw(1e-3)), 16),
-        (lambda: oo.offload(optax.adamw(1e-3), ".*/nu/.*"), 8),
-        (lambda: oo.offload(optax.lion(1e-3)), 8),
-        (lambda: optax.apply_if_finite(oo.offload(optax.adamw(1e-3)), 3), 16),
-        (lambda: oo.offload(optax.MultiSteps(optax.adamw(1e-3), 2)), 24),
-    ],
-    ids=["plain", "adamw", "nu", "lion", "apply_if_finite", "multi_steps"],
-)
-def test_host_bytes_are_the_offloaded_bytes(chip, make, host_leaves):
-    """Exactly: as arguments and as outputs, and nothing is computed on the host."""
-    compiled = compiled_update(make(), chip)
-    peak = aot.peak(compiled)
-    assert peak.host_argument_bytes == host_leaves * LEAF_BYTES
-    assert peak.host_output_bytes == host_leaves * LEAF_BYTES
-    assert aot.host_computations(compiled) == ()
-
-
-def test_forgotten_stores_are_seen(chip):
-    """A wrapper that loads and does not store leaves no bytes on the host."""
-    tx = oo.offload(optax.adamw(1e-3))
-
-    def update(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return updates, oo.set_memory_kind(state, ".*", "device")
-
-    state = oo.eval_shape(tx.init, PARAMS)
-    peak = aot.peak(aot.compile(update, PARAMS, state, PARAMS, target=aot.Target(chip)))
-    assert peak.host_argument_bytes == 16 * LEAF_BYTES
-    assert peak.host_output_bytes == 0
-
-
-def test_multi_steps_around_computes_on_the_host(chip):
-    """Why it belongs inside."""
-    tx = optax.MultiSteps(oo.offload(optax.adamw(1e-3)), 2).gradient_transformation()
-    (operation,) = set(aot.host_computations(compiled_update(tx, chip)))
-    assert operation.endswith("select_n")
-
-
 def test_init_makes_one_leaf_at_a_time(chip):
     """Its peak is some leaves, not the state."""
     tx = oo.offload(optax.adamw(1e-3), window_bytes=1)
