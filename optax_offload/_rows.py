@@ -91,9 +91,9 @@ def analyze(
       outputs: what is computed from the loads.
       whole: variables that are computed whole anyway.
     """
-    counts = {v.aval.shape[axis] for v, axis in loads.items()}
+    counts = {_shape(v)[axis] for v, axis in loads.items()}
     if len(counts) != 1:
-        sizes = ", ".join(str(v.aval.shape) for v in loads)
+        sizes = ", ".join(str(_shape(v)) for v in loads)
         raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
     (rows,) = counts
     analysis = _Analysis(rows, producers, whole)

@@ -24,9 +24,9 @@ MIB = 2**20
 # of some 10 us that other transfers in flight hide. More costs memory and gains little.
 LEAST_WINDOW_BYTES = 16 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
-# Loads and stores of different leaves overlap, those of one leaf follow each other; and
-# nothing overlaps from one iteration to the next, so that one of 8 groups, or turns of a
-# group, keeps the link busy for 8 parts in 9.
+# Loads and stores of different leaves overlap, those of one leaf do not. One iteration
+# and the next do not overlap: one of 8 groups, or of 8 turns of a group, keeps the link
+# busy for 8 parts in 9.
 LEAVES_IN_A_LOOP = 16
 UPDATES_IN_AN_ITERATION = 8
 
@@ -71,6 +71,13 @@ class Group:
     unit: int = 1
     whole_because: str = ""
 
+    @property
+    def row_local(self) -> _rows.RowLocal:
+        """The rows of a group that is in a loop."""
+        if self.rows is None:
+            raise TypeError(f"a group that is updated whole: {self.whole_because}")
+        return self.rows
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -93,9 +100,8 @@ class Loop:
     def slice_bytes(self) -> int:
         """What the loads of one turn take on each device."""
         return sum(
-            math.ceil(g.nbytes * rows / g.rows.rows)
+            math.ceil(g.nbytes * rows / g.row_local.rows)
             for g, rows in zip(self.groups, self.rows, strict=True)
-            if g.rows
         )
 
 
@@ -366,11 +372,11 @@ class _Slicer:
 
     def _axis(self, i: int, group: Group) -> int:
         """The axis of the rows of a load."""
-        shape = self._flat.invars[i].aval.shape
+        shape = _shape(self._flat.invars[i])
         axis = self._axes.get(i)
         if axis is None and i not in self._axes:
             # The row means of a stacked leaf have its layer axis.
-            outputs = (self._flat.outvars[k].aval.shape for k in group.outputs)
+            outputs = (_shape(self._flat.outvars[k]) for k in group.outputs)
             if any(len(o) > 2 and o[0] == shape[0] for o in outputs):
                 return 0
         if axis is None or axis >= len(shape):
@@ -382,7 +388,8 @@ class _Slicer:
         home, output = self._homes[k], self._flat.outvars[k].aval
         if home is not None:
             v = self._flat.invars[home]
-            same = v.aval.shape == output.shape and v.aval.dtype == output.dtype
+            before: Any = v.aval
+            same = (before.shape, before.dtype) == (output.shape, output.dtype)
             in_place = (home in self._loads) == (k in self._stored)
             axis = rows.axes.get(v, rows.axes[self._flat.outvars[k]])
             if same and in_place and axis == rows.axes[self._flat.outvars[k]]:
@@ -393,13 +400,29 @@ class _Slicer:
 
 
 def _unit(v: jex.Var, axis: int) -> int:
-    """Slices of a TPU's tiles: 8, 16 or 32 rows of 32, 16 or 8 bits each.
+    """The rows that slices are multiples of, for a TPU's tiles.
 
-    https://docs.jax.dev/en/latest/pallas/tpu/details.html
+    In the usual layout the last two axes are tiled, with 8 to 32 rows and 128 lanes
+    (https://docs.jax.dev/en/latest/pallas/tpu/details.html), and others are free. A
+    leaf whose last axis does not fill the lanes gets another layout, with the rows in
+    them, if that takes less padding: "Slicing lane dimension is only supported when the
+    lane slice size is a multiple of LaneCount".
     """
     aval: Any = v.aval
-    from_minor = len(aval.shape) - 1 - axis
-    return {0: 1024, 1: 32 // aval.dtype.itemsize}.get(from_minor, 1)
+    shape, sublanes = aval.shape, 32 // min(aval.dtype.itemsize, 4)
+    from_minor = len(shape) - 1 - axis
+    if from_minor == 0:
+        return 1024
+    if from_minor > 1 and _padding(shape[axis], 128) < _padding(shape[-1], 128):
+        return 128
+    if from_minor == 1 or (sublanes > 8 and shape[-2] % sublanes):
+        return sublanes
+    return 1
+
+
+def _padding(size: int, tile: int) -> float:
+    """How many times as large an axis gets by filling its tiles."""
+    return math.ceil(size / tile) * tile / size
 
 
 def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
@@ -439,14 +462,14 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     Several groups have to be cut into the same number of like slices; None if they
     cannot be. A single one may have a last slice that is smaller.
     """
-    units = [g.rows.rows // g.unit for g in groups if g.rows]
+    units = [g.row_local.rows // g.unit for g in groups]
     least = max(2, math.ceil(sum(g.nbytes for g in groups) / window_bytes))
     common = math.gcd(*units)
-    divides = all(g.rows.rows % g.unit == 0 for g in groups if g.rows)
+    divides = all(g.row_local.rows % g.unit == 0 for g in groups)
     # A count of turns that divides is within twice of what is needed, or not used.
     turns = next((d for d in range(least, 2 * least) if common % d == 0), None)
     if turns is not None and divides:
-        rows = tuple(g.rows.rows // turns for g in groups if g.rows)
+        rows = tuple(g.row_local.rows // turns for g in groups)
         return Loop(tuple(groups), turns, rows, _unrolled(turns, len(groups)))
     if len(groups) > 1:
         return None
@@ -462,7 +485,9 @@ def _unrolled(turns: int, groups: int) -> int:
     return next((n for n in range(most, 1, -1) if turns % n == 0), 1)
 
 
-def _needed(flat: Flat, shared: Sequence[int], groups: Sequence[Group]) -> tuple:
+def _needed(
+    flat: Flat, shared: Sequence[int], groups: Sequence[Group]
+) -> tuple[int, ...]:
     """Of the shared equations those that are not only evaluated slice by slice."""
     wanted = {a for a in flat.outvars if isinstance(a, jex.Var)}
     for group in groups:
@@ -483,8 +508,12 @@ def _vars(e: jex.JaxprEqn) -> list[jex.Var]:
     return [a for a in e.invars if isinstance(a, jex.Var)]
 
 
-def _is_scalar(variable: Any) -> bool:
-    return not variable.aval.shape
+def _shape(a: Atom) -> tuple[int, ...]:
+    return a.aval.shape
+
+
+def _is_scalar(a: Atom) -> bool:
+    return not _shape(a)
 
 
 def _live(flat: Flat) -> list[int]:

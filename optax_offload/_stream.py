@@ -126,7 +126,7 @@ class _SliceLoop:
         buffers = lax.fori_loop(0, turns, self._turn, buffers)
         for group, rows in zip(self._loop.groups, self._loop.rows, strict=True):
             first = self._loop.turns * rows
-            rest = group.rows.rows - first
+            rest = group.row_local.rows - first
             if rest:
                 buffers = self._update(group, buffers, first, rest)
         return buffers
@@ -149,10 +149,9 @@ class _SliceLoop:
         self, group: Group, buffers: dict[int, Any], first: Any, rows: int
     ) -> dict[int, Any]:
         """Loads, computes and stores a slice of each leaf of a group."""
-        row_local = group.rows
+        row_local = group.row_local
         jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
-        inputs = zip(row_local.inputs, jaxpr.invars, strict=True)
-        names = {v: name for v, name in inputs}
+        names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
         here = {
             self._flat.invars[home]: buffers[k]
             for k, home in zip(group.outputs, group.homes, strict=True)
@@ -186,7 +185,7 @@ class _SliceLoop:
         results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
         updated = dict(buffers)
         for k, a, y in zip(group.outputs, jaxpr.outvars, results, strict=True):
-            y = _memory.transfer(known[a] if a in known else y, self._kinds[k])
+            y = _memory.transfer(known.get(a, y), self._kinds[k])
             axis = row_local.axes[self._flat.outvars[k]]
             updated[k] = lax.dynamic_update_slice_in_dim(buffers[k], y, first, axis)
         return updated

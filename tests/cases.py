@@ -78,6 +78,7 @@ class Case:
       computed_on_host: operations that compilers are known to leave to the host.
       copied_on_host: platforms whose compilers are known to use as many bytes of host
         memory again, if not in all versions.
+      refused_by: platforms whose compilers fail on it.
     """
 
     optimizer: Callable[[Wrap], Any]
@@ -89,6 +90,7 @@ class Case:
     donate: bool = True
     computed_on_host: tuple[str, ...] = ()
     copied_on_host: tuple[str, ...] = ()
+    refused_by: tuple[str, ...] = ()
 
     def training(self, wrap: Wrap | None = None) -> Train:
         """The training, offloaded, or in another way."""
@@ -393,7 +395,10 @@ OTHERS: dict[str, Case] = {
     "bfloat16_mu": Case(
         lambda wrap: wrap(INSIDE["adam_bfloat16_mu"]()), MOMENTS, scanned
     ),
-    "not_donated": Case(_adamw, MOMENTS, scanned, donate=False),
+    # Slices are written in place: what must not be written to is copied first.
+    "not_donated": Case(
+        _adamw, MOMENTS, scanned, donate=False, copied_on_host=("gpu", "tpu")
+    ),
     "narrow_window": Case(_adamw, MOMENTS, bare_even, rules=NARROW),
     # Why it belongs inside: its `where` over the old state and the new.
     "multi_steps-around": Case(
@@ -402,6 +407,7 @@ OTHERS: dict[str, Case] = {
         bare,
         computed_on_host=("select_n",),
         copied_on_host=("gpu", "tpu"),
+        refused_by=("tpu",),
     ),
 }
 

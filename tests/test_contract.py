@@ -1,9 +1,11 @@
 """Every optimizer in the table, offloaded, is the optimizer it was."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from harness import (
@@ -32,6 +34,20 @@ def each(table):
 
 inside, outside = each(INSIDE), each(OUTSIDE)
 
+# In slices these are as exact, but not the same bits on the CPU: its compiler contracts
+# multiply-adds within a fusion, and the fusions of a slice are others. Updated whole
+# they have the bits of the plain ones.
+OTHER_FUSIONS = {
+    "adabelief",
+    "adan",
+    "adopt",
+    "madgrad",
+    "muon",
+    "nadamw",
+    "optimistic_adam",
+    "schedule_free_adamw",
+}
+
 
 def weak_types(tree):
     """Which leaves promote like Python numbers; a random key cannot."""
@@ -43,6 +59,19 @@ def rank_promotion():
     """Optimizers of optax promote ranks; that is theirs to do."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+def assert_same(name, got, want):
+    """The same bits; or as near as rounding goes, beside the largest of a leaf."""
+    if name not in OTHER_FUSIONS:
+        assert bits(got) == bits(want)
+        return
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.shape) == (y.dtype, y.shape)
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            most = 32 * float(jnp.finfo(x.dtype).eps)
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            assert np.max(np.abs(x - y)) <= most * np.max(np.abs(y))
 
 
 @functools.cache
@@ -64,7 +93,7 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
     assert compilations == plain_compilations
     for got, want in zip(history, plain_steps, strict=True):
         assert jax.tree.structure(got) == jax.tree.structure(want)
-        assert bits(got) == bits(want)
+        assert_same(name, got, want)
         assert weak_types(got) == weak_types(want)
         oo.memory_report(got[1], EVERYTHING).check()
         assert set(oo.memory_report(got[0]).totals) == {"device"}
@@ -80,7 +109,24 @@ def test_bfloat16_in_the_smallest_window_has_the_same_bits(name):
     params = make_params(jnp.bfloat16)
     tx = oo.offload(INSIDE[name](), oo.OffloadConfig([EVERYTHING], window_bytes=1))
     got, _ = run_updates(tx, params, tx.init(params))
-    assert bits(got) == bits(plain_history(name, jnp.bfloat16)[0])
+    assert_same(name, got, plain_history(name, jnp.bfloat16)[0])
+
+
+@each(OTHER_FUSIONS)
+def test_update_of_whole_leaves_has_the_same_bits(name):
+    """Slices are the cause of each exception."""
+    params = make_params()
+    tx = oo.offload(INSIDE[name](), dataclasses.replace(EVERYTHING, slice_axis=None))
+    got, _ = run_updates(tx, params, committed(tx.init(params)))
+    assert bits(got) == bits(plain_history(name)[0])
+
+
+@each(["adafactor", "adamw", "lion", "multi_steps"])
+def test_infinite_window_has_the_same_bits(name):
+    params = make_params()
+    tx = oo.offload(INSIDE[name](), EVERYTHING, window_bytes=2**60)
+    got, _ = run_updates(tx, params, committed(tx.init(params)))
+    assert bits(got) == bits(plain_history(name)[0])
 
 
 @inside

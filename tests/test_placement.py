@@ -124,10 +124,13 @@ def check_memory(case, platform, compiled, carry):
     assert peak.host_temporary_bytes in ({0, offloaded} if copied else {0})
 
 
-def check_transfers(case, compiled):
+def check_transfers(case, platform, compiled):
     """Each host argument is loaded and each host result stored, by what moves between
     the memories; nothing is computed on the host."""
     operations = {name.split("/")[-1] for name in aot.host_computations(compiled)}
+    if platform in case.copied_on_host:
+        # What a TPU's compiler calls a copy within host memory.
+        operations = {name for name in operations if "host-call" not in name}
     assert operations == {*case.computed_on_host}
     moved = program.transfers(compiled)
     arguments, results = program.signature(compiled)
@@ -187,10 +190,14 @@ def test_every_rule_file_has_a_case():
 @each_case
 def test_compiled_step(case, platform):
     """Kinds, bytes and transfers, read from the program."""
+    if platform in case.refused_by:
+        with pytest.raises(jax.errors.JaxRuntimeError, match="output alias"):
+            compiled_for(case, platform)
+        return
     compiled, carry, batch = compiled_for(case, platform)
     check_signature(case, compiled, carry, batch)
     check_memory(case, platform, compiled, carry)
-    check_transfers(case, compiled)
+    check_transfers(case, platform, compiled)
 
 
 def forgets_to_store(inner):
@@ -210,7 +217,7 @@ def forgets_to_store(inner):
     [
         ("scanned", lambda inner: inner, "the arguments"),
         ("scanned", forgets_to_store, "the results"),
-        ("multi_steps-around", None, "select_n"),
+        ("multi_steps-around", None, "select_n|host-call"),
     ],
     ids=["plain", "forgets to store", "computes on the host"],
 )
@@ -218,12 +225,14 @@ def test_what_is_wrong_is_caught(platform, name, wrong, message):
     """The plain optimizer, and offloading that does half of its work."""
     # Not donated: the TPU's compiler itself refuses an argument whose result is in the
     # other memory.
-    case = dataclasses.replace(CASES[name], computed_on_host=(), donate=False)
+    case = dataclasses.replace(
+        CASES[name], computed_on_host=(), copied_on_host=(), donate=False
+    )
     compiled, carry, batch = compiled_for(case, platform, case.training(wrong))
 
     def check():
         check_signature(case, compiled, carry, batch)
-        check_transfers(case, compiled)
+        check_transfers(case, platform, compiled)
 
     with pytest.raises(AssertionError, match=message):
         check()
@@ -318,7 +327,7 @@ def test_run(case, devices):
     check_signature(case, compiled, start, batch)
     if devices[0].platform != "cpu":
         check_memory(case, devices[0].platform, compiled, start)
-        check_transfers(case, compiled)
+        check_transfers(case, devices[0].platform, compiled)
     carry = copied(start)
     for _ in range(3):
         given, carry = carry, step(carry, batch)

@@ -117,20 +117,27 @@ def test_groups_wait_until_they_fit(window_bytes, waits):
     assert schedule.waits == waits
 
 
-def test_default_window_is_the_largest_group_or_64_mib():
-    """There is no going below the largest, and no use in far less than 64 MiB."""
-    schedule, _ = plan_of(optax.adam(1e-3), layers(2))
-    assert schedule.window_bytes == 64 * 2**20
-    large = layers(2) | {"e": jax.ShapeDtypeStruct((2**25,), jnp.float32)}
-    schedule, _ = plan_of(optax.adam(1e-3), large)
-    assert schedule.window_bytes == 2 * 4 * 2**25
+def test_default_window_is_a_sixteenth_of_the_state():
+    """Within bounds; that of 12 leaves of 64 MiB and their two moments is 64 MiB."""
+    mib = 2**20
+
+    def window(rows):
+        params = {
+            f"w{i}": jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for i in range(12)
+        }
+        return plan_of(optax.adam(1e-3), params)[0].window_bytes
+
+    assert window(8) == 16 * mib
+    assert window(4096) == 2 * 12 * 16 * mib // 16
+    assert window(16384) == 64 * mib
 
 
 def test_summary():
     """What the log says of an update."""
     schedule, _ = plan_of(optax.adam(1e-3), layers(2), window_bytes=1000)
     assert str(schedule) == (
-        "2 groups of 512 bytes in all, the largest of 256, in a window of 1000 bytes"
+        "2 groups of 512 bytes in all, the largest of 256, in a window of 1000 bytes\n"
+        "2 groups whole: no axis to slice a leaf of shape (8, 4)"
     )
 
 
@@ -144,3 +151,64 @@ def test_planning_is_linear_in_leaves():
         return len(used)
 
     assert equations(50) - equations(5) == 45 * (equations(6) - equations(5))
+
+
+def stacked(*shapes, dtype=jnp.float32):
+    return {f"w{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
+
+
+def test_groups_of_like_rows_share_a_loop():
+    """As many turns as slices have to be, and it says so."""
+    params = stacked((24, 256, 256), (24, 256, 1024))
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
+    (loop,) = schedule.loops
+    # 60 MiB of moments: 6 turns of 10 MiB, 4 of the 24 rows in each.
+    assert (loop.turns, loop.rows, loop.slice_bytes) == (6, (4, 4), 10 << 20)
+    assert not schedule.whole
+    assert "loop of 6 turns over 2 groups, 10485760 bytes a turn" in str(schedule)
+
+
+def test_one_group_unrolls_its_loop():
+    """Nothing overlaps from one iteration to the next."""
+    schedule, _ = plan_of(
+        optax.adam(1e-3), stacked((32, 64, 128)), slice_axis=0, window_bytes=1
+    )
+    assert [(s.turns, s.unrolled) for s in schedule.loops] == [(32, 8)]
+
+
+def test_rows_that_do_not_divide_leave_a_last_slice():
+    """97 layers in slices of 16."""
+    params = stacked((97, 64, 256))
+    schedule, _ = plan_of(
+        optax.adam(1e-3), params, slice_axis=0, window_bytes=16 * 2 * 64 * 256 * 4
+    )
+    assert [(s.turns, s.rows) for s in schedule.loops] == [(6, (16,))]
+
+
+def test_loops_hold_16_leaves():
+    """More would only wait for each other."""
+    params = stacked(*[(2048, 1024)] * 16)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
+    assert [len(loop.groups) for loop in schedule.loops] == [8, 8]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "unit"),
+    [
+        ((24, 16, 64), jnp.float32, 1),  # 24 rows would fill lanes even less
+        ((128, 4, 32), jnp.float32, 128),  # a TPU puts the 128 into the lanes
+        ((64, 256), jnp.float32, 8),
+        ((64, 256), jnp.bfloat16, 16),
+        ((24, 4, 128), jnp.bfloat16, 16),
+        ((24, 16, 128), jnp.bfloat16, 1),
+        ((4096,), jnp.float32, 1024),
+    ],
+)
+def test_slices_are_whole_tiles(shape, dtype, unit):
+    """What a v5e's compiler rejects otherwise."""
+    tx = optax.trace(0.9)
+    schedule, _ = plan_of(tx, stacked(shape, dtype=dtype), slice_axis=0, window_bytes=1)
+    if shape[0] < 2 * unit:
+        assert schedule.whole[0].whole_because == f"{shape[0]} rows, in units of {unit}"
+    else:
+        assert schedule.groups[0].unit == unit
