@@ -23,9 +23,9 @@ _DTYPES = {
     "s32": "int32",
     "u32": "uint32",
 }
-# They pass arrays on, wherever these are, or wait for them.
+# They pass arrays on, wherever these are, as does what ends an asynchronous operation.
 _PASS_ON = {"parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
-_PASS_ON |= {"while", "conditional", "call", "copy-done", "async-done", "async-update"}
+_PASS_ON |= {"while", "conditional", "call"}
 
 
 class Array(NamedTuple):
@@ -69,9 +69,18 @@ def signature(compiled: jax.stages.Compiled) -> tuple[list[Array], list[Array]]:
 
 
 def instructions(compiled: jax.stages.Compiled) -> Iterator[Instruction]:
-    """All lines of a program that compute or move something."""
-    for line in _text(compiled).splitlines():
-        if match := _INSTRUCTION.match(line):
+    """All lines of a program that compute or move something, but those in fusions.
+
+    A fusion, or what is asynchronous, is one operation; what it is made of has no place
+    in memory.
+    """
+    text = _text(compiled)
+    inside = set(re.findall(r"calls=%([^ ,]+)", text))
+    computation = ""
+    for line in text.splitlines():
+        if line.endswith("{") and (match := re.match(r"(?:ENTRY )?%([^ ]+) \(", line)):
+            computation = match[1]
+        elif (match := _INSTRUCTION.match(line)) and computation not in inside:
             yield Instruction(
                 match["name"],
                 arrays_in(match["type"]),
@@ -99,8 +108,13 @@ def transfers(compiled: jax.stages.Compiled) -> Transfers:
     """The transfers in a program, those in loops and branches counted once each."""
     by_name = {i.name: i for i in instructions(compiled)}
 
+    def passes_on(i: Instruction) -> bool:
+        return i.opcode in _PASS_ON or i.opcode.endswith(("-done", "-update"))
+
     def made_by(name: str) -> str:
-        while by_name[name].opcode in ("copy-done", "bitcast"):
+        while by_name[name].opcode == "bitcast" or by_name[name].opcode.endswith(
+            "-done"
+        ):
             (name,) = by_name[name].operands
         return name
 
@@ -108,19 +122,24 @@ def transfers(compiled: jax.stages.Compiled) -> Transfers:
     stores: dict[str, Array] = {}
     copies: dict[str, str] = {}
     for i in by_name.values():
-        if i.opcode in _PASS_ON:
+        if passes_on(i):
             continue
-        sources = [by_name[o].results for o in i.operands if o in by_name]
+        operands = [a for o in i.operands if o in by_name for a in by_name[o].results]
+        results = i.results
+        if i.opcode == "copy-start":  # Of (result, operand, context).
+            results = results[:1]
+        elif i.opcode.endswith("-start"):  # Of ((operands), result, context).
+            results = results[len(operands) :]
         # Indices and the like are scalars, and move with what they are about.
-        given = [a for results in sources for a in results if a.shape]
-        made = [a for a in i.results if a.shape]
+        given = [a for a in operands if a.shape]
+        made = [a for a in results if a.shape]
         from_host = [a for a in given if a.on_host]
         to_host = [a for a in made if a.on_host]
         if from_host and len(to_host) < len(made):
             loads[i.name] = from_host[0]
         elif to_host and len(from_host) < len(given):
             stores[i.name] = to_host[0]
-        elif i.opcode in ("copy", "copy-start") and given == made[: len(given)]:
+        elif i.opcode in ("copy", "copy-start") and given == made:
             copies[i.name] = i.operands[0]
     pretended = {name for name, source in copies.items() if made_by(source) in loads}
     pretended |= {made_by(by_name[name].operands[0]) for name in stores} & set(copies)

@@ -283,6 +283,33 @@ def test_slices_are_transfers():
     assert pretended == []
 
 
+def test_asynchronous_slices_are_transfers():
+    """As a GPU's compiler writes them; what is in a fusion has no place in memory."""
+    host, part = "f32[8,128]{1,0:S(5)}", "f32[4,128]{1,0}"
+    loads, stores, pretended = program.transfers(
+        program_of(
+            f"%slice (p.1: f32[8,128], i.1: s32[]) -> {part} {{",
+            "  %p.1 = f32[8,128]{1,0} parameter(0)",
+            f"  %inner = {part} dynamic-slice(%p.1, %i.1, %i.1)",
+            f"  ROOT %copy = {part} copy(%inner)",
+            "}",
+            "ENTRY %main (p: f32[8,128], i: s32[]) -> f32[8,128] {",
+            f"  %p = {host} parameter(0)",
+            "  %i = s32[] parameter(1)",
+            f"  %s = (({host}, s32[], s32[]), {part}, u32[]) fusion-start(%p, %i, %i), "
+            "kind=kCustom, calls=%slice",
+            f"  %part = {part} fusion-done(%s)",
+            f"  %sine = {part} sine(%part)",
+            f"  %u = (({host}, {part}, s32[], s32[]), {host}, u32[]) "
+            "fusion-start(%p, %sine, %i, %i), kind=kCustom, calls=%update",
+            f"  ROOT %new = {host} fusion-done(%u)",
+            "}",
+        )
+    )
+    assert [a.shape for a in loads] == [a.shape for a in stores] == [(8, 128)]
+    assert pretended == []
+
+
 @pytest.mark.parametrize(
     ("devices", "case"),
     # On the CPU, so that nothing is run for the first time on an accelerator. That the
