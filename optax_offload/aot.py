@@ -197,6 +197,9 @@ def compile(
     devices = target.devices
     lowered = _lower(fn if jitted else jax.jit(fn, **options), args, mesh, target)
     compiler_options = dict(compiler_options or {})
+    if target.platform == "gpu":
+        # There is no GPU to tune kernels on; trying costs as much time again.
+        compiler_options.setdefault("xla_gpu_autotune_level", 0)
     if (
         target.platform == "tpu"
         and target.memory_bytes < Target(target.name).memory_bytes

@@ -62,14 +62,7 @@ def compiled_for(case, platform, train=None):
     target = aot.Target(TARGETS[platform][case.devices])
     train = train or case.training()
     carry, batch = case.templates(train, target.mesh())
-    # There is no GPU to tune for: JAX 0.12 takes twice as long, for the same program.
-    options = {"xla_gpu_autotune_level": 0} if platform == "gpu" else {}
-    compiled = aot.compile(
-        case.jit(train.step, carry),
-        *(carry, batch),
-        target=target,
-        compiler_options=options,
-    )
+    compiled = aot.compile(case.jit(train.step, carry), carry, batch, target=target)
     return compiled, carry, batch
 
 
