@@ -606,7 +606,8 @@ class _Run:
     @property
     def both_seconds(self) -> float:
         loads, stores = self._busy["load"], self._busy["store"]
-        return length(loads) + length(stores) - length(loads + stores)
+        both = length(loads) + length(stores) - length(loads + stores)
+        return max(both, 0.0)  # Rounding.
 
     @property
     def span_seconds(self) -> float:

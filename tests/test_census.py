@@ -102,7 +102,7 @@ ENTRY %main (a: f32[1048576], b: f32[1048576]) -> (f32[1048576], f32[1048576]) {
     # The computation of the fusion writes 4 MiB of device memory, the store reads them.
     assert found.seconds == milliseconds(3 * 1.1 + 2 * 0.5)
     assert found.link_seconds == milliseconds(3.3)
-    assert found.both_seconds == 0
+    assert found.both_seconds == 0.0
     assert found.efficiency == pytest.approx(1 / 3.3)
 
 
