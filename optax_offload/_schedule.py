@@ -22,7 +22,7 @@ MIB = 2**20
 # A window that nobody chose is a sixteenth of the state, between these two. With 16
 # leaves in a loop its slices have 1 to 4 MiB: at 50 GB/s 20 to 80 us, beside a latency
 # of some 10 us that other transfers in flight hide. More costs memory and gains little.
-LEAST_WINDOW_BYTES = 16 * MIB
+LEAST_WINDOW_BYTES = 8 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
 # Loads and stores of different leaves overlap, those of one leaf do not. One iteration
 # and the next do not overlap: one of 8 groups, or of 8 turns of a group, keeps the link

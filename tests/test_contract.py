@@ -34,19 +34,22 @@ def each(table):
 
 inside, outside = each(INSIDE), each(OUTSIDE)
 
-# In slices these are as exact, but not the same bits on the CPU: its compiler contracts
-# multiply-adds within a fusion, and the fusions of a slice are others. Updated whole
-# they have the bits of the plain ones.
+# In slices these are as exact, but not the same bits on the CPU, of some version of JAX
+# at least: its compiler contracts multiply-adds within a fusion, and the fusions of a
+# slice are others. Updated whole they have the bits of the plain ones.
 OTHER_FUSIONS = {
     "adabelief",
     "adan",
     "adopt",
-    "madgrad",
+    "clip_and_schedule",
     "muon",
     "nadamw",
     "optimistic_adam",
-    "schedule_free_adamw",
+    "rmsprop",
 }
+# Of these the update is a difference of parameters, and as exact as those are.
+DIFFERENCES = {"madgrad", "schedule_free_adamw", "schedule_free_sgd"}
+EXCEPTIONS = OTHER_FUSIONS | DIFFERENCES
 
 
 def weak_types(tree):
@@ -63,15 +66,16 @@ def rank_promotion():
 
 def assert_same(name, got, want):
     """The same bits; or as near as rounding goes, beside the largest of a leaf."""
-    if name not in OTHER_FUSIONS:
+    if name not in EXCEPTIONS:
         assert bits(got) == bits(want)
         return
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (x.dtype, x.shape) == (y.dtype, y.shape)
         if jnp.issubdtype(x.dtype, jnp.floating):
-            most = 32 * float(jnp.finfo(x.dtype).eps)
+            unit = float(jnp.finfo(x.dtype).eps)
             x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-            assert np.max(np.abs(x - y)) <= most * np.max(np.abs(y))
+            scale = max(np.max(np.abs(y)), 1.0 if name in DIFFERENCES else 0.0)
+            assert np.max(np.abs(x - y)) <= 16 * unit * scale
 
 
 @functools.cache
@@ -112,7 +116,7 @@ def test_bfloat16_in_the_smallest_window_has_the_same_bits(name):
     assert_same(name, got, plain_history(name, jnp.bfloat16)[0])
 
 
-@each(OTHER_FUSIONS)
+@each(EXCEPTIONS)
 def test_update_of_whole_leaves_has_the_same_bits(name):
     """Slices are the cause of each exception."""
     params = make_params()

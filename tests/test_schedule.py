@@ -127,7 +127,7 @@ def test_default_window_is_a_sixteenth_of_the_state():
         }
         return plan_of(optax.adam(1e-3), params)[0].window_bytes
 
-    assert window(8) == 16 * mib
+    assert window(8) == 8 * mib
     assert window(4096) == 2 * 12 * 16 * mib // 16
     assert window(16384) == 64 * mib
 
