@@ -319,7 +319,7 @@ class _Bodies:
         self.outs = carry
 
     def _scan(self, params: Mapping[str, Any]) -> None:
-        consts, count = params["num_consts"], params["num_carry"]
+        consts, count = _scan_counts(params)
         carried = consts + count
         carry = _join(self.ins[consts:carried], self.outs[:count])
         # What is scanned over has its own axis in front, which rows must not be.
@@ -344,6 +344,14 @@ class _Bodies:
             [_axis_of(v, axes) for v in closed.jaxpr.invars],
             [_axis_of(a, axes) for a in closed.jaxpr.outvars],
         )
+
+
+def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11 and later
+    return len(consts), len(carry)
 
 
 def _join(a: Sequence[int | None], b: Sequence[int | None]) -> list[int | None]:
@@ -463,7 +471,8 @@ def _resized_params(
             "body_jaxpr": body(params["body_jaxpr"], ins[of_cond:], outs),
         }
     if name == "scan":
-        carried, count = params["num_consts"] + params["num_carry"], params["num_carry"]
+        consts, count = _scan_counts(params)
+        carried = consts + count
         xs = [_shifted(axis, -1) for axis in ins[carried:]]
         ys = [_shifted(axis, -1) for axis in outs[count:]]
         jaxpr = body(params["jaxpr"], [*ins[:carried], *xs], [*outs[:count], *ys])

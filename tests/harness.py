@@ -56,23 +56,6 @@ def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     ]
 
 
-def max_ulps(a: Any, b: Any) -> int:
-    """The largest distance between two trees of floats, in units in the last place."""
-    largest = 0
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if jnp.issubdtype(x.dtype, jnp.floating):
-            bits_of = np.int32 if x.dtype == jnp.float32 else np.int16
-            i, j = (_ordered(np.asarray(v).view(bits_of)) for v in (x, y))
-            largest = max(largest, int(np.max(np.abs(i - j), initial=0)))
-    return largest
-
-
-def _ordered(raw: np.ndarray) -> np.ndarray:
-    """Integers in the order of the floats whose bits they are."""
-    wide = raw.astype(np.int64)
-    return np.where(wide < 0, np.iinfo(raw.dtype).min - wide, wide)
-
-
 def _data(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x

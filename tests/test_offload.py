@@ -240,8 +240,20 @@ def test_warns_of_state_that_came_on_the_device():
 
 def test_warns_of_a_group_larger_than_the_window():
     """Asked for less than can be had."""
+    whole = oo.Rule(".*", slice_axis=None)
+    tx = oo.offload(optax.adam(1e-3), whole, window_bytes=1000)
+    message = (
+        "262144 bytes of state are on the device at once, over the window of 1000: .* "
+        "it cannot be updated in slices .no axis to slice a leaf of shape .*128"
+    )
+    with pytest.warns(oo.OffloadWarning, match=message):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_warns_of_slices_larger_than_the_window():
+    """They come in whole tiles: 8 rows of two moments."""
     tx = oo.offload(optax.adam(1e-3), window_bytes=1000)
-    message = "262144 bytes of state are on the device at once, over the window of 1000"
+    message = "over the window of 1000: 'w', '0/mu/w', '0/nu/w': there are no smaller"
     with pytest.warns(oo.OffloadWarning, match=message):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
