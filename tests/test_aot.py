@@ -29,10 +29,8 @@ def test_init_makes_one_leaf_at_a_time(chip):
     assert peak.peak_bytes <= 8 * LEAF_BYTES + 2 * LEAF_BYTES
 
 
-def test_peak_falls_in_a_whole_step_on_gpu(chip):
-    """Deep enough for the state to count: the smallest window saves most of it."""
-    if chip != "h100":
-        pytest.skip("loads are held back by barriers on GPU only; see BUILD_NOTES.md")
+def test_peak_falls_in_a_whole_step(chip):
+    """By most of the state, though the gradients of a loop's 8 layers wait for it."""
 
     def peak_of(tx):
         def step(params, state, x):
@@ -55,7 +53,7 @@ def test_peak_falls_in_a_whole_step_on_gpu(chip):
     plain, ours = (
         peak_of(optax.adamw(1e-3)),
         peak_of(
-            oo.offload(optax.adamw(1e-3), oo.OffloadConfig([oo.Rule(".*")], 2**21))
+            oo.offload(optax.adamw(1e-3), oo.OffloadConfig([oo.Rule(".*")], 2**20))
         ),
     )
-    assert (plain - ours) / (16 * LEAF_BYTES) > 0.7
+    assert (plain - ours) / (16 * LEAF_BYTES) > 0.5
