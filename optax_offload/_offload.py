@@ -45,9 +45,11 @@ def offload(
       rules: which leaves go: a regex that matches the whole path of a leaf of
         ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
         them, or an `OffloadConfig`. By default all leaves of at least 64 KiB.
-      window_bytes: how many bytes of state may be on the device at once. None takes
-        as many as the largest group, which there is no going below, and at least
-        64 MiB.
+      window_bytes: how many bytes of state may be loaded or being stored at once, on
+        each device. None takes a sixteenth of the state, at least 8 and at most
+        64 MiB: state in transfers of 2 to 8 MiB and several of them in flight fill a
+        link, and more costs memory and gains little. What cannot be cut that small is
+        on the device by itself.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -296,10 +298,11 @@ def _warn_of_groups(
             continue
         _warn_of_window(group.nbytes, schedule, [paths[k] for k in group.outputs], why)
     for loop in schedule.loops:
-        if asked is not None and loop.slice_bytes > asked:
-            outputs = [paths[k] for group in loop.groups for k in group.outputs]
-            why = "there are no smaller slices"
-            _warn_of_window(loop.slice_bytes, schedule, outputs, why)
+        for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
+            if asked is not None and nbytes > asked:
+                outputs = [paths[k] for k in group.outputs]
+                why = "there are no smaller slices"
+                _warn_of_window(nbytes, schedule, outputs, why)
 
 
 def _warn_of_window(

@@ -19,16 +19,18 @@ from jax.extend import core as jex
 from optax_offload import _rows
 
 MIB = 2**20
-# A window that nobody chose is a sixteenth of the state, between these two. With 16
-# leaves in a loop its slices have 1 to 4 MiB: at 50 GB/s 20 to 80 us, beside a latency
-# of some 10 us that other transfers in flight hide. More costs memory and gains little.
+# A window that nobody chose is a sixteenth of the state, between these two. With two
+# slices in it, each of two leaves, its transfers have 2 to 8 MiB: at 50 GB/s 40 to 170
+# us, beside a latency of some 10 us. More costs memory and gains little.
 LEAST_WINDOW_BYTES = 8 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
-# Loads and stores of different leaves overlap, those of one leaf do not. One iteration
-# and the next do not overlap: one of 8 groups, or of 8 turns of a group, keeps the link
-# busy for 8 parts in 9.
-LEAVES_IN_A_LOOP = 16
-UPDATES_IN_AN_ITERATION = 8
+# One iteration of a loop and the next do not overlap: one of n updates keeps the link
+# busy for n parts in n + 1. More cost compile time.
+# Two slices have to fit into the window, so that one can be loaded while another is
+# stored. Beyond so many bytes they need not grow, and more of them fit: at 50 GB/s these
+# take 0.3 ms each way, beside a latency of some 10 us.
+MOST_SLICE_BYTES = 16 * MIB
+UPDATES_IN_AN_ITERATION = 16
 
 Atom = Any  # jex.Var or jex.Literal
 
@@ -89,20 +91,20 @@ class Loop:
       rows: of each group, the rows in a slice. What does not divide is a last slice,
         outside the loop.
       unrolled: how many turns are one iteration of the loop.
+      waits: for each update of an iteration the number of updates, counted from its
+        first, that must have been stored before it is loaded.
     """
 
     groups: tuple[Group, ...]
     turns: int
     rows: tuple[int, ...]
-    unrolled: int = 1
+    unrolled: int
+    waits: tuple[int, ...]
 
     @property
-    def slice_bytes(self) -> int:
-        """What the loads of one turn take on each device."""
-        return sum(
-            math.ceil(g.nbytes * rows / g.row_local.rows)
-            for g, rows in zip(self.groups, self.rows, strict=True)
-        )
+    def slice_bytes(self) -> tuple[int, ...]:
+        """Of each group, what a slice takes on each device."""
+        return _slice_bytes(self.groups, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +152,7 @@ class Schedule:
         ]
         lines += [
             f"loop of {loop.turns} turns over {len(loop.groups)} groups, "
-            f"{loop.slice_bytes} bytes a turn"
+            f"slices of up to {max(loop.slice_bytes)} bytes"
             for loop in self.loops
         ]
         reasons: dict[str, int] = {}
@@ -244,7 +246,7 @@ def plan(
     Outputs that depend on a common load form a group, and so does each store that
     depends on none. Groups run in the reverse natural order of their outputs' paths,
     in which gradients become available: last layer first. Groups that can be updated
-    in slices are put into loops, up to 16 leaves in each.
+    in slices are put into loops, up to 16 groups in each.
 
     Args:
       flat: the update.
@@ -258,7 +260,7 @@ def plan(
         be; not there where its own type does not say.
       nbytes: the bytes that a type takes on each device.
       window_bytes: how many bytes may be on each device at once. None: a sixteenth
-        of the state, but at least 16 and at most 64 MiB.
+        of the state, but at least 8 and at most 64 MiB.
     """
     live = _live(flat)
     ahead = tuple(i for i in loads if _is_scalar(flat.invars[i]))
@@ -322,7 +324,7 @@ def plan(
         tuple(stages),
         ahead,
         _needed(flat, shared, groups),
-        _waits(whole, window_bytes),
+        _waits([g.nbytes for g in whole], window_bytes),
         window_bytes,
     )
 
@@ -448,35 +450,45 @@ def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
             wider = _loop([group], window_bytes)
         pending.append(group)
         loop = wider
-        leaves = sum(len(g.loads) for g in pending)
-        nbytes = sum(g.nbytes for g in pending)
-        if leaves >= LEAVES_IN_A_LOOP and nbytes >= 2 * window_bytes:
+        if len(pending) == UPDATES_IN_AN_ITERATION:
             close()
     close()
     return stages
 
 
 def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
-    """The loop with the fewest turns whose slices fit into the window.
+    """The loop with the fewest turns in which two slices fit into the window.
 
-    Several groups have to be cut into the same number of like slices; None if they
-    cannot be. A single one may have a last slice that is smaller.
+    Then one can be loaded while the one before is stored. Slices of a single group are
+    loaded and stored one after the other, so that one may fill the window. Several
+    groups have to be cut into the same number of like slices; None if they cannot be.
     """
     units = [g.row_local.rows // g.unit for g in groups]
-    least = max(2, math.ceil(sum(g.nbytes for g in groups) / window_bytes))
+    most = max(g.nbytes for g in groups)
+    bound = min(window_bytes / 2, MOST_SLICE_BYTES) if len(groups) > 1 else window_bytes
+    least = max(2, math.ceil(most / bound))
     common = math.gcd(*units)
     divides = all(g.row_local.rows % g.unit == 0 for g in groups)
     # A count of turns that divides is within twice of what is needed, or not used.
     turns = next((d for d in range(least, 2 * least) if common % d == 0), None)
     if turns is not None and divides:
         rows = tuple(g.row_local.rows // turns for g in groups)
-        return Loop(tuple(groups), turns, rows, _unrolled(turns, len(groups)))
-    if len(groups) > 1:
+    elif len(groups) > 1:
         return None
-    (group,), (count,) = groups, units
-    in_slice = max(1, count // least)
-    turns = count // in_slice
-    return Loop((group,), turns, (in_slice * group.unit,), _unrolled(turns, 1))
+    else:
+        in_slice = max(1, common // least)
+        turns = common // in_slice
+        rows = (in_slice * groups[0].unit,)
+    unrolled = _unrolled(turns, len(groups))
+    waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
+    return Loop(tuple(groups), turns, rows, unrolled, waits)
+
+
+def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:
+    return tuple(
+        math.ceil(g.nbytes * n / g.row_local.rows)
+        for g, n in zip(groups, rows, strict=True)
+    )
 
 
 def _unrolled(turns: int, groups: int) -> int:
@@ -571,13 +583,14 @@ def _natural(path: str) -> tuple[tuple[int, int | str], ...]:
     return tuple((1, int(p)) if p.isdecimal() else (0, p) for p in parts if p)
 
 
-def _waits(groups: Sequence[Group], window_bytes: int) -> tuple[int, ...]:
+def _waits(sizes: Sequence[int], window_bytes: int) -> tuple[int, ...]:
+    """For each of a sequence how many from the first must be gone for it to fit."""
     waits = []
     first, inside = 0, 0
-    for k, group in enumerate(groups):
-        inside += group.nbytes
+    for k, nbytes in enumerate(sizes):
+        inside += nbytes
         while inside > window_bytes and first < k:
-            inside -= groups[first].nbytes
+            inside -= sizes[first]
             first += 1
         waits.append(first)
     return tuple(waits)

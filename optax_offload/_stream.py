@@ -132,10 +132,19 @@ class _SliceLoop:
         return buffers
 
     def _turn(self, turn: Any, buffers: dict[int, Any]) -> dict[int, Any]:
-        for i in range(self._loop.unrolled):
-            for group, rows in zip(self._loop.groups, self._loop.rows, strict=True):
-                first = (turn * self._loop.unrolled + i) * rows
-                buffers = self._update(group, buffers, first, rows)
+        """One iteration: updates of slices, each loaded when the window allows it."""
+        loop = self._loop
+        updates = [
+            (group, rows, (turn * loop.unrolled + i) * rows)
+            for i in range(loop.unrolled)
+            for group, rows in zip(loop.groups, loop.rows, strict=True)
+        ]
+        passed = 0
+        for (group, rows, first), wait in zip(updates, loop.waits, strict=True):
+            before = [k for earlier, *_ in updates[passed:wait] for k in earlier.outputs]
+            passed = max(passed, wait)
+            buffers = _after_stores(buffers, before, group.outputs)
+            buffers = self._update(group, buffers, first, rows)
         return buffers
 
     def _buffer(self, k: int, home: int | None) -> Any:
@@ -189,6 +198,22 @@ class _SliceLoop:
             axis = row_local.axes[self._flat.outvars[k]]
             updated[k] = lax.dynamic_update_slice_in_dim(buffers[k], y, first, axis)
         return updated
+
+
+def _after_stores(
+    buffers: dict[int, Any], before: Sequence[int], outputs: Sequence[int]
+) -> dict[int, Any]:
+    """The buffers, from which these outputs are read once those before are written.
+
+    A barrier over host buffers is what holds a load back in a loop's body, on a GPU as
+    on a TPU. The buffers of updates are in it too: else a GPU's compiler writes those at
+    the end of the body, and keeps what they are computed from until then.
+    """
+    chosen = list(dict.fromkeys((*before, *outputs)))
+    if not before or set(before) <= set(outputs):
+        return buffers
+    after = lax.optimization_barrier([buffers[k] for k in chosen])
+    return buffers | dict(zip(chosen, after, strict=True))
 
 
 def _evaluable(jaxpr: jex.Jaxpr, values: Mapping[jex.Var, Any]) -> jex.Jaxpr:

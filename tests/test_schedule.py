@@ -162,10 +162,23 @@ def test_groups_of_like_rows_share_a_loop():
     params = stacked((24, 256, 256), (24, 256, 1024))
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
     (loop,) = schedule.loops
-    # 60 MiB of moments: 6 turns of 10 MiB, 4 of the 24 rows in each.
-    assert (loop.turns, loop.rows, loop.slice_bytes) == (6, (4, 4), 10 << 20)
+    # The larger has 48 MiB of moments, two of its slices at most 10: 12 turns of 4 MiB.
+    assert (loop.turns, loop.rows, loop.slice_bytes) == (12, (2, 2), (4 << 20, 1 << 20))
+    # Six of them are an iteration; with a third large one there would be 12 MiB.
+    assert (loop.unrolled, loop.waits) == (6, (0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8))
     assert not schedule.whole
-    assert "loop of 6 turns over 2 groups, 10485760 bytes a turn" in str(schedule)
+    assert "loop of 12 turns over 2 groups, slices of up to 4194304" in str(schedule)
+
+
+def test_slices_need_not_fill_a_wide_window():
+    """More of 16 MiB are in flight instead."""
+    params = stacked(*[(4096, 4096)] * 4)
+    schedule, _ = plan_of(
+        optax.adam(1e-3), params, slice_axis=0, window_bytes=256 << 20
+    )
+    (loop,) = schedule.loops
+    assert loop.slice_bytes == (16 << 20,) * 4
+    assert loop.waits == (0,) * 16
 
 
 def test_one_group_unrolls_its_loop():
@@ -173,7 +186,7 @@ def test_one_group_unrolls_its_loop():
     schedule, _ = plan_of(
         optax.adam(1e-3), stacked((32, 64, 128)), slice_axis=0, window_bytes=1
     )
-    assert [(s.turns, s.unrolled) for s in schedule.loops] == [(32, 8)]
+    assert [(s.turns, s.unrolled) for s in schedule.loops] == [(32, 16)]
 
 
 def test_rows_that_do_not_divide_leave_a_last_slice():
@@ -185,11 +198,11 @@ def test_rows_that_do_not_divide_leave_a_last_slice():
     assert [(s.turns, s.rows) for s in schedule.loops] == [(7, (13,))]
 
 
-def test_loops_hold_16_leaves():
-    """More would only wait for each other."""
-    params = stacked(*[(2048, 1024)] * 16)
+def test_loops_hold_16_groups():
+    """More would cost compile time and gain a percent."""
+    params = stacked(*[(2048, 1024)] * 24)
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
-    assert [len(loop.groups) for loop in schedule.loops] == [8, 8]
+    assert [len(loop.groups) for loop in schedule.loops] == [16, 8]
 
 
 @pytest.mark.parametrize(
