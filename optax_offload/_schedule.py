@@ -30,6 +30,9 @@ MOST_WINDOW_BYTES = 64 * MIB
 # stored. Beyond so many bytes they need not grow, and more of them fit: at 50 GB/s these
 # take 0.3 ms each way, beside a latency of some 10 us.
 MOST_SLICE_BYTES = 16 * MIB
+LATENCY_BYTES = MIB // 2
+# Of models with leaves of several shapes, in turns.
+MOST_UNFILLED_LOOPS = 4
 UPDATES_IN_AN_ITERATION = 16
 
 Atom = Any  # jex.Var or jex.Literal
@@ -428,36 +431,37 @@ def _padding(size: int, tile: int) -> float:
 
 
 def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
-    """Puts the groups that can be sliced into loops."""
+    """Puts the groups that can be sliced into loops.
+
+    A group joins the last loop that it makes hardly slower, of the few that are not
+    full: with more groups in a loop there is more to do beside a computation.
+    """
     stages: list[Group | Loop] = []
-    pending: list[Group] = []
-    loop: Loop | None = None
-
-    def close() -> None:
-        nonlocal loop
-        if loop is not None:
-            stages.append(loop)
-        loop = None
-        pending.clear()
-
+    unfilled: list[Loop] = []
     for group in groups:
         if group.rows is None:
             stages.append(group)
             continue
-        wider = _loop([*pending, group], window_bytes) if pending else None
-        if wider is None:
-            close()
-            wider = _loop([group], window_bytes)
-        pending.append(group)
-        loop = wider
-        if len(pending) == UPDATES_IN_AN_ITERATION:
-            close()
-    close()
-    return stages
+        alone = _loop([group], window_bytes)
+        assert alone is not None, "any group can be in a loop of its own"
+        for at in reversed(range(len(unfilled))):
+            joined = _loop([*unfilled[at].groups, group], window_bytes)
+            apart = _cost(unfilled[at]) + _cost(alone)
+            if joined and _cost(joined) <= 1.02 * apart:
+                unfilled[at] = joined
+                break
+        else:
+            at = len(unfilled)
+            unfilled.append(alone)
+        if len(unfilled[at].groups) == UPDATES_IN_AN_ITERATION:
+            stages.append(unfilled.pop(at))
+        elif len(unfilled) > MOST_UNFILLED_LOOPS:
+            stages.append(unfilled.pop(0))
+    return stages + unfilled
 
 
 def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
-    """The loop with the fewest turns in which two slices fit into the window.
+    """The fastest loop of which two slices fit into the window.
 
     Then one can be loaded while the one before is stored. Slices of a single group are
     loaded and stored one after the other, so that one may fill the window. Several
@@ -468,20 +472,38 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     bound = min(window_bytes / 2, MOST_SLICE_BYTES) if len(groups) > 1 else window_bytes
     least = max(2, math.ceil(most / bound))
     common = math.gcd(*units)
-    divides = all(g.row_local.rows % g.unit == 0 for g in groups)
-    # A count of turns that divides is within twice of what is needed, or not used.
-    turns = next((d for d in range(least, 2 * least) if common % d == 0), None)
-    if turns is not None and divides:
-        rows = tuple(g.row_local.rows // turns for g in groups)
-    elif len(groups) > 1:
+
+    def loop(turns: int, rows: Sequence[int]) -> Loop:
+        unrolled = _unrolled(turns, len(groups))
+        waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
+        return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
+
+    if all(g.row_local.rows % g.unit == 0 for g in groups):
+        divisors = [d for d in range(least, 8 * least) if common % d == 0]
+        # A count of turns that divides is within twice of what is needed, or not used.
+        if divisors and divisors[0] < 2 * least:
+            loops = (loop(d, [g.row_local.rows // d for g in groups]) for d in divisors)
+            return min(loops, key=_cost)
+    if len(groups) > 1:
         return None
-    else:
-        in_slice = max(1, common // least)
-        turns = common // in_slice
-        rows = (in_slice * groups[0].unit,)
-    unrolled = _unrolled(turns, len(groups))
-    waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
-    return Loop(tuple(groups), turns, rows, unrolled, waits)
+    in_slice = max(1, common // least)
+    return loop(common // in_slice, [in_slice * groups[0].unit])
+
+
+def _cost(loop: Loop) -> float:
+    """How long a loop takes, in bytes that a link could move in one direction.
+
+    Loads and stores overlap, but for the first and the last of an iteration, and for
+    those of one group: it is loaded again when it has been stored. A group that is
+    alone is loaded and stored in two parts, which do overlap.
+    """
+    updates = [
+        nbytes + LATENCY_BYTES * len(group.loads)
+        for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
+    ]
+    iteration = loop.unrolled * sum(updates) + max(updates)
+    cost = loop.turns / loop.unrolled * iteration
+    return cost if len(updates) == 1 else max(cost, 2 * loop.turns * max(updates))
 
 
 def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:

@@ -141,7 +141,9 @@ class _SliceLoop:
         ]
         passed = 0
         for (group, rows, first), wait in zip(updates, loop.waits, strict=True):
-            before = [k for earlier, *_ in updates[passed:wait] for k in earlier.outputs]
+            before = [
+                k for earlier, *_ in updates[passed:wait] for k in earlier.outputs
+            ]
             passed = max(passed, wait)
             buffers = _after_stores(buffers, before, group.outputs)
             buffers = self._update(group, buffers, first, rows)

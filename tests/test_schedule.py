@@ -159,15 +159,34 @@ def stacked(*shapes, dtype=jnp.float32):
 
 def test_groups_of_like_rows_share_a_loop():
     """As many turns as slices have to be, and it says so."""
-    params = stacked((24, 256, 256), (24, 256, 1024))
+    params = stacked((24, 256, 1024), (24, 1024, 256))
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
     (loop,) = schedule.loops
-    # The larger has 48 MiB of moments, two of its slices at most 10: 12 turns of 4 MiB.
-    assert (loop.turns, loop.rows, loop.slice_bytes) == (12, (2, 2), (4 << 20, 1 << 20))
-    # Six of them are an iteration; with a third large one there would be 12 MiB.
-    assert (loop.unrolled, loop.waits) == (6, (0, 0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8))
+    # Of 48 MiB of moments each; two slices take at most 10: 12 turns of 4 MiB.
+    assert (loop.turns, loop.rows) == (12, (2, 2))
+    assert loop.slice_bytes == (4 << 20, 4 << 20)
+    # Half of the turns are an iteration, and a third slice would make 12 MiB.
+    assert loop.unrolled == 6
+    assert loop.waits == (0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     assert not schedule.whole
     assert "loop of 12 turns over 2 groups, slices of up to 4194304" in str(schedule)
+
+
+def test_a_group_that_outweighs_all_others_has_a_loop_of_its_own():
+    """In one with others each of its slices would wait for the one before."""
+    params = stacked((24, 256, 1024), (24, 256, 256))
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
+    assert [len(loop.groups) for loop in schedule.loops] == [1, 1]
+
+
+def test_a_loop_that_another_shape_interrupts_goes_on():
+    """Groups in the order of layers: those of odd shapes have loops of their own."""
+    params = stacked(*[(2048, 1024), (24, 2048)] * 6)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
+    assert [(len(loop.groups), loop.turns) for loop in schedule.loops] == [
+        (6, 3),
+        (6, 4),
+    ]
 
 
 def test_slices_need_not_fill_a_wide_window():
