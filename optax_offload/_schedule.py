@@ -24,16 +24,16 @@ MIB = 2**20
 # us, beside a latency of some 10 us. More costs memory and gains little.
 LEAST_WINDOW_BYTES = 8 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
-# One iteration of a loop and the next do not overlap: one of n updates keeps the link
-# busy for n parts in n + 1. More cost compile time.
 # Two slices have to fit into the window, so that one can be loaded while another is
-# stored. Beyond so many bytes they need not grow, and more of them fit: at 50 GB/s these
-# take 0.3 ms each way, beside a latency of some 10 us.
+# stored. Beyond these bytes slices need not grow, and more of them fit: at 50 GB/s they
+# take 0.3 ms each way, beside a latency of some 10 us, here in bytes.
 MOST_SLICE_BYTES = 16 * MIB
 LATENCY_BYTES = MIB // 2
+# One iteration of a loop and the next do not overlap: one of n updates keeps the link
+# busy for n parts in n + 1. More cost compile time.
+UPDATES_IN_AN_ITERATION = 16
 # Of models with leaves of several shapes, in turns.
 MOST_UNFILLED_LOOPS = 4
-UPDATES_IN_AN_ITERATION = 16
 
 Atom = Any  # jex.Var or jex.Literal
 

@@ -207,9 +207,9 @@ def _after_stores(
 ) -> dict[int, Any]:
     """The buffers, from which these outputs are read once those before are written.
 
-    A barrier over host buffers is what holds a load back in a loop's body, on a GPU as
-    on a TPU. The buffers of updates are in it too: else a GPU's compiler writes those at
-    the end of the body, and keeps what they are computed from until then.
+    A barrier over host buffers is what holds a load back in a loop's body, on a GPU
+    as on a TPU. The buffers of updates are in it too: else a GPU's compiler writes
+    those at the end of the body, and keeps what they are computed from until then.
     """
     chosen = list(dict.fromkeys((*before, *outputs)))
     if not before or set(before) <= set(outputs):
