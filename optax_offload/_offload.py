@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_offload import _memory, _rules, _schedule, _stream
+from optax_offload import _choices, _memory, _rules, _schedule, _stream
 
 logger = logging.getLogger("optax_offload")
 
@@ -188,21 +188,30 @@ def _streamed(
     kinds = ["device"] * len(updates) + planned
     _warn_of_strays(state, dict(zip(paths[len(updates) :], planned, strict=True)))
     loads = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
-    schedule = _schedule.plan(
-        flat,
-        loads=loads,
-        stores=[k for k, kind in enumerate(kinds) if kind != "device"],
-        updates=updates,
-        homes=_homes(args, updates, len(planned), state),
-        paths=paths,
-        slice_axes=_slice_axes(config, args, state, loads, leaves),
-        nbytes=_memory.nbytes_on_each_device,
-        window_bytes=config.window_bytes,
-    )
-    logger.debug("%s", schedule)
-    _warn_of_groups(schedule, config, paths)
-    values = _stream.run(flat, schedule, leaves, kinds)
-    return jax.tree.unflatten(out_structure, values)
+    stores = [k for k, kind in enumerate(kinds) if kind != "device"]
+    homes = _homes(args, updates, len(planned), state)
+    slice_axes = _slice_axes(config, args, state, loads, leaves)
+
+    def evaluate(flat: _schedule.Flat) -> list[Any]:
+        choice = _choices.choice(flat, loads=loads, stores=stores, updates=updates)
+        if choice is not None:
+            return _stream.choose(choice, flat, leaves, kinds, evaluate)
+        schedule = _schedule.plan(
+            flat,
+            loads=loads,
+            stores=stores,
+            updates=updates,
+            homes=homes,
+            paths=paths,
+            slice_axes=slice_axes,
+            nbytes=_memory.nbytes_on_each_device,
+            window_bytes=config.window_bytes,
+        )
+        logger.debug("%s", schedule)
+        _warn_of_groups(schedule, config, paths)
+        return _stream.run(flat, schedule, leaves, kinds)
+
+    return jax.tree.unflatten(out_structure, evaluate(flat))
 
 
 def _homes(

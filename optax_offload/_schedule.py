@@ -265,7 +265,7 @@ def plan(
       window_bytes: how many bytes may be on each device at once. None: a sixteenth
         of the state, but at least 8 and at most 64 MiB.
     """
-    live = _live(flat)
+    live = live_equations(flat)
     ahead = tuple(i for i in loads if _is_scalar(flat.invars[i]))
     loads = [i for i in loads if not _is_scalar(flat.invars[i])]
     of, ties = _components(flat, live, loads)
@@ -550,7 +550,7 @@ def _is_scalar(a: Atom) -> bool:
     return not _shape(a)
 
 
-def _live(flat: Flat) -> list[int]:
+def live_equations(flat: Flat) -> list[int]:
     """The equations that an output or an effect needs, in their order."""
     needed = {a for a in flat.outvars if isinstance(a, jex.Var)}
     live = []

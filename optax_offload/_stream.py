@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._choices import Choice
 from optax_offload._schedule import Flat, Group, Loop, Schedule
 
 
@@ -53,6 +55,34 @@ def run(
         done[k] if k in done else _memory.transfer(_read(a, env.__getitem__), kinds[k])
         for k, a in enumerate(flat.outvars)
     ]
+
+
+def choose(
+    choice: Choice,
+    flat: Flat,
+    args: Sequence[Any],
+    kinds: Sequence[str],
+    evaluate: Callable[[Flat], list[Any]],
+) -> list[Any]:
+    """Evaluates the version of an update that its predicate chooses.
+
+    What the predicate took is handed to both, so that nothing is computed twice.
+    """
+    env = dict(zip(flat.invars, args, strict=True)) | flat.constants
+    ahead = _evaluate(flat, choice.ahead, lambda v: _memory.transfer(env[v], "device"))
+
+    def version(which: int) -> Callable[[], list[Any]]:
+        known = choice.versions[which]
+        known = dataclasses.replace(known, constants=ahead | known.constants)
+
+        def values() -> list[Any]:
+            found = zip(evaluate(known), kinds, strict=True)
+            return [_memory.transfer(jnp.asarray(x), kind) for x, kind in found]
+
+        return values
+
+    predicate = (ahead | env)[choice.predicate]
+    return lax.cond(predicate > 0, version(1), version(0))
 
 
 def _run_group(

@@ -49,6 +49,9 @@ OTHER_FUSIONS = {
 # Of these the update is a difference of parameters, and as exact as those are.
 DIFFERENCES = {"madgrad", "schedule_free_adamw", "schedule_free_sgd"}
 EXCEPTIONS = OTHER_FUSIONS | DIFFERENCES
+# Their steps that only accumulate multiply an update by zero, which can be -0.0; ours
+# compute no update in those, and theirs is 0.0.
+DROPPED_UPDATES = {"multi_steps", "multi_steps_skip"}
 
 
 def weak_types(tree):
@@ -68,7 +71,15 @@ def assert_same(name, got, want):
     if name in EXCEPTIONS:
         assert_close(got, want, least_scale=1.0 if name in DIFFERENCES else 0.0)
     else:
-        assert bits(got) == bits(want)
+        assert_same_bits(name, got, want)
+
+
+def assert_same_bits(name, got, want):
+    if name in DROPPED_UPDATES:
+        got, want = jax.tree.map(
+            lambda x: np.asarray(x) + np.zeros((), x.dtype), (got, want)
+        )
+    assert bits(got) == bits(want)
 
 
 def assert_close(got, want, least_scale=0.0):
@@ -137,7 +148,7 @@ def test_infinite_window_has_the_same_bits(name):
     params = make_params()
     tx = oo.offload(INSIDE[name](), EVERYTHING, window_bytes=2**60)
     got, _ = run_updates(tx, params, committed(tx.init(params)))
-    assert bits(got) == bits(plain_history(name)[0])
+    assert_same_bits(name, got, plain_history(name)[0])
 
 
 @inside
@@ -168,7 +179,7 @@ def test_without_jit_is_with_jit(name):
     value, grads = gradient(params)
     updates, state = tx.update(grads, state, params, **extra_args(value, grads))
     want_updates, want_state, _ = plain_history(name)[0][0]
-    assert bits((updates, state)) == bits((want_updates, want_state))
+    assert_same_bits(name, (updates, state), (want_updates, want_state))
     oo.memory_report(state, EVERYTHING).check()
 
 
