@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,11 +31,15 @@ class Choice:
     Attributes:
       predicate: a variable without axes: bool, or the index of one of two branches.
       ahead: the equations that it takes to know it, as positions.
-      versions: the update if it is 0, and if it is 1. Neither has the equations ahead.
+      outputs: those that it may change, as positions: all but scalars that depend on
+        no load, such as a step counter.
+      versions: the update if it is 0, and if it is 1. Neither has the equations ahead;
+        what is not among the outputs is 0.
     """
 
     predicate: jex.Var
     ahead: tuple[int, ...]
+    outputs: tuple[int, ...]
     versions: tuple[Flat, Flat]
 
 
@@ -58,40 +62,69 @@ def choice(
       stores: the outputs that are stored to the host.
       updates: the outputs that are updates, one for each parameter.
     """
-    loaded = {flat.invars[i] for i in loads if flat.invars[i].aval.shape}
-    predicate = _predicate(flat, loaded, stores)
+    loaded = {flat.invars[i] for i in loads if _shape(flat.invars[i])}
+    dependent = _dependent(flat, loaded)
+    predicate = _predicate(flat, loaded, dependent, stores)
     if predicate is None:
         return None
+    outputs = [k for k, a in enumerate(flat.outvars) if _shape(a) or _in(a, dependent)]
+    outvars = [a if k in outputs else _zero(a) for k, a in enumerate(flat.outvars)]
+    flat = dataclasses.replace(flat, outvars=outvars)
     ahead = _ancestors(flat, predicate)
-    kept = {flat.outvars[k] for k in updates}
-    versions = [_version(flat, predicate, value, ahead, kept) for value in (0, 1)]
+    dropped = _variables(flat.outvars[k] for k in updates)
+    versions = [_version(flat, predicate, value, ahead, dropped) for value in (0, 1)]
     moved = [len(_moved(version, loaded, stores)) for version in versions]
     if min(moved) > len(_moved(flat, loaded, stores)) / 2:
         return None
-    return Choice(predicate, ahead, (versions[0], versions[1]))
+    return Choice(predicate, ahead, tuple(outputs), (versions[0], versions[1]))
+
+
+def _in(a: Atom, variables: Collection[jex.Var]) -> bool:
+    return isinstance(a, jex.Var) and a in variables
+
+
+def _variables(atoms: Iterable[Atom]) -> set[jex.Var]:
+    return {a for a in atoms if isinstance(a, jex.Var)}
+
+
+def _dependent(flat: Flat, loaded: Collection[jex.Var]) -> set[jex.Var]:
+    """The variables that depend on loads."""
+    dependent = set(loaded)
+    for e in flat.equations:
+        if not dependent.isdisjoint(_variables(e.invars)):
+            dependent.update(e.outvars)
+    return dependent
 
 
 def _predicate(
-    flat: Flat, loaded: Collection[jex.Var], stores: Collection[int]
+    flat: Flat,
+    loaded: Collection[jex.Var],
+    dependent: Collection[jex.Var],
+    stores: Collection[int],
 ) -> jex.Var | None:
     """What most state depends on: the index of a cond, or what is selected by."""
-    dependent = set(loaded)
-    stored = {flat.outvars[k] for k in stores}
+    stored = _variables(flat.outvars[k] for k in stores)
     found: Counter[jex.Var] = Counter()
     for e in flat.equations:
-        if dependent.isdisjoint(a for a in e.invars if isinstance(a, jex.Var)):
+        by, *operands = e.invars or [None]
+        if not isinstance(by, jex.Var) or by in dependent or _shape(by):
             continue
-        dependent.update(e.outvars)
-        by, *operands = e.invars
-        if not isinstance(by, jex.Var) or by in dependent or by.aval.shape:
-            continue
-        kept = [a for a in operands if isinstance(a, jex.Var) and a in loaded]
+        kept = _variables(operands).intersection(loaded)
         if e.primitive.name == "cond" and len(e.params["branches"]) == 2:
             found[by] += len(kept)
         elif e.primitive.name == "select_n" and len(operands) == 2:
             found[by] += bool(kept) and e.outvars[0] in stored
     most = found.most_common(1)
     return most[0][0] if most and most[0][1] else None
+
+
+def _shape(a: Atom) -> tuple[int, ...]:
+    return a.aval.shape
+
+
+def _zero(a: Atom) -> jex.Literal:
+    aval: Any = a.aval
+    return jex.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
 
 
 def _ancestors(flat: Flat, v: jex.Var) -> tuple[int, ...]:
@@ -101,7 +134,7 @@ def _ancestors(flat: Flat, v: jex.Var) -> tuple[int, ...]:
         e = flat.equations[i]
         if not wanted.isdisjoint(e.outvars):
             found.append(i)
-            wanted.update(a for a in e.invars if isinstance(a, jex.Var))
+            wanted |= _variables(e.invars)
     return tuple(reversed(found))
 
 
@@ -109,13 +142,8 @@ def _moved(
     flat: Flat, loaded: Collection[jex.Var], stores: Collection[int]
 ) -> set[jex.Var]:
     """The loads that are not only handed through."""
-    used = {
-        a
-        for i in live_equations(flat)
-        for a in flat.equations[i].invars
-        if isinstance(a, jex.Var)
-    }
-    used.update(a for k, a in enumerate(flat.outvars) if k not in stores)
+    used = _variables(a for i in live_equations(flat) for a in flat.equations[i].invars)
+    used |= _variables(a for k, a in enumerate(flat.outvars) if k not in stores)
     return used.intersection(loaded)
 
 
@@ -124,7 +152,7 @@ def _version(
     predicate: jex.Var,
     value: int,
     ahead: Collection[int],
-    updates: Collection[Atom],
+    updates: Collection[jex.Var],
 ) -> Flat:
     """The update with a predicate known, and without the equations ahead."""
     dtype: Any = predicate.aval

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -192,10 +192,10 @@ def _streamed(
     homes = _homes(args, updates, len(planned), state)
     slice_axes = _slice_axes(config, args, state, loads, leaves)
 
-    def evaluate(flat: _schedule.Flat) -> list[Any]:
+    def evaluate(flat: _schedule.Flat, leaves: Sequence[Any]) -> list[Any]:
         choice = _choices.choice(flat, loads=loads, stores=stores, updates=updates)
         if choice is not None:
-            return _stream.choose(choice, flat, leaves, kinds, evaluate)
+            return _stream.choose(choice, flat, leaves, homes, kinds, evaluate)
         schedule = _schedule.plan(
             flat,
             loads=loads,
@@ -211,7 +211,7 @@ def _streamed(
         _warn_of_groups(schedule, config, paths)
         return _stream.run(flat, schedule, leaves, kinds)
 
-    return jax.tree.unflatten(out_structure, evaluate(flat))
+    return jax.tree.unflatten(out_structure, evaluate(flat, leaves))
 
 
 def _homes(

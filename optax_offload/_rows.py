@@ -7,6 +7,7 @@ equation as `jax.vmap` carries its batch axes; what mixes rows is not row-local.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -77,6 +78,7 @@ def analyze(
     loads: Mapping[jex.Var, int],
     outputs: Sequence[Atom],
     whole: Collection[jex.Var],
+    others: Mapping[jex.Var, jex.Var],
 ) -> RowLocal:
     """Proves that equations are row-local, or raises `NotRowLocalError`.
 
@@ -90,6 +92,8 @@ def analyze(
       loads: the axis along which the rows of each load are counted.
       outputs: what is computed from the loads.
       whole: variables that are computed whole anyway.
+      others: of inputs, a variable that replaces it: where rows of the input are taken
+        and arithmetic leads to the variable, it becomes an output too.
     """
     counts = {_shape(v)[axis] for v, axis in loads.items()}
     if len(counts) != 1:
@@ -105,6 +109,12 @@ def analyze(
     for a in outputs:
         if isinstance(a, jex.Literal) or a not in analysis.axes:
             raise NotRowLocalError("an output that is the same for every row")
+    outputs = list(outputs)
+    for before in [v for v in analysis.axes if v in others]:
+        more = analysis.with_result(others[before], before)
+        if more is not None:
+            analysis = more
+            outputs.append(others[before])
     ordered = tuple(analysis.positions[i] for i in sorted(analysis.positions))
     defined = {v for e in ordered for v in e.outvars}
     used = (a for e in ordered for a in e.invars if isinstance(a, jex.Var))
@@ -161,6 +171,25 @@ class _Analysis:
                 continue
             self.positions[position] = e
             wanted.extend(operands)
+
+    def with_result(self, v: jex.Var, like: jex.Var) -> _Analysis | None:
+        """With another result, which has its rows where an input has; if it can be."""
+        if v not in self._producers:
+            return None
+        position, e = self._producers[v]
+        if e.primitive.name not in ELEMENTWISE or len(e.outvars) > 1:
+            return None
+        more = copy.copy(self)
+        more.axes, more.positions = dict(self.axes), dict(self.positions)
+        try:
+            more.mark(v, self.axes[like])
+            for a in e.invars:
+                if _shape(a):
+                    more.demand(a, self.axes[like])
+        except NotRowLocalError:
+            return None
+        more.positions[position] = e
+        return more
 
     def visit(self, e: jex.JaxprEqn) -> None:
         """Finds the rows of an equation's results from those of its operands."""

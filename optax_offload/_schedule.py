@@ -291,7 +291,17 @@ def plan(
     inputs: dict[int, list[int]] = {}
     for i in loads:
         inputs.setdefault(of[flat.invars[i]], []).append(i)
-    slicer = _Slicer(flat, set(loads), stored, homes, slice_axes)
+    beside = {
+        k: home
+        for k, (a, home) in enumerate(zip(flat.outvars, homes, strict=True))
+        if home is not None
+        and k not in stored
+        and isinstance(a, jex.Var)
+        and a not in of
+        and _shape(a)
+        and a is not flat.invars[home]
+    }
+    slicer = _Slicer(flat, set(loads), stored, homes, slice_axes, beside)
 
     def group(component: int) -> Group:
         outputs = members.get(component, [])
@@ -342,6 +352,7 @@ class _Slicer:
         stored: Collection[int],
         homes: Sequence[int | None],
         slice_axes: Mapping[int, int | None],
+        beside: Mapping[int, int],
     ):
         self._flat = flat
         self._loads = loads
@@ -349,6 +360,8 @@ class _Slicer:
         self._homes = homes
         self._axes = slice_axes
         self._outputs = {a for a in flat.outvars if isinstance(a, jex.Var)}
+        self._positions = {flat.outvars[k]: k for k in beside}
+        self._beside = {flat.invars[i]: flat.outvars[k] for k, i in beside.items()}
         self._producers = {
             v: (i, e) for i, e in enumerate(flat.equations) for v in e.outvars
         }
@@ -368,12 +381,21 @@ class _Slicer:
             {flat.invars[i]: self._axis(i, group) for i in group.loads},
             [flat.outvars[k] for k in group.outputs],
             self._outputs,
+            self._beside,
         )
-        homes = tuple(self._home(k, rows) for k in group.outputs)
+        # What is on the device, and is read for slices, is replaced in slices too.
+        beside = [self._positions[v] for v in rows.outputs[len(group.outputs) :]]
+        outputs = (*group.outputs, *beside)
+        homes = tuple(self._home(k, rows) for k in outputs)
         unit = max(_unit(v, axis) for v, axis in rows.axes.items())
         if rows.rows < 2 * unit:
             raise _rows.NotRowLocalError(f"{rows.rows} rows, in units of {unit}")
-        return dataclasses.replace(group, rows=rows, homes=homes, unit=unit)
+        for k in beside:
+            # By the first group that reads it, and once only.
+            del self._beside[flat.invars[self._homes[k] or 0]]
+        return dataclasses.replace(
+            group, outputs=outputs, rows=rows, homes=homes, unit=unit
+        )
 
     def _axis(self, i: int, group: Group) -> int:
         """The axis of the rows of a load."""
@@ -523,7 +545,12 @@ def _needed(
     flat: Flat, shared: Sequence[int], groups: Sequence[Group]
 ) -> tuple[int, ...]:
     """Of the shared equations those that are not only evaluated slice by slice."""
-    wanted = {a for a in flat.outvars if isinstance(a, jex.Var)}
+    in_slices = {k for group in groups if group.rows for k in group.outputs}
+    wanted = {
+        a
+        for k, a in enumerate(flat.outvars)
+        if isinstance(a, jex.Var) and k not in in_slices
+    }
     for group in groups:
         if group.rows is not None:
             wanted.update(group.rows.inputs)

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._choices import Choice
-from optax_offload._schedule import Flat, Group, Loop, Schedule
+from optax_offload._schedule import Flat, Group, Loop, Schedule, live_equations
 
 
 def run(
@@ -61,28 +61,72 @@ def choose(
     choice: Choice,
     flat: Flat,
     args: Sequence[Any],
+    homes: Sequence[int | None],
     kinds: Sequence[str],
-    evaluate: Callable[[Flat], list[Any]],
+    evaluate: Callable[[Flat, Sequence[Any]], list[Any]],
 ) -> list[Any]:
     """Evaluates the version of an update that its predicate chooses.
 
-    What the predicate took is handed to both, so that nothing is computed twice.
+    Each version is a loop that runs once or not at all, in place. In a conditional both
+    compilers copy what both branches write to.
+
+    Args:
+      choice: the versions.
+      flat: the update that they are of.
+      args: the values of its inputs, wherever they are.
+      homes: for each output the input that it replaces.
+      kinds: the memory kind of each output.
+      evaluate: how a version is evaluated.
+
+    Returns:
+      The values of the outputs, each where ``kinds`` says.
     """
     env = dict(zip(flat.invars, args, strict=True)) | flat.constants
     ahead = _evaluate(flat, choice.ahead, lambda v: _memory.transfer(env[v], "device"))
+    env |= ahead
+    rest = [i for i in _rest(flat, choice) if i not in set(choice.ahead)]
+    env |= _evaluate(flat, rest, lambda v: _memory.transfer(env[v], "device"))
+    values, in_place = {}, {}
+    for k in choice.outputs:
+        home, kind = homes[k], kinds[k]
+        aval: Any = flat.outvars[k].aval
+        if home is not None and _replaces(args[home], aval, kind):
+            values[k], in_place[k] = args[home], home
+        else:
+            zeros = jnp.zeros(aval.shape, aval.dtype)
+            values[k] = _memory.transfer(zeros, kind)
+    index = env[choice.predicate] > 0
+    for wanted, version in zip((~index, index), choice.versions, strict=True):
+        version = dataclasses.replace(version, constants=ahead | version.constants)
 
-    def version(which: int) -> Callable[[], list[Any]]:
-        known = choice.versions[which]
-        known = dataclasses.replace(known, constants=ahead | known.constants)
+        def once(carry: Any, version: Flat = version) -> Any:
+            _, values = carry
+            here = list(args)
+            for k, home in in_place.items():
+                here[home] = values[k]
+            results = evaluate(version, here)
+            return jnp.asarray(False), {k: results[k] for k in values}
 
-        def values() -> list[Any]:
-            found = zip(evaluate(known), kinds, strict=True)
-            return [_memory.transfer(jnp.asarray(x), kind) for x, kind in found]
+        _, values = lax.while_loop(lambda carry: carry[0], once, (wanted, values))
+    return [
+        values[k]
+        if k in values
+        else _memory.transfer(_read(a, env.__getitem__), kinds[k])
+        for k, a in enumerate(flat.outvars)
+    ]
 
-        return values
 
-    predicate = (ahead | env)[choice.predicate]
-    return lax.cond(predicate > 0, version(1), version(0))
+def _replaces(x: Any, aval: Any, kind: str) -> bool:
+    """Whether a value of a type, in a memory, can be written over another."""
+    same = (x.shape, x.dtype) == (aval.shape, aval.dtype)
+    return same and _memory.on_host(x) == (kind == "pinned_host")
+
+
+def _rest(flat: Flat, choice: Choice) -> list[int]:
+    """The equations of the outputs that a choice does not change."""
+    outputs = set(choice.outputs)
+    outvars = [a for k, a in enumerate(flat.outvars) if k not in outputs]
+    return live_equations(dataclasses.replace(flat, outvars=outvars))
 
 
 def _run_group(

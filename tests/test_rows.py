@@ -26,7 +26,7 @@ def analyze(fn, *args, axis=0):
             dependent.update(e.outvars)
             positions.append((i, e))
     load = {flat.invars[0]: axis}
-    return flat, _rows.analyze(positions, producers, load, flat.outvars, ())
+    return flat, _rows.analyze(positions, producers, load, flat.outvars, (), {})
 
 
 def in_slices(fn, *args, rows=2, axis=0):
