@@ -21,12 +21,39 @@ class OffloadWarning(UserWarning):
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """What `offload` returns; a class of its own so that it can be told apart."""
+    """What `offload` returns: a transformation that can tell how it updates."""
+
+    _schedule: Callable[..., str]
+
+    def schedule(self, params: optax.Params, **extra_args: Any) -> str:
+        """Tells what was chosen for an update, and why: window, loops, slices.
+
+        Nothing is computed. The logger ``optax_offload`` has the same at level DEBUG.
+
+        Args:
+          params: a pytree of arrays or `jax.ShapeDtypeStruct`. Their shardings count:
+            bytes are those on each device.
+          **extra_args: what ``update`` takes beside.
+
+        Returns:
+          A few lines to read. An update that can also keep its state has some for each
+          version. Groups that are updated whole are counted by the equation that keeps
+          them from being sliced.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, optax_offload as oo
+          >>> tx = oo.offload(optax.adam(1e-3), window_bytes=2**20)
+          >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))
+          1 groups of 4194304 bytes in all, the largest of 4194304
+          window of 1048576 bytes: as asked
+          loop of 4 turns over 1 groups, 2 to an iteration, slices of 1048576 bytes
+        """
+        return self._schedule(params, **extra_args)
 
 
 def offload(
     inner: Any, rules: _rules.Rules = ".*", *, window_bytes: int | None = None
-) -> optax.GradientTransformationExtraArgs:
+) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
 
     The state has the structure, shapes and dtypes of ``inner``'s own, and the updates
@@ -52,7 +79,8 @@ def offload(
         on the device by itself.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`.
+      An `optax.GradientTransformationExtraArgs`. Its ``schedule(params)`` tells what
+      was chosen for an update, and why.
 
     Raises:
       TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
@@ -106,7 +134,23 @@ def offload(
         return _streamed(fn, config, (updates, state, params, dynamic), state)
 
     jitted_update = jax.jit(traced_update, static_argnums=4)
-    return Offloaded(init_fn, update_fn)
+
+    def schedule(params: optax.Params, **extra_args: Any) -> str:
+        told: list[str] = []
+
+        def fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+            return inner.update(updates, state, params, **extra_args)
+
+        def update(*args: Any) -> Any:
+            return _streamed(fn, config, args, args[1], tell=told.append)
+
+        state = _memory.eval_shape(init_fn, params)
+        jax.eval_shape(update, params, state, params, extra_args)
+        return "\n".join(told)
+
+    offloaded = Offloaded(init_fn, update_fn)
+    offloaded._schedule = schedule
+    return offloaded
 
 
 def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -174,6 +218,7 @@ def _streamed(
     config: _rules.OffloadConfig,
     args: tuple[Any, ...],
     state: Any,
+    tell: Callable[[str], None] = logger.debug,
 ) -> tuple[Any, Any]:
     """Evaluates ``fn(*args)``, which returns (updates, state), in a streamed way."""
     leaves, structure = jax.tree.flatten(args)
@@ -207,7 +252,7 @@ def _streamed(
             nbytes=_memory.nbytes_on_each_device,
             window_bytes=config.window_bytes,
         )
-        logger.debug("%s", schedule)
+        tell(str(schedule))
         _warn_of_groups(schedule, config, paths)
         return _stream.run(flat, schedule, leaves, kinds)
 

@@ -122,6 +122,7 @@ class Schedule:
       waits: for each group that is updated whole the number of such groups, counted
         from the first, that must have been updated before it is loaded.
       window_bytes: the bytes that may be on each device at once.
+      window_because: what the window was chosen by.
     """
 
     stages: tuple[Group | Loop, ...]
@@ -129,6 +130,7 @@ class Schedule:
     shared: tuple[int, ...]
     waits: tuple[int, ...]
     window_bytes: int
+    window_because: str
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -151,11 +153,13 @@ class Schedule:
         sizes = [group.nbytes for group in groups]
         lines = [
             f"{len(sizes)} groups of {sum(sizes)} bytes in all, the largest of "
-            f"{max(sizes, default=0)}, in a window of {self.window_bytes} bytes"
+            f"{max(sizes, default=0)}",
+            f"window of {self.window_bytes} bytes: {self.window_because}",
         ]
         lines += [
             f"loop of {loop.turns} turns over {len(loop.groups)} groups, "
-            f"slices of up to {max(loop.slice_bytes)} bytes"
+            f"{loop.unrolled} to an iteration, "
+            f"slices of {_range(loop.slice_bytes)} bytes"
             for loop in self.loops
         ]
         reasons: dict[str, int] = {}
@@ -164,6 +168,11 @@ class Schedule:
                 reasons[group.whole_because] = reasons.get(group.whole_because, 0) + 1
         lines += [f"{n} groups whole: {reason}" for reason, n in reasons.items()]
         return "\n".join(lines)
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    return str(most) if least == most else f"{least} to {most}"
 
 
 def flatten(closed: jex.ClosedJaxpr) -> Flat:
@@ -328,9 +337,11 @@ def plan(
         )
 
     groups.sort(key=availability, reverse=True)
+    because = "as asked"
     if window_bytes is None:
         sixteenth = sum(g.nbytes for g in groups) // 16
         window_bytes = min(max(sixteenth, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
+        because = "a sixteenth of the state, at least 8 and at most 64 MiB"
     stages = _stages(groups, window_bytes)
     whole = [stage for stage in stages if isinstance(stage, Group)]
     return Schedule(
@@ -339,6 +350,7 @@ def plan(
         _needed(flat, shared, groups),
         _waits([g.nbytes for g in whole], window_bytes),
         window_bytes,
+        because,
     )
 
 
