@@ -267,8 +267,9 @@ def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
         warnings.warn(
             f"state planned for pinned_host came to update on the device: "
             f"{_rules.listed(strays)}. It is there whole during this update, and only "
-            "then goes to the host. Make templates with optax_offload.eval_shape(tx.init, "
-            "params), or move the state with optax_offload.set_memory_kind",
+            "then goes to the host. Make templates with "
+            "optax_offload.eval_shape(tx.init, params), or move the state with "
+            "optax_offload.set_memory_kind",
             OffloadWarning,
             stacklevel=2,
         )
