@@ -233,7 +233,7 @@ class State:
             return futures[str(index)].result().view(dtype)[..., 0]
 
         def finish() -> jax.Array:
-            x = jax.make_array_from_callback(shape, sharding, value)
+            x = _memory.array_from(shape, sharding, value)
             if entry["key"]:
                 x = jax.random.wrap_key_data(x, impl=entry["key"])
             if entry["weak_type"]:

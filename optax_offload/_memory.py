@@ -12,8 +12,16 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import primitives
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from optax_offload import _disk, _rules
 
@@ -110,6 +118,18 @@ def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     if on_host(x) == (memory_kind == "pinned_host"):
         return x
     return jax.device_put(x, _SPACES[memory_kind])
+
+
+def array_from(
+    shape: tuple[int, ...], sharding: Sharding, value: Callable[[Any], np.ndarray]
+) -> jax.Array:
+    """An array whose value at an index, as each device asks for it, is given."""
+    if isinstance(sharding, SingleDeviceSharding):
+        # With JAX 0.10 to 0.12 the call below makes an array that is in host memory
+        # and is traced as a device value.
+        (index,) = sharding.devices_indices_map(shape).values()
+        return jax.device_put(value(index), sharding)
+    return jax.make_array_from_callback(shape, sharding, value)
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:
@@ -228,7 +248,7 @@ def with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
 
 
 def _first_device_sharding() -> Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -83,6 +83,11 @@ def _remember(x: Any, origin: Sharding | None) -> Record:
     return record
 
 
+def settle() -> None:
+    """Waits for all that was left to the background, and for it to let go of leaves."""
+    _background.submit(lambda: None).result()
+
+
 class Tree:
     """A tree as its leaves and their paths."""
 

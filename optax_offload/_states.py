@@ -360,6 +360,8 @@ def _to_disk(
     arrays = [leaves.leaves[positions[0]] for positions in groups]
     names = [leaves.paths[positions[0]] for positions in groups]
     origins = [_moves.origin_of(x) or x.sharding for x in arrays]
+    # What is still written to this directory may be of a tree that is gone.
+    _moves.settle()
     places = _disk.begin(directory, list(zip(names, arrays, origins, strict=True)))
     moves = [
         _moves.Move(positions, x, place.sharding, _moves.write(place), result=place)

@@ -3,8 +3,6 @@
 import functools
 import gc
 import logging
-import re
-import resource
 import subprocess
 import sys
 import threading
@@ -22,7 +20,6 @@ import optax_offload as oo
 from optax_offload import _moves
 
 KINDS = ["pinned_host", "unpinned_host"]
-FREEING = re.escape("it is copied, and not freed")
 
 
 def on_device(x):
@@ -63,11 +60,6 @@ def kinds(tree):
     return {row.path: row.actual for row in oo.memory_report(tree).rows}
 
 
-def settle():
-    """Waits for what runs in the background."""
-    _moves._background.submit(lambda: None).result()
-
-
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,14 +70,14 @@ def test_there_and_back(kind, donate, block):
     there = oo.offload_states(tree, memory_kind=kind, donate=donate, block=block)
     assert set(kinds(there).values()) == {kind, None}
     assert there["numpy"] is tree["numpy"]
-    settle()
+    _moves.settle()
     for name, x in tree.items():
         if isinstance(x, jax.Array) and x.size:
             assert x.is_deleted() == donate, name
     back = oo.reload_states(there, donate=donate, block=block)
     assert what(back) == before
     assert set(kinds(back).values()) == {"device", None}
-    settle()
+    _moves.settle()
     assert there["sharded"].is_deleted() == donate
 
 
@@ -192,7 +184,7 @@ def test_what_is_remembered_goes_with_the_array():
     tree = {"a": jnp.ones(3)}
     for _ in range(5):
         tree = oo.reload_states(oo.offload_states(tree))
-    settle()
+    _moves.settle()
     del tree
     gc.collect()
     assert len(_moves._records) == before
@@ -235,7 +227,7 @@ def test_cycles_between_steps_change_no_bit(donate, block, caplog):
 
     plain, compiled = steps(lambda state: state)
     cycled, compiled_too = steps(cycle)
-    settle()
+    _moves.settle()
     assert cycled == plain
     assert compiled_too <= compiled + 1, "the counter comes back committed"
     assert not caplog.records
@@ -244,18 +236,30 @@ def test_cycles_between_steps_change_no_bit(donate, block, caplog):
 @pytest.mark.parametrize("inside", [True, False])
 def test_linen_train_state(inside):
     """Functions in the state stay what they are, with `offload` inside and without."""
-    train_lm = pytest.importorskip("train_lm")
-    lm_program = pytest.importorskip("lm_program")
-    settings = lm_program.Settings(layers=1, width=64, context=8, batch=2)
-    rules = oo.Rule(".*/(mu|nu)/.*", min_bytes=1024) if inside else None
-    config = rules and oo.OffloadConfig([rules])
-    tokens = jnp.arange(18).reshape(2, 9)
+    nn = pytest.importorskip("flax.linen")
+    train_state = pytest.importorskip("flax.training.train_state")
+    model = nn.Sequential([nn.Dense(16), nn.LayerNorm(), nn.gelu, nn.Dense(1)])
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    tx = optax.adam(1e-2)
+    if inside:
+        tx = oo.offload(tx, oo.Rule(".*/(mu|nu)/.*kernel", min_bytes=0))
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state):
+        loss, grads = jax.value_and_grad(
+            lambda params: jnp.mean((state.apply_fn({"params": params}, x) - 1) ** 2)
+        )(state.params)
+        return state.apply_gradients(grads=grads), loss
 
     def losses(cycle):
-        state = train_lm.create_state(settings, config)
+        state = train_state.TrainState.create(
+            apply_fn=model.apply,
+            params=model.init(jax.random.key(0), x)["params"],
+            tx=tx,
+        )
         found = []
-        for _ in range(3):
-            state, loss = train_lm.train_step(cycle(state), tokens)
+        for _ in range(5):
+            state, loss = train_step(cycle(state))
             found.append(np.asarray(loss).tobytes())
         return found
 
@@ -270,30 +274,37 @@ def test_linen_train_state(inside):
 
 
 def test_nnx_model_and_optimizer():
-    """A module is a tree of arrays too, and so is what `nnx.split` returns."""
-    train_nnx = pytest.importorskip("train_nnx")
-    lm_program = pytest.importorskip("lm_program")
-    nnx = train_nnx.nnx
-    settings = lm_program.Settings(layers=1, width=64, context=8, batch=2)
-    tokens = jnp.arange(18).reshape(2, 9)
-    config = oo.OffloadConfig([oo.Rule(".*/(mu|nu)/.*", min_bytes=1024)])
+    """Variables keep their type; so does what is in them."""
+    nnx = pytest.importorskip("flax.nnx")
+    x = jnp.linspace(-1, 1, 32).reshape(4, 8)
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*/mu/.*kernel.*", min_bytes=0))
+
+    @nnx.jit
+    def train_step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean((m(x) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
 
     def losses(cycle):
-        model = train_nnx.Transformer(settings, rngs=nnx.Rngs(0))
-        tx = lm_program.make_optimizer(settings, config)
+        model = nnx.Sequential(
+            nnx.Linear(8, 16, rngs=nnx.Rngs(0)),
+            nnx.BatchNorm(16, rngs=nnx.Rngs(0)),
+            nnx.Linear(16, 1, rngs=nnx.Rngs(1)),
+        )
         optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         found = []
-        for _ in range(3):
+        for _ in range(5):
             graph, state = nnx.split((model, optimizer))
             model, optimizer = nnx.merge(graph, cycle(state))
-            loss = train_nnx.train_step(model, optimizer, tokens)
-            found.append(np.asarray(loss).tobytes())
+            found.append(np.asarray(train_step(model, optimizer)).tobytes())
         return found
 
     def cycle(state):
         there = oo.offload_states(state)
         assert "device" not in kinds(there).values()
-        return oo.reload_states(there)
+        back = oo.reload_states(there)
+        assert "pinned_host" in kinds(back).values()
+        return back
 
     assert losses(cycle) == losses(lambda state: state)
 
@@ -338,7 +349,7 @@ def test_without_block_it_returns_at_once(monkeypatch):
     assert there["w"].sharding.memory_kind == "pinned_host"
     assert not tree["w"].is_deleted()
     gate.set()
-    settle()
+    _moves.settle()
     assert tree["w"].is_deleted()
 
 
@@ -378,7 +389,7 @@ def test_failing_half_way_loses_nothing(monkeypatch, at, block, there_first):
         )
         with pytest.raises(oo.OffloadError, match=message) as caught:
             call(tree, block=block)
-    settle()
+    _moves.settle()
     now = caught.value.tree
     assert bits(now) == before[0]
     assert len(set(kinds(now).values())) == (1 if at == 1 else 2)
@@ -409,7 +420,7 @@ def test_failing_in_the_background(monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(jax, "block_until_ready", block_until_ready)
         there = oo.offload_states(tree)
-        settle()
+        _moves.settle()
     assert tree["a"].is_deleted()
     assert tree["c"].is_deleted()
     (record,) = caplog.records
@@ -452,7 +463,6 @@ except oo.OffloadError as error:
 @pytest.mark.parametrize("block", ["block", "at once"])
 def test_host_memory_exhausted(block):
     """A real limit on the memory of a process of its own."""
-    assert resource.RLIM_INFINITY is not None
     done = subprocess.run(
         [sys.executable, "-c", EXHAUSTED, block],
         check=False,
@@ -471,7 +481,7 @@ def test_host_memory_exhausted(block):
 def test_pattern_matches_nothing():
     """As everywhere."""
     for call in (oo.offload_states, oo.reload_states):
-        with pytest.raises(ValueError, match="'nuu', matches no leaf. Nearest.*'nu'"):
+        with pytest.raises(ValueError, match=r"'nuu', matches no leaf\. Nearest.*'nu'"):
             call({"nu": jnp.ones(1)}, "nuu")
 
 
@@ -506,7 +516,7 @@ def test_deleted_leaves():
     tree = {"a": jnp.ones(1), "b": jnp.ones(1), "c": jnp.ones(1)}
     oo.offload_states(tree, "a|b", block=True)
     for call in (oo.offload_states, oo.reload_states):
-        with pytest.raises(ValueError, match="'a', 'b': deleted. The array was donat"):
+        with pytest.raises(ValueError, match=r"'a', 'b': deleted\. The array was"):
             call(tree)
     assert kinds(oo.offload_states({"c": tree["c"]})) == {"c": "pinned_host"}
 
@@ -523,7 +533,7 @@ def test_structs():
 def test_under_jit():
     """There is another call for that."""
     for call in (oo.offload_states, oo.reload_states):
-        with pytest.raises(TypeError, match="called under jit: use optax_offload.set_"):
+        with pytest.raises(TypeError, match="was called under jit: use optax_offl"):
             jax.jit(call)({"w": jnp.ones(3)})
 
 
