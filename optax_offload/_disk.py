@@ -116,7 +116,9 @@ class State:
         self.path = directory / name
         self.remaining = set(numbers)
         self._written: set[int] = set()
+        self._stores: dict[int, Any] = {}
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
+        self._bytes_in_flight = 0
         self._unlock: Callable[[], object] = lambda: None
 
     def lock(self) -> None:
@@ -125,6 +127,13 @@ class State:
         assert descriptor is not None, "nobody else knows this name"
         self._unlock = weakref.finalize(self, os.close, descriptor)
 
+    def open(self, leaves: Iterable[OnDisk], create: bool = False) -> None:
+        """Starts to open what will be written or read, which takes a while for each."""
+        self._stores = {
+            leaf.entry["number"]: _open(self.path, leaf.entry, create)
+            for leaf in leaves
+        }
+
     def write(self, leaf: OnDisk, x: jax.Array) -> Callable[[], None]:
         """Starts to write this process's part of a leaf.
 
@@ -132,7 +141,7 @@ class State:
           A function that returns when it is written and synced, or raises.
         """
         data = jax.random.key_data(x) if leaf.entry["key"] else x
-        store = _open(self.path, leaf.entry, create=True)
+        store = self._stores.pop(leaf.entry["number"]).result()
         chunk = leaf.entry["chunk"]
         futures = []
         for shard in data.addressable_shards:
@@ -155,6 +164,7 @@ class State:
                 )
                 futures.append(future)
                 self._in_flight.append((piece.nbytes, future))
+                self._bytes_in_flight += piece.nbytes
 
         def wait() -> None:
             for future in futures:
@@ -164,11 +174,10 @@ class State:
         return wait
 
     def _make_room(self, nbytes: int) -> None:
-        while (
-            self._in_flight
-            and sum(n for n, _ in self._in_flight) + nbytes > MOST_BYTES_IN_FLIGHT
-        ):
-            self._in_flight.popleft()[1].exception()  # Waits; raised by its own leaf.
+        while self._in_flight and self._bytes_in_flight + nbytes > MOST_BYTES_IN_FLIGHT:
+            size, future = self._in_flight.popleft()
+            self._bytes_in_flight -= size
+            future.exception()  # Waits; what is wrong is raised by its own leaf.
 
     def commit(self, leaves: Sequence[OnDisk], complete: bool) -> None:
         """Names this state in the manifest: from now on it is what is there.
@@ -225,7 +234,7 @@ class State:
         entry = leaf.entry
         shape = tuple(entry["shape"])
         dtype = np.dtype("uint32") if entry["key"] else leaf.dtype
-        store = _open(self.path, entry, create=False)
+        store = self._stores.pop(entry["number"]).result()
         indices = sharding.addressable_devices_indices_map(shape).values()
         futures = {str(index): store[index].read() for index in indices}
 
@@ -300,10 +309,12 @@ def begin(
     state = State(root, name, range(len(leaves)))
     state.path.mkdir(exist_ok=True)
     state.lock()
-    return [
+    places = [
         OnDisk(x, sharding, state, _entry(number, path, x))
         for number, (path, x, sharding) in enumerate(leaves)
     ]
+    state.open(places, create=True)
+    return places
 
 
 def find(
@@ -408,7 +419,9 @@ def _open(state: Path, entry: dict[str, Any], create: bool) -> Any:
             "name": "regular",
             "configuration": {"chunk_shape": [*entry["chunk"], entry["itemsize"]]},
         },
-        "chunk_key_encoding": {"name": "default"},
+        # All files of a leaf in one directory: of many small leaves, directories are
+        # what takes longest to remove.
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "codecs": [{"name": "bytes"}, {"name": "crc32c"}],
     }
     spec = {
@@ -420,9 +433,7 @@ def _open(state: Path, entry: dict[str, Any], create: bool) -> Any:
         "fill_missing_data_reads": False,
         "store_data_equal_to_fill_value": True,
     }
-    return (
-        _tensorstore().open(spec, open=True, create=create, context=_context()).result()
-    )
+    return _tensorstore().open(spec, open=True, create=create, context=_context())
 
 
 @functools.cache

@@ -126,9 +126,8 @@ class Move:
     wait: Callable[[], Any] | None = None
     arrived: bool = False
 
-    @property
-    def nbytes(self) -> int:
-        return _memory.nbytes(self.source)
+    def __post_init__(self):
+        self.nbytes = _memory.nbytes(self.source)
 
 
 def copy(sharding: Sharding) -> Callable[[Move], Callable[[], Any]]:
@@ -231,13 +230,14 @@ class Moves:
 
     def _in_turn(self) -> None:
         in_flight: collections.deque[Move] = collections.deque()
+        nbytes = 0
         for move in self._moves:
-            while in_flight and self._window < move.nbytes + sum(
-                m.nbytes for m in in_flight
-            ):
+            while in_flight and nbytes + move.nbytes > self._window:
+                nbytes -= in_flight[0].nbytes
                 self._finish(in_flight.popleft())
             move.wait = move.start(move)
             in_flight.append(move)
+            nbytes += move.nbytes
         for move in in_flight:
             self._finish(move)
         self._commit(True)

@@ -333,7 +333,9 @@ def _run(
     donate: bool,
     block: bool,
 ) -> Any:
-    from_disk = any(isinstance(move.source, _disk.OnDisk) for move in moves)
+    from_disk = [m.source for m in moves if isinstance(m.source, _disk.OnDisk)]
+    for state in {place.state for place in from_disk}:
+        state.open(place for place in from_disk if place.state is state)
     window = _moves.DISK_WINDOW_BYTES if from_disk else _moves.COPY_WINDOW_BYTES
     run = _moves.Moves(
         name, leaves, moves, where=where, donate=donate, window_bytes=window
