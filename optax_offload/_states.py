@@ -166,7 +166,7 @@ def reload_states(
             'device in any case: optax_offload.set_memory_kind(tree, pattern, "device")'
         )
     if on_host:
-        _moves.logger.info("reload_states leaves %s in place", leaves.named(on_host))
+        _moves.logger.debug("reload_states leaves %s in place", leaves.named(on_host))
     return _run("reload_states", leaves, moves, "where it was", donate, block)
 
 

@@ -338,7 +338,7 @@ def test_damaged_files(tmp_path, by):
         content = file.read_bytes()
         file.unlink() if damaged is None else file.write_bytes(damaged)
         tried += 1
-        error = None
+        back = error = None
         try:
             back = oo.reload_states(tree, donate=False, **kw)
         except (oo.OffloadError, ValueError, FileNotFoundError) as e:

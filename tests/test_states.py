@@ -547,7 +547,7 @@ def test_host_leaves_that_are_not_known(caplog):
     )
     with pytest.raises(ValueError, match=message):
         oo.reload_states(copies)
-    caplog.set_level(logging.INFO, "optax_offload")
+    caplog.set_level(logging.DEBUG, "optax_offload")
     back = oo.reload_states({"w": there["w"], "x": copies["x"]})
     assert kinds(back) == {"w": "device", "x": "pinned_host"}
     assert "reload_states leaves 'x' in place" in caplog.text
