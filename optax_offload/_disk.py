@@ -119,6 +119,7 @@ class State:
         self._stores: dict[int, Any] = {}
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
         self._bytes_in_flight = 0
+        self._left = False
         self._unlock: Callable[[], object] = lambda: None
 
     def lock(self) -> None:
@@ -185,8 +186,10 @@ class State:
         Raises:
           RuntimeError: another process could not write its part, or sees no manifest.
         """
-        if not _everywhere(complete):
+        if not complete:
             self._give_up()
+        if not _everywhere(complete):
+            self._keep_written()
             if complete:
                 raise RuntimeError("another process failed to write its part")
             return
@@ -214,14 +217,19 @@ class State:
                     shutil.rmtree(other)
 
     def _give_up(self) -> None:
-        """Keeps what was written, for those who refer to it, and nothing else."""
+        """Waits for what is being written, whatever comes of it."""
         while self._in_flight:
             self._in_flight.popleft()[1].exception()
+
+    def _keep_written(self) -> None:
+        """Removes the files of leaves that nobody refers to."""
+        if jax.process_count() > 1:
+            self._written.clear()  # There it is all or none.
         for number in self.remaining - self._written:
             shutil.rmtree(self.path / str(number), ignore_errors=True)
         self.remaining &= self._written
         if not self.remaining:
-            self.remove()
+            self._remove()
 
     def read(self, leaf: OnDisk, sharding: Sharding) -> Callable[[], jax.Array]:
         """Starts to read this process's part of a leaf.
@@ -251,21 +259,25 @@ class State:
 
         return finish
 
-    def forget(self, number: int) -> None:
-        """Notes that a leaf came back; with the last of them the files go."""
-        self.remaining.discard(number)
-        if not self.remaining:
-            self.remove()
+    def tidy(self, complete: bool) -> None:
+        """Removes the files, if all leaves are back."""
+        if self._left:
+            return
+        if not _everywhere(complete) and jax.process_count() > 1:
+            # From now on processes need not make the same calls, and cannot agree. The
+            # next state in the directory removes this one.
+            self._left = True
+        elif not self.remaining:
+            self._remove()
 
-    def remove(self) -> None:
-        """Removes all files, the manifest first."""
+    def _remove(self) -> None:
         self._unlock()
-        _everywhere(True)  # No other process still reads.
         if jax.process_index() == 0:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 if _manifest(self.directory)["state"] == self.path.name:
                     (self.directory / _MANIFEST).unlink()
             shutil.rmtree(self.path, ignore_errors=True)
+        _everywhere(True)
 
 
 def begin(
@@ -284,28 +296,17 @@ def begin(
     """
     _tensorstore()
     root = Path(os.path.abspath(directory))
-    root.mkdir(parents=True, exist_ok=True)
     name = _agreed_name()
-    committed = None
-    with contextlib.suppress(FileNotFoundError, ValueError):
-        committed = _manifest(root)["state"]
-    for other in _states(root):
-        if other.name == name:
-            continue
-        if _in_use(other):
-            raise ValueError(
-                f"{root} holds leaves that offload_states put there and that a tree "
-                "still refers to. Reload them first, drop that tree, or give each "
-                "state a directory of its own"
-            )
-        if other.name != committed and jax.process_index() == 0:
-            shutil.rmtree(other)  # Of a process that ended half way.
-    needed, free = sum(x.nbytes for _, x, _ in leaves), shutil.disk_usage(root).free
-    if needed > free:
-        raise OSError(
-            f"{root} has {free} bytes free; {needed} are needed. Nothing was moved. "
-            "Make room, choose fewer leaves with include, or another directory"
-        )
+    error = None
+    try:
+        _prepare(root, sum(x.nbytes for _, x, _ in leaves))
+    except (OSError, ValueError) as e:
+        error = e
+    fine = _everywhere(error is None)
+    if error is not None:
+        raise error
+    if not fine:
+        raise OSError(f"another process cannot write to {root}; it says why")
     state = State(root, name, range(len(leaves)))
     state.path.mkdir(exist_ok=True)
     state.lock()
@@ -315,6 +316,29 @@ def begin(
     ]
     state.open(places, create=True)
     return places
+
+
+def _prepare(root: Path, needed: int) -> None:
+    """Checks that a directory can be written to, and removes what was left half way."""
+    root.mkdir(parents=True, exist_ok=True)
+    committed = None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        committed = _manifest(root)["state"]
+    for other in _states(root):
+        if _in_use(other):
+            raise ValueError(
+                f"{root} holds leaves that offload_states put there and that a tree "
+                "still refers to. Reload them first, drop that tree, or give each "
+                "state a directory of its own"
+            )
+        if other.name != committed and jax.process_index() == 0:
+            shutil.rmtree(other)
+    free = shutil.disk_usage(root).free
+    if needed > free:
+        raise OSError(
+            f"{root} has {free} bytes free; {needed} are needed. Nothing was moved. "
+            "Make room, choose fewer leaves with include, or another directory"
+        )
 
 
 def find(

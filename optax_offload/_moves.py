@@ -172,6 +172,7 @@ class Moves:
       name: of the call, for messages.
       where: where leaves go, for messages.
       commit: called at the end with whether all arrived.
+      all_or_none: leaves count as moved, and sources are freed, only after that.
     """
 
     def __init__(
@@ -184,10 +185,12 @@ class Moves:
         donate: bool,
         window_bytes: int,
         commit: Callable[[bool], None] = lambda _: None,
+        all_or_none: bool = False,
     ):
         self._name, self._tree, self._moves = name, tree, moves
         self._where, self._donate, self._window = where, donate, window_bytes
-        self._commit = commit
+        self._commit, self._all_or_none = commit, all_or_none
+        self._waiting: list[tuple[Move, Any]] = []
         self._users = collections.Counter(_buffer(x) for x in tree.leaves)
         self._log = _Progress(name, sum(m.nbytes for m in moves))
         if donate:
@@ -241,13 +244,22 @@ class Moves:
         for move in in_flight:
             self._finish(move)
         self._commit(True)
+        for move, result in self._waiting:
+            self._arrive(move, result)
 
     def _finish(self, move: Move) -> None:
         """Waits until a result is known to be good, and only then frees its source."""
         if move.wait is None:
             return
         result = move.wait()
-        move.wait, move.arrived = None, True
+        move.wait = None
+        if self._all_or_none:
+            self._waiting.append((move, result))
+        else:
+            self._arrive(move, result)
+
+    def _arrive(self, move: Move, result: Any) -> None:
+        move.arrived = True
         known = record_of(move.result)
         if known is not None:
             known.source = None
@@ -275,7 +287,7 @@ class Moves:
         if self._users[buffer]:
             return
         if isinstance(move.source, _disk.OnDisk):
-            move.source.state.forget(move.source.entry["number"])
+            move.source.state.remaining.discard(move.source.entry["number"])
         else:
             move.source.delete()
 

@@ -334,14 +334,25 @@ def _run(
     block: bool,
 ) -> Any:
     from_disk = [m.source for m in moves if isinstance(m.source, _disk.OnDisk)]
-    for state in {place.state for place in from_disk}:
+    states = sorted({place.state for place in from_disk}, key=lambda s: s.path)
+    for state in states:
         state.open(place for place in from_disk if place.state is state)
-    window = _moves.DISK_WINDOW_BYTES if from_disk else _moves.COPY_WINDOW_BYTES
+
+    def tidy(complete: bool) -> None:
+        for state in states:
+            state.tidy(complete)
+
     run = _moves.Moves(
-        name, leaves, moves, where=where, donate=donate, window_bytes=window
+        name,
+        leaves,
+        moves,
+        where=where,
+        donate=donate,
+        window_bytes=(_moves.DISK_WINDOW_BYTES if states else _moves.COPY_WINDOW_BYTES),
+        commit=tidy,
     )
     # An array cannot be returned before there is something to read it from.
-    return run.in_turn() if block or from_disk else run.started()
+    return run.in_turn() if block or states else run.started()
 
 
 def _to_disk(
@@ -377,6 +388,8 @@ def _to_disk(
         donate=donate,
         window_bytes=_moves.DISK_WINDOW_BYTES,
         commit=lambda complete: places[0].state.commit(places, complete),
+        # A leaf is on disk when all processes have written their part of it.
+        all_or_none=jax.process_count() > 1,
     )
     # What runs beside the caller must not meet other processes at a barrier.
     if block or jax.process_count() > 1:

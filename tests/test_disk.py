@@ -10,6 +10,7 @@ import pickle
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -522,9 +523,6 @@ def test_manifest_is_json(tmp_path):
 def test_failing_in_the_background_gives_back_sources(tmp_path, monkeypatch, caplog):
     """As copies do."""
     monkeypatch.setattr(
-        _disk.State, "commit", lambda self, leaves, complete: self._give_up()
-    )
-    monkeypatch.setattr(
         _moves,
         "write",
         lambda place: lambda move: 1 / 0 if place.path == "b" else ok(place, move),
@@ -543,3 +541,126 @@ def test_failing_in_the_background_gives_back_sources(tmp_path, monkeypatch, cap
     back = oo.reload_states(caught.value.tree)
     np.testing.assert_array_equal(back["a"], np.ones(3))
     assert not files(tmp_path)
+
+
+PROCESSES = """
+import os, shutil, sys
+import jax, numpy as np
+import optax_offload as oo
+from optax_offload import _disk
+
+index, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+jax.distributed.initialize(address, 2, index)
+mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+value = np.arange(32, dtype=np.float32).reshape(8, 4)
+shardings = {
+    "rows": jax.NamedSharding(mesh, jax.P("x")),
+    "columns": jax.NamedSharding(mesh, jax.P(None, "x")),
+    "replicated": jax.NamedSharding(mesh, jax.P()),
+}
+tree = {
+    name: jax.make_array_from_callback(value.shape, sharding, lambda i: value[i])
+    for name, sharding in shardings.items()
+}
+template = {
+    name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    for name, sharding in shardings.items()
+}
+
+
+def check(tree):
+    for x in tree.values():
+        for shard in x.addressable_shards:
+            np.testing.assert_array_equal(shard.data, value[shard.index])
+
+
+def said(error):
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+disk = {"memory_kind": "disk", "directory": directory}
+for kind in ({"memory_kind": "pinned_host"}, {"memory_kind": "unpinned_host"}, disk):
+    tree = oo.offload_states(tree, **kind)
+    kinds = {row.actual for row in oo.memory_report(tree).rows}
+    assert kinds == {kind["memory_kind"]}, kinds
+    tree = oo.reload_states(tree)
+    check(tree)
+assert not os.listdir(directory)
+if index:
+    usage = shutil.disk_usage
+    shutil.disk_usage = lambda _: usage(directory)._replace(free=0)
+try:
+    oo.offload_states(tree, **disk)
+except OSError as error:
+    print("no space:", said(error))
+if index:
+    shutil.disk_usage = usage
+check(tree)
+
+write, read = _disk.State.write, _disk.State.read
+
+
+def bad(*_):
+    raise ValueError("bad")
+
+
+if index:
+    _disk.State.write = bad
+try:
+    oo.offload_states(tree, donate=False, **disk)
+except oo.OffloadError as error:
+    print("write:", said(error))
+_disk.State.write = write
+there = oo.offload_states(tree, **disk)
+if index:
+    _disk.State.read = bad
+try:
+    back = oo.reload_states(there)
+except oo.OffloadError as error:
+    print("read:", said(error))
+    back = error.tree
+_disk.State.read = read
+back = oo.reload_states(back)
+check(back)
+there = oo.offload_states(back, **disk)
+print("states:", sum(name.startswith("state") for name in os.listdir(directory)))
+del there
+check(oo.reload_states(template, directory=directory))
+print("left:", os.listdir(directory) if not index else [])
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Each writes its own shards; what fails in one is known to the other."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    count = "--xla_force_host_platform_device_count=2"
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": count}
+    env |= {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROCESSES, str(i), address, tmp_path],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for i in range(2)
+    ]
+    try:
+        results = [process.communicate(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    said = [[x for x in out.splitlines() if ":" in x] for out, _ in results]
+    assert [p.returncode for p in processes] == [0, 0], results
+    first, second = said
+    assert "another process cannot write to" in first[0]
+    assert "has 0 bytes free" in second[0]
+    assert "another process failed to write its part" in first[1]
+    assert "offload_states stopped: ValueError: bad" in second[1]
+    assert second[2].startswith("read: OffloadError: reload_states stopped: ValueErr")
+    assert first[2:] == ["states: 1", "left: []"]
+    assert second[3] == "states: 1"
