@@ -229,6 +229,7 @@ class State:
             shutil.rmtree(self.path / str(number), ignore_errors=True)
         self.remaining &= self._written
         if not self.remaining:
+            self._unlock()
             self._remove()
 
     def read(self, leaf: OnDisk, sharding: Sharding) -> Callable[[], jax.Array]:
@@ -261,6 +262,8 @@ class State:
 
     def tidy(self, complete: bool) -> None:
         """Removes the files, if all leaves are back."""
+        if not self.remaining:
+            self._unlock()
         if self._left:
             return
         if not _everywhere(complete) and jax.process_count() > 1:
@@ -271,7 +274,6 @@ class State:
             self._remove()
 
     def _remove(self) -> None:
-        self._unlock()
         if jax.process_index() == 0:
             with contextlib.suppress(FileNotFoundError, ValueError):
                 if _manifest(self.directory)["state"] == self.path.name:

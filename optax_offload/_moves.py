@@ -190,6 +190,7 @@ class Moves:
         self._name, self._tree, self._moves = name, tree, moves
         self._where, self._donate, self._window = where, donate, window_bytes
         self._commit, self._all_or_none = commit, all_or_none
+        self._committed = False
         self._waiting: list[tuple[Move, Any]] = []
         self._users = collections.Counter(_buffer(x) for x in tree.leaves)
         self._log = _Progress(name, sum(m.nbytes for m in moves))
@@ -243,7 +244,7 @@ class Moves:
             nbytes += move.nbytes
         for move in in_flight:
             self._finish(move)
-        self._commit(True)
+        self._end(True)
         for move, result in self._waiting:
             self._arrive(move, result)
 
@@ -330,7 +331,13 @@ class Moves:
         with contextlib.suppress(Exception):
             self._finish_all()
         with contextlib.suppress(Exception):
-            self._commit(False)
+            self._end(False)
+
+    def _end(self, complete: bool) -> None:
+        """Commits, once: processes wait for each other there."""
+        if not self._committed:
+            self._committed = True
+            self._commit(complete)
 
     def _raise(self, error: BaseException) -> NoReturn:
         self._stop()
