@@ -215,6 +215,7 @@ class State:
             for other in _states(self.directory):
                 if other != self.path and not _in_use(other):
                     shutil.rmtree(other)
+        _everywhere(True)
 
     def _give_up(self) -> None:
         """Waits for what is being written, whatever comes of it."""
@@ -326,14 +327,15 @@ def _prepare(root: Path, needed: int) -> None:
     committed = None
     with contextlib.suppress(FileNotFoundError, ValueError):
         committed = _manifest(root)["state"]
-    for other in _states(root):
+    # One process looks: to look is to lock.
+    for other in _states(root) if jax.process_index() == 0 else ():
         if _in_use(other):
             raise ValueError(
                 f"{root} holds leaves that offload_states put there and that a tree "
                 "still refers to. Reload them first, drop that tree, or give each "
                 "state a directory of its own"
             )
-        if other.name != committed and jax.process_index() == 0:
+        if other.name != committed:
             shutil.rmtree(other)
     free = shutil.disk_usage(root).free
     if needed > free:
