@@ -361,6 +361,28 @@ def test_damaged_files(tmp_path, by):
     assert bits(oo.reload_states(tree, **kw)) == before
 
 
+def test_manifest_that_says_otherwise(tmp_path):
+    """Well formed, and not what was written."""
+    template = template_of({"v": on_device(jnp.ones(3))})
+    there = to_disk({"w": on_device(jnp.ones(3))}, directory=tmp_path, block=True)
+    file = tmp_path / "manifest.json"
+    file.write_text(file.read_text().replace('"w"', '"v"'))
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged: its hash is not"):
+        oo.reload_states(template, directory=tmp_path)
+    assert kinds(oo.reload_states(there)) == {"w": "device"}
+
+
+def test_replicas_are_written_once(tmp_path, monkeypatch):
+    """By who has the first."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    tree = {"w": jax.device_put(jnp.ones(8), NamedSharding(mesh, P()))}
+    written = []
+    monkeypatch.setattr(_disk.State, "_make_room", lambda self, n: written.append(n))
+    there = to_disk(tree, directory=tmp_path, block=True)
+    assert written == [32]
+    np.testing.assert_array_equal(oo.reload_states(there)["w"], np.ones(8))
+
+
 def test_damage_half_way_loses_nothing(tmp_path):
     """The others are back, and the files stay."""
     tree = {f"w{i}": on_device(jnp.full(4, float(i))) for i in range(4)}

@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,19 @@ def test_what_is_remembered_goes_with_the_array():
     del tree
     gc.collect()
     assert len(_moves._records) == before
+
+
+def test_sources_are_let_go_of():
+    """Kept by the caller or not at all, once copies are good."""
+    tree = {"w": jnp.ones(3)}
+    source = weakref.ref(tree["w"])
+    there = oo.offload_states(tree, donate=False)
+    _moves.settle()
+    assert source() is not None
+    del tree
+    gc.collect()
+    assert source() is None
+    assert kinds(there) == {"w": "pinned_host"}
 
 
 # --- Steps between.
