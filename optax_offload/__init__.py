@@ -1,20 +1,25 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
 from optax_offload._memory import eval_shape, set_memory_kind
+from optax_offload._moves import OffloadError
 from optax_offload._offload import OffloadWarning, offload
 from optax_offload._report import MemoryKindError, MemoryReport, memory_report
 from optax_offload._rules import OffloadConfig, Rule, load_config
+from optax_offload._states import offload_states, reload_states
 
 __all__ = [
     "MemoryKindError",
     "MemoryReport",
     "OffloadConfig",
+    "OffloadError",
     "OffloadWarning",
     "Rule",
     "eval_shape",
     "load_config",
     "memory_report",
     "offload",
+    "offload_states",
+    "reload_states",
     "set_memory_kind",
 ]
 

@@ -12,9 +12,18 @@ from typing import Any, TypeVar
 import jax
 import jax.core
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+import numpy as np
+from jax.extend.core import primitives
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
-from optax_offload import _rules
+from optax_offload import _disk, _rules
 
 T = TypeVar("T")
 
@@ -111,10 +120,37 @@ def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     return jax.device_put(x, _SPACES[memory_kind])
 
 
+def array_from(
+    shape: tuple[int, ...], sharding: Sharding, value: Callable[[Any], np.ndarray]
+) -> jax.Array:
+    """An array whose value at an index, as each device asks for it, is given."""
+    if isinstance(sharding, SingleDeviceSharding):
+        # With JAX 0.10 to 0.12 the call below makes an array that is in host memory
+        # and is traced as a device value.
+        (index,) = sharding.devices_indices_map(shape).values()
+        return jax.device_put(value(index), sharding)
+    return jax.make_array_from_callback(shape, sharding, value)
+
+
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """The same value as one of a Python number's dtype, which gives way to others'.
+
+    Arrays made from NumPy's never are, and a step that was compiled for a weakly typed
+    counter would be compiled again, or promote otherwise.
+    """
+    moved = jax.device_put(x, x.sharding.with_memory_kind("device"))
+    weak = primitives.convert_element_type_p.bind(
+        moved, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
+    return jax.device_put(weak, x.sharding)
+
+
 def memory_kind_of(x: Any) -> str | None:
     """The memory kind of an array, a struct or a sharding; None where it has none."""
     if isinstance(x, jax.core.Tracer):
         return "pinned_host" if on_host(x) else "device"
+    if isinstance(x, _disk.OnDisk):
+        return "disk"
     sharding = x if isinstance(x, Sharding) else getattr(x, "sharding", None)
     if isinstance(sharding, Sharding):
         # A sharding that names no kind stands for the device's default, which every
@@ -170,6 +206,12 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + ". Narrow the pattern, or make them arrays with jnp.asarray"
         )
+    on_disk = [path for path, x in chosen if isinstance(x, _disk.OnDisk)]
+    if on_disk:
+        raise ValueError(
+            f"{_rules.listed(on_disk)}: on disk. Bring them back first, with "
+            "optax_offload.reload_states"
+        )
     retyped = [
         _retype(path, x, memory_kind) if regex.fullmatch(path) else x
         for path, x in leaves
@@ -179,10 +221,10 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
 
 def _retype(path: str, x: Any, memory_kind: str) -> Any:
     if isinstance(x, Sharding):
-        return _with_kind(path, x, memory_kind)
+        return with_kind(path, x, memory_kind)
     if isinstance(x, jax.ShapeDtypeStruct):
         sharding = x.sharding or _first_device_sharding()
-        return _struct(x, _with_kind(path, sharding, memory_kind))
+        return _struct(x, with_kind(path, sharding, memory_kind))
     if memory_kind_of(x) == memory_kind:
         return x
     if isinstance(x, jax.core.Tracer):
@@ -192,10 +234,11 @@ def _retype(path: str, x: Any, memory_kind: str) -> Any:
                 f"{' or '.join(map(repr, COMPILED_KINDS))}, not {memory_kind!r}"
             )
         return transfer(x, memory_kind)
-    return jax.device_put(x, _with_kind(path, x.sharding, memory_kind))
+    return jax.device_put(x, with_kind(path, x.sharding, memory_kind))
 
 
-def _with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
+def with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
+    """The sharding in another memory, or an error that names the leaf."""
     try:
         return sharding.with_memory_kind(memory_kind)
     except ValueError as e:
@@ -205,7 +248,7 @@ def _with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
 
 
 def _first_device_sharding() -> Sharding:
-    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return SingleDeviceSharding(jax.local_devices()[0])
 
 
 def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:

@@ -322,9 +322,10 @@ def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
     if strays:
         warnings.warn(
             f"state planned for pinned_host came to update on the device: "
-            f"{_some(strays)}. It is there whole during this update, and only then "
-            "goes to the host. Make templates with optax_offload.eval_shape(tx.init, "
-            "params), or move the state with optax_offload.set_memory_kind",
+            f"{_rules.listed(strays)}. It is there whole during this update, and only "
+            "then goes to the host. Make templates with "
+            "optax_offload.eval_shape(tx.init, params), or move the state with "
+            "optax_offload.set_memory_kind",
             OffloadWarning,
             stacklevel=2,
         )
@@ -364,16 +365,10 @@ def _warn_of_window(
 ) -> None:
     warnings.warn(
         f"{nbytes} bytes of state are on the device at once, over the window of "
-        f"{schedule.window_bytes}: {_some(paths)}: {why}",
+        f"{schedule.window_bytes}: {_rules.listed(paths)}: {why}",
         OffloadWarning,
         stacklevel=2,
     )
-
-
-def _some(paths: list[str], most: int = 5) -> str:
-    rest = len(paths) - most
-    shown = ", ".join(map(repr, paths[:most]))
-    return shown + (f" and {rest} more" if rest > 0 else "")
 
 
 def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:

@@ -318,6 +318,13 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
     )
 
 
+def listed(paths: Sequence[str], most: int = 5) -> str:
+    """Names leaves in a message: the first, and how many more there are."""
+    rest = len(paths) - most
+    shown = ", ".join(map(repr, paths[:most]))
+    return shown + (f" and {rest} more" if rest > 0 else "")
+
+
 def no_match_message(pattern: str, paths: list[str]) -> str:
     return f"pattern {pattern!r} matches no leaf. {_nearest(pattern, paths)}"
 

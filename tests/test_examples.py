@@ -11,9 +11,9 @@ ROOT = pathlib.Path(__file__).parent.parent
 SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
 
 
-def run(program, *flags, cwd):
+def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
     return subprocess.run(
-        [sys.executable, ROOT / "examples" / program, *SMALL, "--log_every=1", *flags],
+        [sys.executable, ROOT / "examples" / program, *sizes, *flags],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         check=False,
@@ -53,3 +53,24 @@ def test_unknown_rule_file(tmp_path):
     result = run("train_lm.py", "--config=none.toml", cwd=tmp_path)
     assert result.returncode
     assert "none.toml" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pinned_host", "disk"])
+def test_two_models_take_turns(kind, tmp_path):
+    """One is on the device, the other is not; the program compares the losses."""
+    sizes = ["--turns=2", "--steps=2", "--width=64", "--batch=4", "--context=16"]
+    flags = [f"--memory_kind={kind}", f"--directory={tmp_path}"]
+    result = run("two_models.py", *flags, cwd=tmp_path, sizes=sizes)
+    assert result.returncode == 0, result.stderr
+    *turns, equal, learned = result.stdout.splitlines()
+    assert equal == "all 8 losses are those of both models on the device all the time"
+    assert learned.startswith("from ")
+    for begin in range(0, len(turns), 4):
+        head, *rows, loss = turns[begin : begin + 4]
+        assert loss.startswith("  loss ")
+        for row in rows:
+            name = row.split()[0]
+            assert ("in device" in row) == (f"{name} on the device" in head), row
+            assert f"in {kind}" in row or f"{name} on the device" in head
+    assert len(turns) == 2 * 2 * 4
