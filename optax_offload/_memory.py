@@ -126,6 +126,16 @@ def memory_kind_of(x: Any) -> str | None:
     return None
 
 
+def pinned_bytes_of_this_process() -> int:
+    """The bytes of all arrays that are in pinned host memory now."""
+    return sum(
+        shard.data.nbytes
+        for x in jax.live_arrays()
+        if memory_kind_of(x) == "pinned_host"
+        for shard in x.addressable_shards
+    )
+
+
 def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -> T:
     """Replaces the memory kind of the leaves whose path matches.
 
@@ -228,9 +238,7 @@ def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return struct
 
 
-def eval_shape(
-    fn: Callable[..., Any], *args: Any, out_shardings: Any = None
-) -> Any:
+def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
     """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
 
     `jax.eval_shape` forgets where a result lives (before JAX 0.11 its memory kind

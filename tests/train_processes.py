@@ -1,8 +1,8 @@
 """A training run of one or more processes on the CPU, for `test_processes.py`.
 
 Not a test: each process of a run is this program, given its number. A small Flax model
-is sharded over all devices of all processes, its Adam state offloaded; the state is saved
-every few steps, and the run goes on from the newest checkpoint there is.
+is sharded over all devices of all processes, its Adam state offloaded. The state is
+saved every few steps, and the run goes on from the newest checkpoint there is.
 
 Prints a line for each step: its number, and the bits of the loss.
 """
