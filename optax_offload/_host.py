@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path("/")
 GIB = 2**30
@@ -165,6 +166,15 @@ class HostMemory:
                     f"{limit.fix(used + missing)}"
                 )
         return messages
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for `json.dumps`."""
+        return {
+            "needed_bytes": dict(self.needed_bytes),
+            "missing_bytes": dict(self.missing_bytes),
+            "limits": [dataclasses.asdict(limit) for limit in self.limits],
+            "shortages": self.shortages,
+        }
 
     def __str__(self) -> str:
         needs = [

@@ -64,11 +64,11 @@ class MemoryReport:
     Attributes:
       rows: one for each leaf, in the order of the tree.
       host: what the tree takes of this process' host memory, beside what there is;
-        None for a part of a report.
+        nothing in the reports of `subtrees`.
     """
 
     rows: tuple[Row, ...]
-    host: _host.HostMemory | None = None
+    host: _host.HostMemory = _host.HostMemory({}, {})
 
     @property
     def totals(self) -> dict[str | None, int]:
@@ -111,7 +111,7 @@ class MemoryReport:
           kind (``bytes``, ``bytes_per_device``, ``bytes_per_host``); ``host`` as in
           `MemoryReport`. A value that is no array has the kind "no memory kind".
         """
-        plain: dict[str, Any] = {
+        return {
             "rows": [
                 dataclasses.asdict(row) | {"shape": list(row.shape)}
                 for row in self.rows
@@ -121,12 +121,8 @@ class MemoryReport:
                 name: part._totals_as_dict()
                 for name, part in self.subtrees(depth).items()
             },
+            "host": self.host.as_dict(),
         }
-        if self.host is not None:
-            shortages = self.host.shortages
-            plain["host"] = dataclasses.asdict(self.host) | {"shortages": shortages}
-            plain["host"]["limits"] = list(plain["host"]["limits"])
-        return plain
 
     def _totals_as_dict(self) -> dict[str, dict[str, int]]:
         return {
@@ -226,7 +222,7 @@ class MemoryReport:
                     [name, kind, *(f"{nbytes:,}" for nbytes in totals.values())]
                 )
         tables = [_table(leaves, right=(3, 4)), _table(sums, right=(2, 3, 4))]
-        host = str(self.host or "")
+        host = str(self.host)
         return "\n\n".join([*tables, host] if host else tables)
 
 

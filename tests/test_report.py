@@ -267,7 +267,7 @@ def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):
     monkeypatch.setattr(_host, "ROOT", tmp_path)
     monkeypatch.setattr(_report, "_platforms_here", lambda x: {"gpu"})
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
-    leaf = jax.ShapeDtypeStruct((2**28 - 2**15,), jnp.float32)
+    leaf = jax.ShapeDtypeStruct((2**27,), jnp.float32)
     tree = {"mu": oo.set_memory_kind(leaf, ".*", "pinned_host")}
     before = oo.memory_report(tree).host.limits[0].free_bytes
     other = oo.set_memory_kind(jnp.ones((256, 128)), ".*", "pinned_host")
