@@ -141,8 +141,8 @@ class HostMemory:
       limits: what is known of this machine; nothing for devices that are not attached.
     """
 
-    needed_bytes: Mapping[str, int]
-    missing_bytes: Mapping[str, int]
+    needed_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    missing_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
 
     @property

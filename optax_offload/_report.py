@@ -68,7 +68,7 @@ class MemoryReport:
     """
 
     rows: tuple[Row, ...]
-    host: _host.HostMemory = _host.HostMemory({}, {})
+    host: _host.HostMemory = dataclasses.field(default_factory=_host.HostMemory)
 
     @property
     def totals(self) -> dict[str | None, int]:
