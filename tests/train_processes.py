@@ -18,7 +18,6 @@ parser.add_argument("--processes", type=int, default=1)
 parser.add_argument("--process", type=int, default=0)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save_every", type=int, default=2)
-parser.add_argument("--nooffload", action="store_true")
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -40,10 +39,8 @@ def run(args: argparse.Namespace) -> None:
 
     model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(128)])
     rules = oo.Rule(r".*/(mu|nu)/.*", min_bytes=8)
-    tx = optax.adam(1e-2)
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0), tx if args.nooffload else oo.offload(tx, rules)
-    )
+    tx = oo.offload(optax.adam(1e-2), rules)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=auto)
     sharded = jax.NamedSharding(mesh, jax.P("data"))
@@ -90,9 +87,8 @@ def run(args: argparse.Namespace) -> None:
                 manager.save(step, args=ocp.args.StandardSave(state))
                 manager.wait_until_finished()
                 print("saved", step, flush=True)
-    print("kinds", sorted({x.sharding.memory_kind for x in jax.tree.leaves(state)}))
-    host = [x for x in jax.tree.leaves(state) if x.sharding.memory_kind != "device"]
-    print("host", len(host), flush=True)
+    report = oo.memory_report(state, rules, under="opt_state/1").check()
+    print("host bytes", report.totals_per_host["pinned_host"], flush=True)
 
 
 if __name__ == "__main__":
