@@ -225,11 +225,10 @@ def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     )
     host = memory_kind_of(sharding) != "device"
     if host and not isinstance(sharding, NamedSharding):
-        # JAX traces a struct with a single-device sharding as a device value,
-        # whatever the sharding's kind. Later versions (0.11) have a field that says
-        # otherwise; before, only a NamedSharding is believed.
-        if hasattr(struct, "_memory_space"):
-            return struct.update(_memory_space=jax.memory.Space.Host)
+        # JAX (0.10 to 0.12) types a struct with a single-device sharding as a device
+        # value, whatever the sharding's kind, and so does it the arrays that Orbax
+        # makes with one (`jax.make_array_from_single_device_arrays`). A NamedSharding
+        # is believed.
         (device,) = sharding.device_set
         kind = sharding.memory_kind
         mesh = Mesh([device], ("device",))
