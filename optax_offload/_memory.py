@@ -220,21 +220,25 @@ def _first_device_sharding() -> Sharding:
 
 def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """A struct like ``x`` that is traced as living where ``sharding`` says."""
-    struct = jax.ShapeDtypeStruct(
+    kind = memory_kind_of(sharding) or "device"
+    if kind != "device":
+        sharding = _on_mesh(sharding, kind)
+    return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
     )
-    host = memory_kind_of(sharding) != "device"
-    if host and not isinstance(sharding, NamedSharding):
-        # JAX (0.10 to 0.12) types a struct with a single-device sharding as a device
-        # value, whatever the sharding's kind, and so does it the arrays that Orbax
-        # makes with one (`jax.make_array_from_single_device_arrays`). A NamedSharding
-        # is believed.
+
+
+def _on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
+    """The sharding with this kind, on a mesh of one device where it names a device.
+
+    JAX (0.10 to 0.12) types a struct with a single-device sharding as a device value,
+    whatever the sharding's kind; and so the arrays that Orbax makes with one (by
+    `jax.make_array_from_single_device_arrays`). A NamedSharding is believed.
+    """
+    if not isinstance(sharding, NamedSharding) and sharding.num_devices == 1:
         (device,) = sharding.device_set
-        kind = sharding.memory_kind
-        mesh = Mesh([device], ("device",))
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        return _struct(x, sharding)
-    return struct
+        sharding = NamedSharding(Mesh([device], ("device",)), PartitionSpec())
+    return sharding.with_memory_kind(memory_kind)
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
@@ -286,8 +290,8 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
     structs = [
         _struct(
             aval,
-            (here or there or _own_sharding(aval, rest) or rest).with_memory_kind(
-                kind_of_type(aval)
+            _on_mesh(
+                here or there or _own_sharding(aval, rest) or rest, kind_of_type(aval)
             ),
         )
         for aval, here, there in zip(avals, given, like, strict=True)
