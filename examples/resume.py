@@ -14,6 +14,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import lm_program
 import orbax.checkpoint as ocp
@@ -86,7 +87,8 @@ def restore(
         return train_lm.create_state(settings, config)
     check_digests(Path(manager.directory) / str(step))
     template = oo.eval_shape(lambda: train_lm.create_state(settings, config))
-    return manager.restore(step, args=ocp.args.StandardRestore(template))
+    state: Any = manager.restore(step, args=ocp.args.StandardRestore(template))
+    return state
 
 
 def main(argv: Sequence[str]) -> None:

@@ -98,6 +98,7 @@ def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
     """The next run goes on from what was saved last, to the same losses and state."""
     directory, want = whole
     process = start(tmp_path)
+    assert process.stdout
     for line in process.stdout:
         if line.startswith("step     3"):
             break
