@@ -271,6 +271,21 @@ def test_other_shapes(library, tmp_path):
     gc.collect()
 
 
+def test_pytree_restore_takes_all_from_the_file(tmp_path):
+    """Shapes and places, unless the template is given a second time."""
+    state, template = state_and_template("bare", OFFLOADED, 1)
+    standard(tmp_path / "state", state)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(template)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        alone = ocp.args.PyTreeRestore(template)
+        with pytest.warns(UserWarning, match="Sharding info not provided"):
+            restored = checkpointer.restore(tmp_path / "state", args=alone)
+        assert kinds(restored) == {"device"}
+        both = ocp.args.PyTreeRestore(template, restore_args=restore_args)
+        restored = checkpointer.restore(tmp_path / "state", args=both)
+        assert places(restored) == places(state)
+
+
 def replica_parallel(path, state):
     ocp_v1.save(path, state)
 

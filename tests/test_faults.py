@@ -20,6 +20,7 @@ import pytest
 import optax_offload as oo
 
 ocp = pytest.importorskip("orbax.checkpoint")
+resume = pytest.importorskip("resume")  # the example, which needs Flax
 
 ROOT = pathlib.Path(__file__).parent.parent
 STEPS = 8
@@ -134,30 +135,45 @@ def damage_length(file):
     file.write_bytes(file.read_bytes()[:-1])
 
 
-DAMAGES = {"byte": damage_byte, "length": damage_length, "missing": pathlib.Path.unlink}
+def largest(directory):
+    files = [file for file in directory.rglob("*") if file.is_file()]
+    return max(files, key=lambda file: file.stat().st_size)
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("faults")
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged(damage, whole, tmp_path):
+def test_damaged(whole, tmp_path):
     """The file is named, with the line that lets the run go on from the one before."""
     directory, want = whole
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / f"out/checkpoints/{STEPS}"
-    file = max(newest.rglob("*"), key=lambda f: f.is_file() and f.stat().st_size)
-    DAMAGES[damage](file)
+    file = largest(tmp_path / f"out/checkpoints/{STEPS}")
+    damage_byte(file)
     status, output, errors = finish(tmp_path)
     assert status
     assert not losses(output)
     assert f"RuntimeError: damaged since it was saved: {file}. " in errors
     line = re.findall(r"go on from the checkpoint before.*: (rm -r .*)$", errors, re.M)
-    if damage == "byte":
-        subprocess.run(line[-1], shell=True, check=True)
-        status, output, errors = finish(tmp_path)
-        assert status == 0, errors
-        assert output.startswith(f"at step {STEPS - 2}\n")
-        assert losses(output) == want[STEPS - 2 :]
+    subprocess.run(line[-1], shell=True, check=True)
+    status, output, errors = finish(tmp_path)
+    assert status == 0, errors
+    assert output.startswith(f"at step {STEPS - 2}\n")
+    assert losses(output) == want[STEPS - 2 :]
+
+
+@pytest.mark.parametrize("damage", [damage_byte, damage_length, pathlib.Path.unlink])
+def test_digests(damage, tmp_path):
+    """Any change, in any file; none is none."""
+    for name, text in {"a": "12", "deep/b  c": "3456"}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    resume.check_digests(tmp_path)
+    resume.write_digests(tmp_path)
+    resume.check_digests(tmp_path)
+    damage(tmp_path / "deep/b  c")
+    with pytest.raises(
+        RuntimeError, match="damaged since it was saved: .*/deep/b  c. "
+    ):
+        resume.check_digests(tmp_path)
 
 
 @pytest.mark.slow
@@ -182,8 +198,7 @@ def test_orbax_does_not_see_changed_numbers(tmp_path):
     state = {"w": jax.random.normal(jax.random.key(0), (256, 128))}
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
-    files = (f for f in (tmp_path / "state").rglob("*") if f.is_file())
-    damage_byte(max(files, key=lambda f: f.stat().st_size))
+    damage_byte(largest(tmp_path / "state"))
     with ocp.StandardCheckpointer() as checkpointer:
         restored = checkpointer.restore(tmp_path / "state", state)
     assert harness.bits(restored) != harness.bits(state)
