@@ -355,6 +355,7 @@ def test_bytes(form, saved, wanted):
     shardings = jax.tree.map(lambda x: x.sharding, template)
     for through in (through_bytes, through_pickle):
         restored = jax.device_put(through(state, template), shardings)
+        assert ("pinned_host" in kinds(restored)) == (wanted is OFFLOADED)
         assert places(restored) == places(other)
         assert harness.bits(restored) == harness.bits(state)
 

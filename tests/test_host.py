@@ -49,6 +49,8 @@ def test_cgroup_2(root):
             "proc/self/cgroup": "0::/jobs/mine\n",
             "sys/fs/cgroup/jobs/mine/memory.max": "max\n",
             "sys/fs/cgroup/jobs/mine/memory.current": "100\n",
+            "sys/fs/cgroup/memory.max": "5000\n",
+            "sys/fs/cgroup/memory.current": "2000\n",
             "sys/fs/cgroup/jobs/memory.max": "1000\n",
             "sys/fs/cgroup/jobs/memory.current": "700\n",
             "sys/fs/cgroup/jobs/memory.stat": "anon 500\ninactive_file 150\n",
