@@ -303,11 +303,14 @@ def _given_shardings(
     out_shardings: Any, shapes: Any, paths: list[str]
 ) -> list[Sharding | None]:
     """For each leaf what a prefix tree of shardings says, None for nothing."""
+    given: list[Sharding | None] = []
+
+    def give(sharding: Sharding | None, part: Any) -> None:
+        given.extend([sharding] * len(jax.tree.leaves(part)))
+
     try:
-        given = jax.tree_util.tree_leaves(
-            jax.tree.broadcast(out_shardings, shapes, is_leaf=lambda x: x is None),
-            is_leaf=lambda x: x is None,
-        )
+        # Not jax.tree.broadcast: to tell None apart it takes the result's for leaves.
+        jax.tree.map(give, out_shardings, shapes, is_leaf=lambda x: x is None)
     except ValueError as e:
         raise ValueError(
             f"out_shardings is no tree prefix of what the function returns: {e}"

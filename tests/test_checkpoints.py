@@ -448,6 +448,22 @@ def test_template_without_arguments(axis_type):
         assert template[0].count.sharding.mesh == mesh
 
 
+def test_out_shardings_of_a_part():
+    """A prefix of the tree; None leaves it to the library, and may be in the tree."""
+    sharding = NamedSharding(mesh_of(4), P("x"))
+
+    def make():
+        return {"a": (jnp.ones(4), None, jnp.ones(8)), "b": [None, jnp.ones(3)]}
+
+    template = oo.eval_shape(make, out_shardings={"a": sharding, "b": None})
+    assert [x.sharding for x in jax.tree.leaves(template)] == [
+        sharding,
+        sharding,
+        NamedSharding(mesh_of(4), P()),
+    ]
+    assert jax.tree.structure(template) == jax.tree.structure(make())
+
+
 def test_out_shardings_that_are_wrong():
     """No prefix of the tree, or no shardings."""
     with pytest.raises(ValueError, match="out_shardings is no tree prefix of what"):
