@@ -162,6 +162,16 @@ def memory_kind_of(x: Any) -> str | None:
     return None
 
 
+def pinned_bytes_of_this_process() -> int:
+    """The bytes of all arrays that are in pinned host memory now."""
+    return sum(
+        shard.data.nbytes
+        for x in jax.live_arrays()
+        if memory_kind_of(x) == "pinned_host"
+        for shard in x.addressable_shards
+    )
+
+
 def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -> T:
     """Replaces the memory kind of the leaves whose path matches.
 
@@ -253,39 +263,58 @@ def _first_device_sharding() -> Sharding:
 
 def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """A struct like ``x`` that is traced as living where ``sharding`` says."""
-    struct = jax.ShapeDtypeStruct(
+    kind = memory_kind_of(sharding) or "device"
+    if kind != "device":
+        sharding = _on_mesh(sharding, kind)
+    return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
     )
-    host = memory_kind_of(sharding) != "device"
-    if host and not isinstance(sharding, NamedSharding):
-        # JAX traces a struct with a single-device sharding as a device value,
-        # whatever the sharding's kind. Later versions (0.11) have a field that says
-        # otherwise; before, only a NamedSharding is believed.
-        if hasattr(struct, "_memory_space"):
-            return struct.update(_memory_space=jax.memory.Space.Host)
+
+
+def _on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
+    """The sharding with this kind, on a mesh of one device where it names a device.
+
+    JAX (0.10 to 0.12) types a struct with a single-device sharding as a device value,
+    whatever the sharding's kind; and so the arrays that Orbax makes with one (by
+    `jax.make_array_from_single_device_arrays`). A NamedSharding is believed.
+    """
+    if not isinstance(sharding, NamedSharding) and sharding.num_devices == 1:
         (device,) = sharding.device_set
-        kind = sharding.memory_kind
-        mesh = Mesh([device], ("device",))
-        sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-        return _struct(x, sharding)
-    return struct
+        sharding = NamedSharding(Mesh([device], ("device",)), PartitionSpec())
+    return sharding.with_memory_kind(memory_kind)
 
 
-def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
-    """`jax.eval_shape`, with memory kinds and shardings kept.
+def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
+    """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
 
     `jax.eval_shape` forgets where a result lives (before JAX 0.11 its memory kind
     too), and a template made with it makes a checkpoint library restore offloaded
-    state to the device. Here a result whose path ends in the path of an argument of
-    the same shape (``0/mu/dense/kernel`` and ``dense/kernel``) has that argument's
-    sharding; any other is replicated over the arguments' devices.
+    state to the device. Here the memory kind is the one that ``fn`` gives the result,
+    and the sharding is, in this order:
+
+    - what ``out_shardings`` says;
+    - that of an argument of the same shape whose path ends the result's path (as
+      ``dense/kernel`` ends ``0/mu/dense/kernel``);
+    - that of the result's own type, which has one in JAX's Explicit mode;
+    - replicated over the devices of the shardings above, of the mesh set with
+      `jax.set_mesh`, or of the first local device.
 
     Args:
-      fn: the function, for instance the ``init`` of an optimizer.
+      fn: the function, for instance the ``init`` of an optimizer, or one that makes a
+        whole Flax ``TrainState`` or `flax.nnx.state`.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`.
+      out_shardings: shardings of the results, a tree or a prefix of it as in
+        `jax.jit`, None where the library decides. Flax makes them from metadata:
+        ``nn.get_sharding(jax.eval_shape(fn), mesh)`` and
+        ``nnx.get_named_sharding(jax.eval_shape(fn), mesh)``. Their memory kinds do not
+        matter: the kinds are ``fn``'s.
 
     Returns:
       A pytree of `jax.ShapeDtypeStruct`, each with a sharding that has a memory kind.
+
+    Raises:
+      ValueError: ``out_shardings`` is no prefix of the result.
+      TypeError: it has a leaf that is no sharding.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -298,13 +327,58 @@ def eval_shape(fn: Callable[..., Any], *args: Any) -> Any:
     flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
     paths = [_rules.path_string(keys) for keys, _ in flat]
     avals = closed.out_avals
-    shardings = shardings_like(list(zip(paths, avals, strict=True)), args)
-    rest = _replicated(args)
+    given = _given_shardings(out_shardings, shapes, paths)
+    like = shardings_like(list(zip(paths, avals, strict=True)), args)
+    rest = _replicated([given, args])
     structs = [
-        _struct(aval, (s or rest).with_memory_kind(kind_of_type(aval)))
-        for aval, s in zip(avals, shardings, strict=True)
+        _struct(
+            aval,
+            _on_mesh(
+                here or there or _own_sharding(aval, rest) or rest, kind_of_type(aval)
+            ),
+        )
+        for aval, here, there in zip(avals, given, like, strict=True)
     ]
     return jax.tree_util.tree_unflatten(treedef, structs)
+
+
+def _given_shardings(
+    out_shardings: Any, shapes: Any, paths: list[str]
+) -> list[Sharding | None]:
+    """For each leaf what a prefix tree of shardings says, None for nothing."""
+    given: list[Sharding | None] = []
+
+    def give(sharding: Sharding | None, part: Any) -> None:
+        given.extend([sharding] * len(jax.tree.leaves(part)))
+
+    try:
+        # Not jax.tree.broadcast: to tell None apart it takes the result's for leaves.
+        jax.tree.map(give, out_shardings, shapes, is_leaf=lambda x: x is None)
+    except ValueError as e:
+        raise ValueError(
+            f"out_shardings is no tree prefix of what the function returns: {e}"
+        ) from e
+    strangers = [
+        (path, x)
+        for path, x in zip(paths, given, strict=True)
+        if not (x is None or isinstance(x, Sharding))
+    ]
+    if strangers:
+        raise TypeError(
+            "out_shardings has leaves that are no jax.sharding.Sharding: "
+            + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
+            + ". For a PartitionSpec give jax.NamedSharding(mesh, spec)"
+        )
+    return given
+
+
+def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
+    """The sharding in a type, which in Explicit mode tells, on the devices at hand."""
+    mesh = getattr(rest, "mesh", None)
+    spec = aval.sharding.spec
+    if mesh is None or not _axes_of(spec) <= set(mesh.axis_names):
+        return None
+    return NamedSharding(mesh, spec) if _axes_of(spec) else None
 
 
 def kind_of_type(aval: Any) -> str:
@@ -319,7 +393,8 @@ def shardings_like(
 
     That is the one of the same shape whose path is the longest tail of the leaf's.
     It is how a moment is matched with its parameter, which a jaxpr does not say:
-    ``zeros_like`` of a traced value is a constant.
+    ``zeros_like`` of a traced value is a constant. A scalar goes with none: there is
+    nothing to shard, and a random key among the arguments says nothing of a counter.
     """
     known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
     for arg in args:
@@ -329,6 +404,8 @@ def shardings_like(
                 known.setdefault((_rules.path_string(keys), x.shape), sharding)
 
     def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
+        if not shape:
+            return None
         parts = path.split("/") if path else []
         tails = ("/".join(parts[i:]) for i in range(len(parts) + 1))
         found = (known.get((tail, shape)) for tail in tails)
@@ -337,12 +414,19 @@ def shardings_like(
     return [match(path, aval.shape) for path, aval in leaves]
 
 
-def _replicated(args: Any) -> Sharding:
-    """The sharding of a value that all devices of the arguments hold whole."""
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(args)]
+def _replicated(shardings_and_args: Any) -> Sharding:
+    """The sharding of a value that all devices in sight hold whole."""
+    leaves = jax.tree.leaves(shardings_and_args)
+    shardings = [
+        x if isinstance(x, Sharding) else getattr(x, "sharding", None) for x in leaves
+    ]
     for s in shardings:
         if isinstance(s, NamedSharding):
             return NamedSharding(s.mesh, PartitionSpec())
-    return next(
-        (s for s in shardings if isinstance(s, Sharding)), _first_device_sharding()
-    )
+    one = next((s for s in shardings if isinstance(s, Sharding)), None)
+    if one is not None:
+        return one
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return _first_device_sharding()
+    return NamedSharding(mesh, PartitionSpec())

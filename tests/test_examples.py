@@ -48,6 +48,22 @@ def test_losses_are_those_without_offload(program, tmp_path):
     assert (tmp_path / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
 
 
+@pytest.mark.slow
+def test_resume(tmp_path):
+    """Where it was, here with offload after without; `test_faults.py` kills it."""
+    first, second = (
+        run("resume.py", "--save_every=2", flag, cwd=tmp_path)
+        for flag in ("--nooffload", "--offload")
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.startswith("at step 0\n")
+    assert second.stdout.startswith("at step 4\nheld-out loss ")
+    assert second.stdout.splitlines()[1] in first.stdout.splitlines()
+    assert "opt_state  pinned_host" not in first.stdout
+    assert "opt_state  pinned_host" in second.stdout
+    assert (tmp_path / "out/resume.png").stat().st_size
+
+
 def test_unknown_rule_file(tmp_path):
     """The error names the file."""
     result = run("train_lm.py", "--config=none.toml", cwd=tmp_path)

@@ -28,3 +28,20 @@ def test_will_it_fit(capsys, monkeypatch):
     number = r"[\d.]+ (?:B|[KMG]iB)"
     printed = capsys.readouterr().out
     assert re.sub(number, "N", printed) == re.sub(number, "N", output)
+
+
+def test_save_and_resume(tmp_path, monkeypatch):
+    """The scripts of the two sections, one after the other."""
+    pytest.importorskip("orbax.checkpoint")
+    pytest.importorskip("matplotlib")
+    text = README.read_text()
+    scripts = [
+        re.findall(r"```python\n(.*?)```", part.split("\n## ")[0], re.DOTALL)[0]
+        for part in re.split("## Save and resume|## Where everything is", text)[1:]
+    ]
+    script = "\n".join(scripts).replace("places.png", str(tmp_path / "places.png"))
+    assert "Settings()" in script
+    script = script.replace("Settings()", "Settings(layers=1, width=64)")
+    monkeypatch.chdir(README.parent)
+    exec(script, {"path": tmp_path / "state"})
+    assert (tmp_path / "places.png").stat().st_size

@@ -1,0 +1,189 @@
+"""What a host has for pinned memory: the machine, its cgroup, the GPU plugin's cap."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path("/")
+GIB = 2**30
+
+# XLA (xla/pjrt/gpu/gpu_helpers.cc) reads the first as whole GiB, an unreadable value as
+# none, and lowers its default where the second makes it allocate all of it at once.
+PLUGIN_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+PLUGIN_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Something that bounds the host memory of a process.
+
+    Attributes:
+      name: what it is.
+      total_bytes: how much there is.
+      free_bytes: how much of it is left.
+    """
+
+    name: str
+    total_bytes: int
+    free_bytes: int
+
+    def fix(self, total_bytes: int) -> str:
+        """The line that makes room for ``total_bytes`` of pinned memory."""
+        gib = -(-total_bytes // GIB)
+        if self.name == "GPU plugin":
+            return f"before JAX starts: export {PLUGIN_LIMIT}={gib}"
+        if self.name == "cgroup":
+            return (
+                f"give the job at least {gib} GiB more than the rest of it needs: "
+                "docker run --memory=..., sbatch --mem=..., or the resources of a pod"
+            )
+        return (
+            "offload less (configs/second_moment.toml is half of Adam's state), or "
+            "shard the state over more hosts"
+        )
+
+
+def limits(*, gpu: bool, pinned_bytes: int) -> list[Limit]:
+    """What is known of this machine.
+
+    Args:
+      gpu: whether the state belongs to GPUs, whose plugin has a cap of its own.
+      pinned_bytes: what this process has in pinned memory already.
+    """
+    found = [_machine(), _cgroup(), _plugin(pinned_bytes) if gpu else None]
+    return [limit for limit in found if limit is not None]
+
+
+def _machine() -> Limit | None:
+    lines = _lines(ROOT / "proc/meminfo")
+    sizes = {
+        name: int(rest.split()[0]) * 1024  # all in kB
+        for name, _, rest in (line.partition(":") for line in lines)
+        if rest.split()[:1] and rest.split()[0].isdecimal()
+    }
+    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
+        return None
+    return Limit("machine", sizes["MemTotal"], sizes["MemAvailable"])
+
+
+def _cgroup() -> Limit | None:
+    """The tightest of the groups that this process is in."""
+    found = [limit for limit in map(_limit_of, _groups()) if limit is not None]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
+
+
+def _groups() -> Iterator[Path]:
+    """The directories of this process' memory cgroups, and of those they are in.
+
+    In a container the path may be the host's, and the container's own group at the root
+    of the file system: what does not exist is passed over.
+    """
+    mount = ROOT / "sys/fs/cgroup"
+    for line in _lines(ROOT / "proc/self/cgroup"):
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:  # version 2
+            base = mount
+        elif "memory" in controllers.split(","):
+            base = mount / "memory"
+        else:
+            continue
+        group = base / path.lstrip("/")
+        yield from (p for p in (group, *group.parents) if p.is_relative_to(base))
+
+
+def _limit_of(group: Path) -> Limit | None:
+    names = ("memory.max", "memory.current", "inactive_file")
+    if not (group / names[0]).exists():
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        names += ("total_inactive_file",)
+    total, used = _number(group / names[0]), _number(group / names[1])
+    # Without a limit version 2 says "max", version 1 a number beyond any machine.
+    if total is None or used is None or total >= 2**62:
+        return None
+    statistics = dict(line.split() for line in _lines(group / "memory.stat"))
+    # The kernel drops cached file pages, those not in use first, before it refuses.
+    used -= int(statistics.get(names[2], 0))
+    return Limit("cgroup", total, max(total - used, 0))
+
+
+def _plugin(pinned_bytes: int) -> Limit:
+    preallocate = os.environ.get(PLUGIN_PREALLOCATE, "").lower() in ("1", "true")
+    value = os.environ.get(PLUGIN_LIMIT, "")
+    total = GIB * (int(value) if value.isdecimal() else 16 if preallocate else 64)
+    return Limit("GPU plugin", total, max(total - pinned_bytes, 0))
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdecimal() else None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostMemory:
+    """What a tree takes of the host memory of this process, beside what there is.
+
+    Attributes:
+      needed_bytes: for each kind of host memory, what the tree takes where it is
+        planned to be, or is, of the devices of this process.
+      missing_bytes: what of it is not there yet, and is still to be allocated.
+      limits: what is known of this machine; nothing for devices that are not attached.
+    """
+
+    needed_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    missing_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    limits: tuple[Limit, ...] = ()
+
+    @property
+    def shortages(self) -> list[str]:
+        """What there is not enough room in, and the line that mends it."""
+        messages = []
+        for limit in self.limits:
+            # The plugin allocates pinned memory alone.
+            kinds = [
+                kind
+                for kind in self.needed_bytes
+                if kind == "pinned_host" or limit.name != "GPU plugin"
+            ]
+            missing = sum(self.missing_bytes.get(kind, 0) for kind in kinds)
+            if missing > limit.free_bytes:
+                used = limit.total_bytes - limit.free_bytes
+                messages.append(
+                    f"{missing:,} bytes of host memory ({'; '.join(kinds)}) are still "
+                    f"to be allocated by this process, and the {limit.name} has "
+                    f"{limit.free_bytes:,} left of {limit.total_bytes:,}. "
+                    f"{limit.fix(used + missing)}"
+                )
+        return messages
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for `json.dumps`."""
+        return {
+            "needed_bytes": dict(self.needed_bytes),
+            "missing_bytes": dict(self.missing_bytes),
+            "limits": [dataclasses.asdict(limit) for limit in self.limits],
+            "shortages": self.shortages,
+        }
+
+    def __str__(self) -> str:
+        needs = [
+            f"{kind} of this process: {nbytes:,} bytes, "
+            f"{self.missing_bytes.get(kind, 0):,} of them to be allocated"
+            for kind, nbytes in self.needed_bytes.items()
+        ]
+        rooms = [
+            f"{limit.name}: {limit.free_bytes:,} bytes free of {limit.total_bytes:,}"
+            for limit in self.limits
+        ]
+        return "\n".join([*needs, *rooms, *(f"(!) {s}" for s in self.shortages)])
