@@ -2,6 +2,7 @@
 
 from optax_offload._memory import eval_shape, set_memory_kind
 from optax_offload._offload import OffloadWarning, offload
+from optax_offload._plan import Plan, Step, plan
 from optax_offload._report import MemoryKindError, MemoryReport, memory_report
 from optax_offload._rules import OffloadConfig, Rule, load_config
 
@@ -10,11 +11,14 @@ __all__ = [
     "MemoryReport",
     "OffloadConfig",
     "OffloadWarning",
+    "Plan",
     "Rule",
+    "Step",
     "eval_shape",
     "load_config",
     "memory_report",
     "offload",
+    "plan",
     "set_memory_kind",
 ]
 

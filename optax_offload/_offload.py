@@ -66,7 +66,7 @@ def offload(
     """
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
-    inner = _check_inner(inner)
+    inner = check_inner(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         if _memory.is_traced(params):
@@ -107,7 +107,8 @@ def offload(
     return Offloaded(init_fn, update_fn)
 
 
-def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """A transformation that `offload` can wrap, or an error."""
     if isinstance(inner, Offloaded):
         raise TypeError(
             "the optimizer is offloaded already. Give all rules to one offload(...): "
