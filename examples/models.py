@@ -1,16 +1,16 @@
 """Train steps of models people know, as shapes only: for `optax-offload fit`.
 
 Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B and GPT-2 XL, and a ViT-H/14,
-in Flax linen. Nothing is allocated: a step is compiled for a chip that need not be here.
-What a step assumes, so that its peak is that of real training:
+in Flax linen. Nothing is allocated: a step is compiled for chips that need not be
+here. What a step assumes, so that its peak is that of real training:
 
-- parameters, gradients and state are sharded over all devices (FSDP): one axis of each;
-- layers are scanned, and each is rematerialized in the backward pass (only its input is
-  kept); inside, attention and the loss are computed in chunks, of which only one is there
-  at a time, as a fused kernel would have it;
+- parameters, gradients and state are sharded over all devices (FSDP), one axis of each;
+- layers are scanned, and each is rematerialized in the backward pass (only its input
+  is kept); inside, attention and the loss are computed in chunks, of which only one is
+  there at a time, as a fused kernel would have it;
 - matrix products are in bfloat16; gradients are clipped by their global norm; AdamW;
-- parameters in bfloat16 have a copy in float32 beside Adam's moments (`master_weights`),
-  so that all that is large and seldom used is state, and can be offloaded;
+- parameters in bfloat16 have a copy in float32 beside Adam's moments, in the state
+  (`master_weights`): so all that is large and seldom used can be offloaded;
 - `batch` sequences of `context` tokens on each device.
 
 Run:
@@ -121,14 +121,14 @@ class _Block(nn.Module):
         return self.constrain(x), None
 
 
-def _norm(shape: Shape, param_dtype: Any, name: str) -> nn.Module:
+def _norm(shape: Shape, param_dtype: Any, name: str) -> Any:
     norm = nn.LayerNorm if shape.gated is None else nn.RMSNorm
     return norm(dtype=jnp.bfloat16, param_dtype=param_dtype, name=name)
 
 
 def _layers(
     shape: Shape, causal: bool, param_dtype: Any, constrain: Callable[..., Any]
-) -> nn.Module:
+) -> Any:
     """The blocks, as one scanned and rematerialized module."""
     scanned = nn.scan(
         nn.remat(_Block, prevent_cse=False),
@@ -215,8 +215,8 @@ class Decoder(nn.Module):
             positions = self.param("positions", normal, size, self.param_dtype)
             x += positions.astype(x.dtype)[None, : x.shape[1]]
         layers = _layers(shape, True, self.param_dtype, self.constrain)
-        x, _ = layers(self.constrain(x), None)  # pyright: ignore[reportCallIssue]
-        x = _norm(shape, self.param_dtype, "final_norm")(x)  # pyright: ignore[reportCallIssue]
+        x, _ = layers(self.constrain(x), None)
+        x = _norm(shape, self.param_dtype, "final_norm")(x)
         if shape.tied:
             head = embedding.T
         else:
@@ -250,8 +250,8 @@ class VisionTransformer(nn.Module):
         positions = self.param("positions", normal, size, self.param_dtype)
         x += positions.astype(x.dtype)[None]
         layers = _layers(shape, False, self.param_dtype, self.constrain)
-        x, _ = layers(self.constrain(x), None)  # pyright: ignore[reportCallIssue]
-        x = _norm(shape, self.param_dtype, "final_norm")(x[:, 0])  # pyright: ignore[reportCallIssue]
+        x, _ = layers(self.constrain(x), None)
+        x = _norm(shape, self.param_dtype, "final_norm")(x[:, 0])
         logits = dense(shape.vocabulary, name="head")(x).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         return losses.mean()
@@ -282,7 +282,7 @@ def master_weights(inner: optax.GradientTransformation) -> Any:
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if params is None:
-            raise ValueError(optax.NO_PARAMS_MSG)
+            raise ValueError("master_weights needs the parameters: update(..., params)")
         updates, inner_state = inner.update(
             in_float32(updates), state.inner, state.master, **extra
         )
@@ -293,7 +293,7 @@ def master_weights(inner: optax.GradientTransformation) -> Any:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def train_step(
+def _train_step(
     offload: Wrap,
     target: aot.Target,
     make_loss: Callable[..., Callable[..., jax.Array]],
@@ -347,7 +347,7 @@ def train_step(
     )
 
 
-def parameter_shapes(module: nn.Module, batch: Any) -> Mapping[str, Any]:
+def parameter_shapes(module: Any, batch: Any) -> Mapping[str, Any]:
     """The parameters of a Flax module, as structs."""
     variables: Any = jax.eval_shape(module.init, jax.random.key(0), *batch)
     return variables["params"]
@@ -361,22 +361,27 @@ def _shard(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
     """
     spec = [None] * x.ndim
     for axis, least in ((-1, 128), (-2, 8)):
-        if x.ndim > 1 and x.shape[axis] % mesh.size == 0:
-            if x.shape[axis] // mesh.size >= least:
-                spec[axis] = "fsdp"
-                break
+        shard, rest = divmod(x.shape[axis], mesh.size) if x.ndim > 1 else (0, 0)
+        if not rest and shard >= least:
+            spec[axis] = "fsdp"
+            break
     sharding = NamedSharding(mesh, P(*spec))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _decoder(
-    shape: Shape, offload: Wrap, target: aot.Target, batch: int, context: int, params: str
+    shape: Shape,
+    offload: Wrap,
+    target: aot.Target,
+    batch: int,
+    context: int,
+    params: str,
 ) -> oo.Step:
     sequences = batch * target.device_count
     tokens = jax.ShapeDtypeStruct((sequences, context + 1), jnp.int32)
     make = functools.partial(Decoder, shape)
     count = sequences * context
-    return train_step(offload, target, make, (tokens,), params, count)
+    return _train_step(offload, target, make, (tokens,), params, count)
 
 
 def llama3_8b(
@@ -434,4 +439,4 @@ def vit_h(
     )
     make = functools.partial(VisionTransformer, VIT_H)
     count = images * VIT_H.learned_positions
-    return train_step(offload, target, make, inputs, params, count)
+    return _train_step(offload, target, make, inputs, params, count)

@@ -1,5 +1,6 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
+from optax_offload._link import measure_link
 from optax_offload._memory import eval_shape, set_memory_kind
 from optax_offload._offload import OffloadWarning, offload
 from optax_offload._plan import Plan, Step, plan
@@ -16,6 +17,7 @@ __all__ = [
     "Step",
     "eval_shape",
     "load_config",
+    "measure_link",
     "memory_report",
     "offload",
     "plan",

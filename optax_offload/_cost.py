@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from optax_offload._targets import size_text
 
@@ -80,14 +81,23 @@ class Cost:
             f", loads and stores at once ({self.link_source})",
             f"compute: {self.flops / 1e12:.1f} TFLOP on each device"
             f" / ({self.flops_per_second / 1e12:.0f} TFLOP/s"
-            f" x {self.compute_utilization:.2f}, assumed) = {self.compute_seconds:.3f} s"
-            f" ({self.flops_source})",
+            f" x {self.compute_utilization:.2f}, assumed)"
+            f" = {self.compute_seconds:.3f} s ({self.flops_source})",
             f"step now: ({self.compute_seconds:.3f} + {self.link_seconds:.3f}) s, the "
             "transfers after the backward pass: "
             f"{self.slowdown():.2f} times as long as without",
             f"if all were hidden: max({self.compute_seconds:.3f}, "
             f"{self.link_seconds:.3f}) s: {self.slowdown_if_hidden():.2f} times",
         ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return dataclasses.asdict(self) | {
+            "link_seconds": self.link_seconds,
+            "compute_seconds": self.compute_seconds,
+            "slowdown": self.slowdown(),
+            "slowdown_if_hidden": self.slowdown_if_hidden(),
+        }
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

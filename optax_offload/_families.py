@@ -76,10 +76,10 @@ def families(
 ) -> list[Family]:
     """Groups leaves, in the order in which they should be moved.
 
-    What can be sliced comes first (a move takes all of it from the peak; of other leaves
-    a whole one comes back for its update), stacked leaves before matrices, and large
-    before small: fewer rules, in longer transfers. Leaves under ``min_bytes`` are left
-    out, as `Rule` does.
+    What can be sliced comes first (a move takes all of it from the peak; of other
+    leaves a whole one comes back for its update), stacked leaves before matrices, and
+    large before small: fewer rules, in longer transfers. Leaves under ``min_bytes``
+    are left out, as `Rule` does.
     """
     groups: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -174,4 +174,6 @@ def _least(
     )
     sums = ((sum(sizes[i] for i in choice), choice) for choice in choices)
     enough = (x for x in sums if least <= x[0] < below)
-    return min(enough, key=lambda x: (x[0], len(x[1]), sorted(x[1])), default=(0, None))[1]
+    return min(
+        enough, key=lambda x: (x[0], len(x[1]), sorted(x[1])), default=(0, None)
+    )[1]

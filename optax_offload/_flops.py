@@ -37,7 +37,9 @@ def _of_jaxpr(jaxpr: jex.Jaxpr) -> int:
 def _of_equation(e: jex.JaxprEqn) -> int:
     name = e.primitive.name
     if name in ("dot_general", "ragged_dot"):
-        contracted = e.params["dimension_numbers"][0][0] if name == "dot_general" else ()
+        contracted = (
+            e.params["dimension_numbers"][0][0] if name == "dot_general" else ()
+        )
         lhs = _shape(e.invars[0])
         # A ragged product multiplies each row with one of its groups' matrices.
         inner = [lhs[i] for i in contracted] if name == "dot_general" else lhs[-1:]

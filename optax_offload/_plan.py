@@ -13,18 +13,27 @@ import jax
 import optax
 from jax.sharding import Sharding
 
-from optax_offload import _cost, _families, _figures, _flops, _memory, _offload
-from optax_offload import _plan_file, _rules, aot
+from optax_offload import (
+    _cost,
+    _families,
+    _figures,
+    _flops,
+    _memory,
+    _offload,
+    _plan_file,
+    _rules,
+    aot,
+)
 from optax_offload._targets import Target, size_text
 
 # What a program cannot have of a device's memory. A GPU's: CUDA's context and modules,
 # NCCL's buffers, fragmentation, batches on their way; JAX by default takes 75 % and
 # leaves the rest (docs.jax.dev/en/latest/gpu_memory_allocation.html), so a plan that
-# needs more says what to set. A TPU's: `Target.memory_bytes` is less the compiler's own
-# reserve already; batches and what else the process keeps remain.
+# needs more says what to set. A TPU's: `Target.memory_bytes` is less the compiler's
+# own reserve already; batches and what else the process keeps remain.
 RESERVES = {"gpu": 0.10, "tpu": 0.02}
 GPU_DEFAULT_FRACTION = 0.75
-# XLA's pinned allocator stops there, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more.
+# XLA's pinned allocator stops there, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
 GPU_HOST_LIMIT_BYTES = 64 * 2**30
 GPUS_OF_A_HOST = 8
 
@@ -67,6 +76,23 @@ class Compiled:
     fits: bool
     seconds: float
     parts: Mapping[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "moved_bytes": self.moved_bytes,
+            "used_bytes": self.used_bytes,
+            "fits": self.fits,
+            "seconds": round(self.seconds, 3),
+            "parts": dict(self.parts),
+        }
+
+    def __str__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return (
+            f"{size_text(self.moved_bytes)} of state moved: peak "
+            f"{size_text(self.used_bytes)}, {fits} ({self.seconds:.0f} s)"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,18 +164,52 @@ class Plan:
         if self.moved:
             moved = self.after.moved_bytes
             lines.append(
-                f"peak with these rules: {size_text(after)}, with {size_text(moved)} of "
-                "state in host memory"
+                f"peak with these rules: {size_text(after)}, with {size_text(moved)} "
+                "of state in host memory"
             )
         lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
 
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for programs: what `optax-offload fit --json` prints."""
+        rules = [
+            {
+                "pattern": rule.regex,
+                "memory_kind": rule.memory_kind,
+                "min_bytes": rule.min_bytes,
+                "slice_axis": rule.slice_axis,
+                "optional": rule.optional,
+            }
+            for rule in self.config.rules
+        ]
+        moved = [
+            {
+                "pattern": family.pattern,
+                "leaves": [leaf.path for leaf in family.leaves],
+                "bytes_per_device": family.nbytes_per_device,
+            }
+            for family in self.moved
+        ]
+        return {
+            "target": self.target.name,
+            "budget_bytes": self.budget_bytes,
+            "empty": self.empty,
+            "rules": rules,
+            "moved": moved,
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "compiled": [c.as_dict() for c in self.compiled],
+            "cost": self.cost.as_dict(),
+            "environment": dict(self.environment),
+        }
+
     def __str__(self) -> str:
+        after = self.after.parts
         families = [
             f"  {size_text(f.nbytes_per_device):>10}  {f.pattern}" for f in self.moved
         ]
         parts = [
-            f"  {part:<12} {size_text(n):>10} -> {size_text(self.after.parts[part]):>10}"
+            f"  {part:<12} {size_text(n):>10} -> {size_text(after[part]):>10}"
             for part, n in self.before.parts.items()
         ]
         head, *rest = self._summary()
@@ -163,7 +223,7 @@ def plan(
     budget_bytes: int | None = None,
     rules: _rules.Rules | None = None,
     link_bytes_per_second: float | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str | Compiled], None] = lambda _: None,
 ) -> Plan:
     """Finds the least state to move for a step to fit, by compiling it.
 
@@ -173,8 +233,8 @@ def plan(
 
     Args:
       make_step: makes the step to be compiled, called as
-        ``make_step(offload, target, *args)`` for every candidate. It gives its optimizer
-        to ``offload``, in the place where `offload` goes (as in
+        ``make_step(offload, target, *args)`` for every candidate. It gives its
+        optimizer to ``offload``, in the place where `offload` goes (as in
         ``optax.chain(clip, offload(adamw))``), and builds the optimizer's state with
         it, as in ``oo.eval_shape(tx.init, params)``.
       *args: further arguments for it.
@@ -185,7 +245,7 @@ def plan(
         stays. The plan decides about leaves that none of them matches.
       link_bytes_per_second: each way between host and device, for the cost; by default
         what is documented. See `measure_link`.
-      progress: is told what is being compiled.
+      progress: is told what is being compiled, and then what came of it.
 
     Returns:
       A `Plan`. If the step fits as it is, it moves nothing, and its ``offload`` returns
@@ -242,9 +302,14 @@ def plan(
     )
 
 
+def default_budget_bytes(target: Target) -> int:
+    """The memory of each device less the reserve."""
+    return int(target.memory_bytes * (1 - RESERVES[target.platform]))
+
+
 def _check_budget(budget_bytes: int | None, target: Target) -> int:
     if budget_bytes is None:
-        return int(target.memory_bytes * (1 - RESERVES[target.platform]))
+        return default_budget_bytes(target)
     if not 0 < budget_bytes <= target.memory_bytes:
         raise ValueError(
             f"budget_bytes is {budget_bytes}; it must be at least 1 and at most what "
@@ -268,7 +333,9 @@ class Recorded(NamedTuple):
     step: Step
 
 
-def make(make_step: Callable[..., Step], offload: Any, target: Target, *args: Any) -> Step:
+def make(
+    make_step: Callable[..., Step], offload: Any, target: Target, *args: Any
+) -> Step:
     """The step of a factory, with a name for what else it may return."""
     step = make_step(offload, target, *args)
     if not isinstance(step, Step):
@@ -281,7 +348,7 @@ def make(make_step: Callable[..., Step], offload: Any, target: Target, *args: An
 def record(
     make_step: Callable[..., Step], target: Target, *args: Any
 ) -> tuple[Recorded, ...]:
-    """Calls a step factory, and notes what state each optimizer has that it offloads."""
+    """Calls a step factory, and notes what state each optimizer has."""
     calls: list[tuple[Any, Any] | None] = []
 
     def offload(inner: Any) -> Any:
@@ -341,7 +408,9 @@ def _leaf(
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, Sharding) and aval.ndim:
         shard = sharding.shard_shape(aval.shape)
-        per_device = math.ceil(nbytes * math.prod(shard) / max(math.prod(aval.shape), 1))
+        per_device = math.ceil(
+            nbytes * math.prod(shard) / max(math.prod(aval.shape), 1)
+        )
         whole = [i for i, n in enumerate(shard) if n == aval.shape[i]]
         axis = whole[0] if whole else None
     else:
@@ -364,7 +433,7 @@ class _Compiler:
         budget_bytes: int,
         given: _rules.OffloadConfig | None,
         states: tuple[Recorded, ...],
-        progress: Callable[[str], None],
+        progress: Callable[[str | Compiled], None],
     ):
         self._make_step, self._args, self._target = make_step, args, target
         self._budget_bytes = budget_bytes
@@ -417,7 +486,7 @@ class _Compiler:
     def used_bytes(self, choice: _families.Choice) -> int:
         """Compiles a choice."""
         moved = sum(leaf.nbytes_per_device for leaf in self.moved(choice))
-        self._progress(f"with {size_text(moved)} of state moved")
+        self._progress(f"compiling with {size_text(moved)} of state moved")
         started = time.perf_counter()
         offload: Callable[[Any], Any] = lambda inner: inner  # noqa: E731
         if self.moved(choice):
@@ -437,6 +506,7 @@ class _Compiler:
             seconds=time.perf_counter() - started,
             parts=self._parts(peak, used, moved),
         )
+        self._progress(self.compiled[choice])
         return used
 
     def _parts(self, peak: aot.Peak | None, used: int, moved: int) -> dict[str, int]:

@@ -55,7 +55,9 @@ def _comment(family: _families.Family) -> list[str]:
 def _keys(rule: _rules.Rule) -> list[str]:
     default = _rules.Rule(rule.pattern)
     names = ("memory_kind", "min_bytes", "slice_axis", "optional")
-    given = {n: getattr(rule, n) for n in names if getattr(rule, n) != getattr(default, n)}
+    given = {
+        n: getattr(rule, n) for n in names if getattr(rule, n) != getattr(default, n)
+    }
     return [f"pattern = {_pattern(rule.regex)}"] + [
         f"{name} = {_value(value)}" for name, value in given.items()
     ]
