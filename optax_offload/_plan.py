@@ -579,7 +579,7 @@ def _environment(target: Target, after: Compiled) -> dict[str, str]:
             found["XLA_CLIENT_MEM_FRACTION"] = f"{percent / 100:.2f}"
         host = after.moved_bytes * min(target.device_count, GPUS_OF_A_HOST)
         if host > 0.9 * GPU_HOST_LIMIT_BYTES:
-            limit = math.ceil(host * 1.1 / 2**30)
+            limit = math.ceil(host * 11 / 10 / 2**30)
             found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(limit)
     return found
 

@@ -23,7 +23,7 @@ def text(
       summary: lines about the whole, for the head of the file.
     """
     head = ["Rules for optax_offload.offload, found by `optax-offload fit`:", *summary]
-    lines = [f"# {line}" for line in head]
+    lines = [_commented(line) for line in head]
     if config.window_bytes is not None:
         lines += ["", f"window_bytes = {config.window_bytes}"]
     given = len(config.rules) - len(moved)
@@ -32,8 +32,13 @@ def text(
         comments = [["Everything fits: all state stays on the device."]]
     comments += [_comment(family) for family in moved]
     for rule, comment in zip(config.rules, comments, strict=True):
-        lines += ["", *(f"# {line}" for line in comment), "[[rules]]", *_keys(rule)]
+        lines += ["", *map(_commented, comment), "[[rules]]", *_keys(rule)]
     return "\n".join(lines) + "\n"
+
+
+def _commented(line: str) -> str:
+    # TOML allows no control characters, not even there.
+    return "# " + "".join(c if c.isprintable() else "?" for c in line)
 
 
 def _comment(family: _families.Family) -> list[str]:

@@ -235,7 +235,7 @@ def parse_size(text: str) -> int:
     return int(float(number) * base ** " KMGT".index((unit or " ").upper()))
 
 
-def _factory(name: str, options: list[str] | None) -> Callable[..., _plan.Step]:
+def _factory(name: str, options: list[str] | None) -> Callable[..., Any]:
     """The function of an import path, with options."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
@@ -347,8 +347,10 @@ def main() -> None:
     # Nothing is run but `--measure-link`: a GPU or TPU that is here stays free.
     if "--measure-link" not in sys.argv:
         jax.config.update("jax_platforms", "cpu")
-    # The compilers' own logs: a GPU's calls state in host memory an error.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    # The compilers' own logs: a GPU's calls state in host memory an error. JAX itself
+    # sets 1 where nobody has set it.
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
+        os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     app()
 
 
