@@ -71,7 +71,10 @@ def _keys(rule: _rules.Rule) -> list[str]:
 def _pattern(regex: str) -> str:
     # A literal string needs no escapes, but cannot hold these.
     plain = regex.isprintable() and "'" not in regex
-    return f"'{regex}'" if plain else json.dumps(regex)
+    if plain:
+        return f"'{regex}'"
+    # JSON's escapes are TOML's, but for one character.
+    return json.dumps(regex, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _value(value: Any) -> str:
