@@ -354,13 +354,13 @@ def parameter_shapes(module: Any, batch: Any) -> Mapping[str, Any]:
 
 
 def _shard(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
-    """Shards the last axis, if it fills the lanes of a TPU, else the one before it.
+    """Shards the last axis where it fills the lanes of a TPU, else the one before it.
 
     So the leading axis of layers is whole on each device, and so are the rows of an
     embedding.
     """
     spec = [None] * x.ndim
-    for axis, least in ((-1, 128), (-2, 8)):
+    for axis, least in ((-1, 128), (-2, 8), (-1, 1)):
         shard, rest = divmod(x.shape[axis], mesh.size) if x.ndim > 1 else (0, 0)
         if not rest and shard >= least:
             spec[axis] = "fsdp"
