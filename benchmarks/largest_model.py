@@ -66,7 +66,7 @@ class Prober:
         key = json.dumps(
             [
                 jax.__version__,
-                _library() if mode == "ours" else None,
+                library_digest() if mode == "ours" else None,
                 *(self.target.name, self.target.memory_bytes, mode, layers),
                 *(FLAGS.scan, FLAGS.width, FLAGS.vocabulary),
                 *(FLAGS.batch, FLAGS.context),
@@ -97,7 +97,7 @@ class Prober:
         return sum(p.size for p in jax.tree.leaves(self.workload(layers).params))
 
 
-def _library() -> str:
+def library_digest() -> str:
     """A digest of the library: its results are only good for what it is."""
     digest = hashlib.sha256()
     for path in sorted(Path(oo.__file__).parent.glob("*.py")):
