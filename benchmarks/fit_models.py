@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import models
 from absl import app, flags
-from largest_model import library_digest
-from steps import MODES
+from steps import MODES, library_digest
 
 import optax_offload as oo
 from optax_offload import _plan, aot

@@ -261,7 +261,9 @@ def compile_with(offload, make_step=adam_step, target=H100):
 def program(compiled):
     """The text of a compiled program, but for where its lines come from."""
     text = re.sub(r", metadata=\{[^}]*\}", "", compiled.as_text())
-    return text[re.search(r"^(%|ENTRY)", text, re.MULTILINE).start() :]
+    first = re.search(r"^(%|ENTRY)", text, re.MULTILINE)
+    assert first is not None
+    return text[first.start() :]
 
 
 @aot_mark
