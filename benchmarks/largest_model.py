@@ -13,7 +13,6 @@ Run:
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import time
 from collections.abc import Sequence
@@ -23,10 +22,9 @@ import jax
 from absl import app, flags
 from matplotlib.figure import Figure
 from search import MAX_LAYERS, Probe, largest
-from steps import MODES, compile_step
+from steps import MODES, compile_step, library_digest
 from workloads import decoder
 
-import optax_offload as oo
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
@@ -66,7 +64,7 @@ class Prober:
         key = json.dumps(
             [
                 jax.__version__,
-                _library() if mode == "ours" else None,
+                library_digest() if mode == "ours" else None,
                 *(self.target.name, self.target.memory_bytes, mode, layers),
                 *(FLAGS.scan, FLAGS.width, FLAGS.vocabulary),
                 *(FLAGS.batch, FLAGS.context),
@@ -95,14 +93,6 @@ class Prober:
         if not layers:
             return 0
         return sum(p.size for p in jax.tree.leaves(self.workload(layers).params))
-
-
-def _library() -> str:
-    """A digest of the library: its results are only good for what it is."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(oo.__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def first_guess(prober: Prober, mode: str) -> int:

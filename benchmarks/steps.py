@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,3 +73,11 @@ def compile_step(
         out_shardings=jax.tree.map(lambda s: s.sharding, (params, state)),
         donate_argnums=(0, 1),
     )
+
+
+def library_digest() -> str:
+    """A digest of the library: its results are only good for what it is."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(oo.__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,8 +1,10 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
+from optax_offload._link import measure_link
 from optax_offload._memory import eval_shape, set_memory_kind
 from optax_offload._moves import OffloadError
 from optax_offload._offload import OffloadWarning, offload
+from optax_offload._plan import Plan, Step, plan
 from optax_offload._report import MemoryKindError, MemoryReport, memory_report
 from optax_offload._rules import OffloadConfig, Rule, load_config
 from optax_offload._states import offload_states, reload_states
@@ -13,12 +15,16 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "OffloadWarning",
+    "Plan",
     "Rule",
+    "Step",
     "eval_shape",
     "load_config",
+    "measure_link",
     "memory_report",
     "offload",
     "offload_states",
+    "plan",
     "reload_states",
     "set_memory_kind",
 ]

@@ -96,7 +96,7 @@ def offload(
     """
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
-    inner = _check_inner(inner)
+    inner = check_inner(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         if _memory.is_traced(params):
@@ -153,7 +153,8 @@ def offload(
     return offloaded
 
 
-def _check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """A transformation that `offload` can wrap, or an error."""
     if isinstance(inner, Offloaded):
         raise TypeError(
             "the optimizer is offloaded already. Give all rules to one offload(...): "
@@ -233,6 +234,8 @@ def _streamed(
     kinds = ["device"] * len(updates) + planned
     _warn_of_strays(state, dict(zip(paths[len(updates) :], planned, strict=True)))
     loads = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
+    if not loads and set(kinds) == {"device"}:
+        return fn(*args)  # Nothing moves: the program is the plain one.
     stores = [k for k, kind in enumerate(kinds) if kind != "device"]
     homes = _homes(args, updates, len(planned), state)
     slice_axes = _slice_axes(config, args, state, loads, leaves)

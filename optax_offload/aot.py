@@ -183,7 +183,7 @@ def compile(
     static = {static} if isinstance(static, int) else set(static)
     tree = {i: x for i, x in enumerate(args) if not static & {i, i - len(args)}}
     if mesh is None:
-        mesh = _mesh_of((tree, out_shardings), target) or target.mesh()
+        mesh = mesh_of((tree, out_shardings), target)
     elif mesh.size != target.device_count:
         raise ValueError(
             f"mesh={mesh} has {mesh.size} devices, {target.name!r} has "
@@ -273,8 +273,12 @@ _HOST_COMPUTATION = re.compile(
 )
 
 
-def _mesh_of(tree: Any, target: Target) -> AbstractMesh | None:
-    """The mesh of the first leaf that is sharded over as many devices as the target."""
+def mesh_of(tree: Any, target: Target) -> AbstractMesh:
+    """The mesh that a function is traced with.
+
+    That of the first leaf that is sharded over as many devices as the target has, else
+    the target's own.
+    """
     for leaf in jax.tree.leaves(tree):
         sharding = _sharding_of(leaf)
         if (
@@ -282,7 +286,7 @@ def _mesh_of(tree: Any, target: Target) -> AbstractMesh | None:
             and sharding.mesh.size == target.device_count
         ):
             return _abstract(sharding.mesh)
-    return None
+    return target.mesh()
 
 
 def _sharding_of(leaf: Any) -> Sharding | None:

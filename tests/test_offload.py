@@ -28,11 +28,15 @@ def test_public_names():
         "MemoryReport",
         "OffloadConfig",
         "OffloadWarning",
+        "Plan",
         "Rule",
+        "Step",
         "eval_shape",
         "load_config",
+        "measure_link",
         "memory_report",
         "offload",
+        "plan",
         "set_memory_kind",
     }
 

@@ -2,8 +2,13 @@
 
 import pathlib
 import re
+import sys
 
 import pytest
+from typer.testing import CliRunner
+
+import optax_offload as oo
+from optax_offload import cli
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 
@@ -45,3 +50,23 @@ def test_save_and_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(README.parent)
     exec(script, {"path": tmp_path / "state"})
     assert (tmp_path / "places.png").stat().st_size
+
+
+@pytest.mark.aot
+@pytest.mark.xdist_group("aot")
+def test_from_out_of_memory_to_a_rule_file(tmp_path, monkeypatch):
+    """The factory is planned for by the command beside it, and the file is read."""
+    pytest.importorskip("jax_plugins")
+    section = README.read_text().split("## From out of memory")[1].split("\n## ")[0]
+    (factory,) = re.findall(r"```python\n(# my_steps\.py.*?)```", section, re.DOTALL)
+    (command,) = re.findall(r"```sh\noptax-offload (fit .*)\n```", section)
+    (tmp_path / "my_steps.py").write_text(factory)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
+    result = CliRunner().invoke(cli.app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "fits with this plan" in result.stdout
+    assert oo.load_config("my.toml").rules[0].regex == r"\d+/mu/w"
+    for line in re.findall(r"^optax-offload (\w+)", section, re.MULTILINE):
+        assert CliRunner().invoke(cli.app, [line, "--help"]).exit_code == 0

@@ -1,0 +1,157 @@
+"""The smallest target that known models fit: no offload, the usual recipe, and ours.
+
+Full fine-tuning with Adam, of `examples/models.py`: parameters in bfloat16, float32
+copies of them beside Adam's moments in the state. Each target is compiled for, from the
+smallest on, until the step fits the default budget of `optax_offload.plan`; a target
+whose memory is less than the parameters, the gradients and the state that stays is
+passed over. What was compiled is kept beside the results, and is not compiled again
+(ours is, if the library has changed).
+
+Run (the second is one row):
+    python benchmarks/fit_models.py
+    python benchmarks/fit_models.py --models=llama3_8b --families=gpu --modes=ours
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import models
+from absl import app, flags
+from steps import MODES, library_digest
+
+import optax_offload as oo
+from optax_offload import _plan, aot
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("models", ["llama3_8b", "llama3_70b"], "Of examples/models.py.")
+flags.DEFINE_list("families", ["gpu", "h100", "v5p", "v5e"], "Targets to go through.")
+flags.DEFINE_list("modes", list(MODES), "What to compare.")
+flags.DEFINE_integer("context", 4096, "Tokens in a sequence, one on each device.")
+flags.DEFINE_string("out", "out/fit_models", "Where the .json goes.")
+
+# From small to large.
+TARGETS = {
+    "gpu": ["rtx4090", "a100-40", "h100", "h200", "b200"],
+    "h100": ["h100", "h100:2", "h100:4", "h100:8", "h100:16", "h100:32"],
+    "v5p": ["v5p:1x1x1", "v5p:2x1x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4"],
+    "v5e": ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"],
+}
+# Whatever the mode: a single chip for 8B, several for 70B.
+ROWS = [
+    ("llama3_8b", "gpu"),
+    ("llama3_8b", "v5e"),
+    ("llama3_70b", "h100"),
+    ("llama3_70b", "v5p"),
+]
+
+
+class Prober:
+    """Compiles steps, and remembers what they need."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.known: dict[str, Any] = {}
+        if path.exists():
+            self.known = json.loads(path.read_text())
+
+    def __call__(self, model: str, target: aot.Target, mode: str) -> dict[str, Any]:
+        """What a step needs, and whether that is known from compiling it."""
+        key = json.dumps(
+            [
+                jax.__version__,
+                library_digest() if mode == "ours" else None,
+                *(model, target.name, mode, FLAGS.context),
+            ]
+        )
+        if key not in self.known:
+            make_step = functools.partial(getattr(models, model), context=FLAGS.context)
+            self.known[key] = probe(make_step, target, mode)
+            self.path.write_text(json.dumps(self.known, indent=1) + "\n")
+        return self.known[key]
+
+
+def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
+    """Compiles a step, unless it is plain that it cannot fit."""
+    budget = _plan.default_budget_bytes(target)
+    step = _plan.make(make_step, MODES[mode], target)
+    least = least_bytes(step)
+    if least > budget:
+        return {"least_bytes": least, "fits": False, "seconds": 0.0}
+    started = time.perf_counter()
+    try:
+        peak = aot.peak(_plan.compile_step(step, target))
+        used, host = peak.peak_bytes, peak.host_argument_bytes
+    except aot.DoesNotFitError as error:
+        used, host = error.used_bytes, None
+    return {
+        "used_bytes": used,
+        "host_bytes": host,
+        "fits": used <= budget,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def least_bytes(step: oo.Step) -> int:
+    """Arguments in device memory, and gradients: as much as parameters."""
+    params, state, batch = step.args
+
+    def on_device(tree: Any) -> int:
+        rows = oo.memory_report(tree).rows
+        return sum(r.nbytes_per_device for r in rows if r.actual == "device")
+
+    return 2 * on_device(params) + on_device(state) + on_device(batch)
+
+
+def smallest(prober: Prober, model: str, family: str, mode: str) -> dict[str, Any]:
+    """The first target that a model fits."""
+    for name in TARGETS[family]:
+        target = aot.Target(name)
+        found = prober(model, target, mode)
+        budget = _plan.default_budget_bytes(target)
+        needs = found.get("used_bytes", found.get("least_bytes"))
+        sign = "" if "used_bytes" in found else "at least "
+        print(
+            f"  {model} {mode} on {name}: {sign}{needs / 2**30:.1f} of "
+            f"{budget / 2**30:.1f} GiB ({found['seconds']:.0f} s)",
+            flush=True,
+        )
+        if found["fits"]:
+            return {"target": name, "devices": target.device_count, **found}
+    return {"target": None}
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prober = Prober(out.with_suffix(".probes.json"))
+    rows = []
+    for model, family in ROWS:
+        if model not in FLAGS.models or family not in FLAGS.families:
+            continue
+        for mode in FLAGS.modes:
+            row = {"model": model, "family": family, "mode": mode}
+            rows.append(row | smallest(prober, model, family, mode))
+    table = {"jax": jax.__version__, "context": FLAGS.context, "rows": rows}
+    out.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+    print(f"\n{'model':12s} {'among':6s} {'mode':11s} smallest      GiB of it, on host")
+    for row in rows:
+        sizes = [row.get(k) for k in ("used_bytes", "host_bytes")]
+        gib = [f"{n / 2**30:7.1f}" if n is not None else "      -" for n in sizes]
+        name = row["target"] or "none of these"
+        print(
+            f"{row['model']:12s} {row['family']:6s} {row['mode']:11s} {name:13s}", *gib
+        )
+    print(f"also in {out}.json")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,148 @@
+"""A plan's predicted slowdown beside the measured one, on the accelerator that is here.
+
+A Flax decoder is planned for with a budget that makes a part of its state go, or all of
+it, with the link of this machine measured; then the plain step and the planned one are
+timed. The utilization of the chip, which a plan assumes, is also read off the plain
+step, and the prediction repeated with that.
+
+Run:
+    python benchmarks/plan_time.py --target=h100 --out=benchmarks/results/plan_time_h100
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+from steps import train_step
+from workloads import decoder
+
+import optax_offload as oo
+from optax_offload import aot
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("target", "h100", "What this machine has one of.")
+flags.DEFINE_integer("layers", 24, "Of the decoder.")
+flags.DEFINE_integer("width", 2048, "Of a layer, which has 12 * width**2 parameters.")
+flags.DEFINE_list("batches", ["8", "32"], "Sequences in a step, of each plan.")
+flags.DEFINE_integer("context", 512, "Tokens in a sequence.")
+flags.DEFINE_list("shares", ["0.5", "1.0"], "Of the state that has to go.")
+flags.DEFINE_integer("steps", 10, "That are timed.")
+flags.DEFINE_float("link_gb", None, "GB/s each way, instead of measuring it.")
+flags.DEFINE_string("out", "out/plan_time", "Where the .json goes.")
+
+
+def make_step(offload: Any, target: aot.Target, batch: int) -> oo.Step:
+    """The step of a decoder, on one device."""
+    work = decoder(
+        True,
+        layers=FLAGS.layers,
+        width=FLAGS.width,
+        heads=max(1, FLAGS.width // 128),
+        batch=batch,
+        context=FLAGS.context,
+    )
+    params, x = work.on(target)
+    tx = offload(work.optimizer)
+    state = oo.eval_shape(tx.init, params)
+    shardings = jax.tree.map(lambda s: s.sharding, (params, state))
+    tokens = batch * FLAGS.context
+    step = train_step(work, tx)
+    return oo.Step(step, (params, state, x), (0, 1), shardings, tokens)
+
+
+def seconds(offload: Any, target: aot.Target, batch: int) -> float:
+    """Of a step, on this machine, after two that are not timed."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step = make_step(offload, target, batch)
+
+    def zeros(x: Any) -> jax.Array:
+        # By device_put: of a jit's result with such a sharding the type says "device".
+        host = x.sharding.memory_kind == "pinned_host"
+        kind = device.with_memory_kind("pinned_host" if host else "device")
+        return jax.device_put(jax.numpy.zeros(x.shape, x.dtype), kind)
+
+    params, state, x = jax.tree.map(zeros, step.args)
+    kinds = jax.tree.map(lambda x: x.sharding, (params, state))
+    compiled = jax.jit(step.fn, donate_argnums=(0, 1), out_shardings=kinds)
+
+    def run(steps: int) -> float:
+        nonlocal params, state
+        started = time.perf_counter()
+        for _ in range(steps):
+            params, state = compiled(params, state, x)
+        jax.block_until_ready((params, state))
+        return (time.perf_counter() - started) / max(steps, 1)
+
+    run(2)
+    return run(FLAGS.steps)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    target = aot.Target(FLAGS.target)
+    link = FLAGS.link_gb * 1e9 if FLAGS.link_gb else oo.measure_link()
+    rows = []
+    for batch in map(int, FLAGS.batches):
+        plain = seconds(lambda tx: tx, target, batch)
+        for share in map(float, FLAGS.shares):
+            row = compare(target, batch, share, link, plain)
+            rows.append(row)
+            print(
+                f"batch {batch}, {row['moved_bytes'] / 2**30:.2f} GiB moved, link "
+                f"{link / 1e9:.1f} GB/s: {plain:.3f} s becomes {row['seconds']:.3f} s,"
+                f" {row['measured']:.2f} times; predicted {row['predicted']:.2f}, and "
+                f"{row['predicted_from_plain']:.2f} from the plain step's time",
+                flush=True,
+            )
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    table |= {"link_bytes_per_second": link, "rows": rows}
+    out.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+
+
+def compare(
+    target: aot.Target, batch: int, share: float, link: float, plain: float
+) -> dict[str, Any]:
+    """A plan that has to move a share of the state, and its step."""
+    whole = oo.plan(
+        make_step, batch, target=target, rules=".*", link_bytes_per_second=link
+    )
+    budget = whole.after.used_bytes
+    if share < 1:
+        unmoved = oo.plan(make_step, batch, target=target).after.used_bytes
+        budget = int(unmoved - share * (unmoved - budget))
+    plan = oo.plan(
+        make_step,
+        batch,
+        target=target,
+        budget_bytes=budget,
+        link_bytes_per_second=link,
+    )
+    cost = plan.cost
+    reached = cost.flops / cost.flops_per_second / plain
+    from_plain = dataclasses.replace(cost, compute_utilization=reached)
+    took = seconds(plan.offload, target, batch)
+    return {
+        "batch": batch,
+        "moved_bytes": plan.after.moved_bytes,
+        "peak_bytes": plan.after.used_bytes,
+        "plain_seconds": plain,
+        "seconds": took,
+        "measured": took / plain,
+        "predicted": cost.slowdown(),
+        "predicted_from_plain": from_plain.slowdown(),
+        "utilization": reached,
+    }
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,442 @@
+"""Train steps of models people know, as shapes only: for `optax-offload fit`.
+
+Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B and GPT-2 XL, and a ViT-H/14,
+in Flax linen. Nothing is allocated: a step is compiled for chips that need not be
+here. What a step assumes, so that its peak is that of real training:
+
+- parameters, gradients and state are sharded over all devices (FSDP), one axis of each;
+- layers are scanned, and each is rematerialized in the backward pass (only its input
+  is kept); inside, attention and the loss are computed in chunks, of which only one is
+  there at a time, as a fused kernel would have it;
+- matrix products are in bfloat16; gradients are clipped by their global norm; AdamW;
+- parameters in bfloat16 have a copy in float32 beside Adam's moments, in the state
+  (`master_weights`): so all that is large and seldom used can be offloaded;
+- `batch` sequences of `context` tokens on each device.
+
+Run:
+    optax-offload fit examples.models:llama3_8b --target h100 --out llama.toml
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import linen as nn
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from optax_offload import aot
+
+Wrap = Callable[[Any], optax.GradientTransformationExtraArgs]
+
+# Queries that attend at once, and tokens whose logits are there at once.
+CHUNK = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The sizes of a Transformer, and what kind of it.
+
+    Attributes:
+      layers: scanned blocks.
+      width: features of a token.
+      heads: of the queries.
+      kv_heads: of the keys and values, each shared by some of the queries'.
+      head_dim: features of a head.
+      mlp: features inside the MLP.
+      vocabulary: tokens, or classes of a ViT.
+      gated: the activation of a gated MLP (SwiGLU, GeGLU); None for GPT-2's own.
+      tied: the embedding is also the output layer.
+      learned_positions: how many; 0 for rotary ones, which have no parameters.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocabulary: int
+    gated: Callable[[jax.Array], jax.Array] | None = nn.silu
+    tied: bool = False
+    learned_positions: int = 0
+
+
+# https://github.com/meta-llama/llama-models, models/sku_list.py
+LLAMA3_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+LLAMA3_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
+# https://arxiv.org/abs/2403.08295, table 1; its vocabulary as released.
+GEMMA_2B = Shape(18, 2048, 8, 1, 256, 16384, 256000, gated=nn.gelu, tied=True)
+# https://github.com/openai/gpt-2, hparams.json of 1558M
+GPT2_XL = Shape(
+    *(48, 1600, 25, 25, 64, 6400, 50257), gated=None, tied=True, learned_positions=1024
+)
+# https://arxiv.org/abs/2010.11929, table 1; images of 224 x 224, 1000 classes.
+VIT_H = Shape(32, 1280, 16, 16, 80, 5120, 1000, gated=None, learned_positions=257)
+PATCH, IMAGE = 14, 224
+
+
+class _Block(nn.Module):
+    """Attention, then an MLP, each on normalized features."""
+
+    shape: Shape
+    causal: bool
+    param_dtype: Any
+    constrain: Callable[[jax.Array], jax.Array]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        shape = self.shape
+        dense = functools.partial(
+            nn.Dense,
+            use_bias=shape.gated is None,
+            dtype=x.dtype,
+            param_dtype=self.param_dtype,
+        )
+        y = _norm(shape, self.param_dtype, "attention_norm")(x)
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        query, key, value = (
+            dense(n * shape.head_dim, name=name)(y).reshape(*y.shape[:-1], n, -1)
+            for n, name in zip(heads, ("query", "key", "value"), strict=True)
+        )
+        if not shape.learned_positions:
+            query, key = _rotate(query), _rotate(key)
+        y = _attention(query, key, value, self.causal)
+        x += dense(shape.width, name="out")(y.reshape(*y.shape[:-2], -1))
+        y = _norm(shape, self.param_dtype, "mlp_norm")(x)
+        hidden = dense(shape.mlp, name="up")(y)
+        if shape.gated is None:
+            hidden = nn.gelu(hidden)
+        else:
+            hidden *= shape.gated(dense(shape.mlp, name="gate")(y))
+        x += dense(shape.width, name="down")(hidden)
+        return self.constrain(x), None
+
+
+def _norm(shape: Shape, param_dtype: Any, name: str) -> Any:
+    norm = nn.LayerNorm if shape.gated is None else nn.RMSNorm
+    return norm(dtype=jnp.bfloat16, param_dtype=param_dtype, name=name)
+
+
+def _layers(
+    shape: Shape, causal: bool, param_dtype: Any, constrain: Callable[..., Any]
+) -> Any:
+    """The blocks, as one scanned and rematerialized module."""
+    scanned = nn.scan(
+        nn.remat(_Block, prevent_cse=False),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        length=shape.layers,
+    )
+    return scanned(shape, causal, param_dtype, constrain, name="layers")
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions (arXiv:2104.09864) of (batch, tokens, heads, features)."""
+    pairs = x.shape[-1] // 2
+    frequencies = 500_000.0 ** (-jnp.arange(pairs) / pairs)
+    angles = jnp.outer(jnp.arange(x.shape[1]), frequencies)[None, :, None]
+    cosine, sine = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate(
+        [first * cosine - second * sine, first * sine + second * cosine], axis=-1
+    )
+
+
+def _attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+) -> jax.Array:
+    """Attention, a chunk of queries at a time, whose weights are not kept."""
+    tokens = query.shape[1]
+    if not causal or tokens % CHUNK:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=causal)
+    positions = jnp.arange(tokens)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def attend(query: jax.Array, at: jax.Array) -> jax.Array:
+        mask = at[:, None] >= positions[None, :]
+        return jax.nn.dot_product_attention(query, key, value, mask=mask[None, None])
+
+    chunks = jnp.moveaxis(_chunked(query), 1, 0)
+    attended = lax.map(lambda x: attend(*x), (chunks, positions.reshape(-1, CHUNK)))
+    return jnp.moveaxis(attended, 0, 1).reshape(query.shape)
+
+
+def _chunked(x: jax.Array) -> jax.Array:
+    """(batch, tokens, ...) as (batch, chunks, tokens of a chunk, ...)."""
+    chunk = CHUNK if x.shape[1] % CHUNK == 0 else x.shape[1]
+    return x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+
+
+def _cross_entropy(x: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean over all tokens, a chunk of logits at a time, which are not kept."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def chunk_loss(x: jax.Array, targets: jax.Array) -> jax.Array:
+        logits = jnp.einsum(
+            "bsd,dv->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.sum()
+
+    def add(total: jax.Array, chunk: Any) -> tuple[jax.Array, None]:
+        return total + chunk_loss(*chunk), None
+
+    chunks = [jnp.moveaxis(_chunked(y), 1, 0) for y in (x, targets)]
+    total, _ = lax.scan(add, jnp.float32(0), tuple(chunks))
+    return total / targets.size
+
+
+class Decoder(nn.Module):
+    """A decoder that returns its loss: the mean cross-entropy of the next tokens."""
+
+    shape: Shape
+    param_dtype: Any = jnp.bfloat16
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        shape = self.shape
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        normal = nn.initializers.normal(0.02)
+        size = (shape.vocabulary, shape.width)
+        embedding = self.param("embedding", normal, size, self.param_dtype)
+        x = embedding.astype(jnp.bfloat16)[inputs]
+        if shape.learned_positions:
+            size = (shape.learned_positions, shape.width)
+            positions = self.param("positions", normal, size, self.param_dtype)
+            x += positions.astype(x.dtype)[None, : x.shape[1]]
+        layers = _layers(shape, True, self.param_dtype, self.constrain)
+        x, _ = layers(self.constrain(x), None)
+        x = _norm(shape, self.param_dtype, "final_norm")(x)
+        if shape.tied:
+            head = embedding.T
+        else:
+            size = (shape.width, shape.vocabulary)
+            head = self.param("lm_head", normal, size, self.param_dtype)
+        return _cross_entropy(x, head, targets)
+
+
+class VisionTransformer(nn.Module):
+    """A ViT that returns its loss: the mean cross-entropy of the images' classes."""
+
+    shape: Shape
+    param_dtype: Any = jnp.bfloat16
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x
+
+    @nn.compact
+    def __call__(self, images: jax.Array, labels: jax.Array) -> jax.Array:
+        shape = self.shape
+        side = IMAGE // PATCH
+        x = images.reshape(-1, side, PATCH, side, PATCH, 3)
+        x = jnp.swapaxes(x, 2, 3).reshape(-1, side**2, PATCH * PATCH * 3)
+        dense = functools.partial(
+            nn.Dense, dtype=jnp.bfloat16, param_dtype=self.param_dtype
+        )
+        x = dense(shape.width, name="patches")(x)
+        normal = nn.initializers.normal(0.02)
+        token = self.param("token", normal, (1, 1, shape.width), self.param_dtype)
+        token = jnp.broadcast_to(token, (x.shape[0], 1, shape.width))
+        x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
+        size = (shape.learned_positions, shape.width)
+        positions = self.param("positions", normal, size, self.param_dtype)
+        x += positions.astype(x.dtype)[None]
+        layers = _layers(shape, False, self.param_dtype, self.constrain)
+        x, _ = layers(self.constrain(x), None)
+        x = _norm(shape, self.param_dtype, "final_norm")(x[:, 0])
+        logits = dense(shape.vocabulary, name="head")(x).astype(jnp.float32)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean()
+
+
+class MasterWeightsState(NamedTuple):
+    """The parameters in float32, and the state of the optimizer of those."""
+
+    master: Any
+    inner: Any
+
+
+def master_weights(inner: optax.GradientTransformation) -> Any:
+    """Optimizes a float32 copy of the parameters, which themselves are rounded from it.
+
+    The update is what leads from the parameters to the rounded copy, in the parameters'
+    dtype: exact while a step does not change a parameter by more than half of it, and
+    otherwise off by a rounding of the update, which the next step makes good.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def in_float32(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def init(params: Any) -> MasterWeightsState:
+        master = in_float32(params)
+        return MasterWeightsState(master, inner.init(master))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        if params is None:
+            raise ValueError("master_weights needs the parameters: update(..., params)")
+        updates, inner_state = inner.update(
+            in_float32(updates), state.inner, state.master, **extra
+        )
+        master = optax.apply_updates(state.master, updates)
+        updates = jax.tree.map(lambda m, p: m.astype(p.dtype) - p, master, params)
+        return updates, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _train_step(
+    offload: Wrap,
+    target: aot.Target,
+    make_loss: Callable[..., Callable[..., jax.Array]],
+    batch: Any,
+    params: str,
+    tokens: int,
+) -> oo.Step:
+    """The step of (params, opt_state, batch), sharded over all devices of a target.
+
+    Args:
+      offload: goes around the optimizer.
+      target: what it will be compiled for.
+      make_loss: from the parameters' dtype and a constraint on activations to a Flax
+        module that returns a loss.
+      batch: structs, whose leading axis is divided over the devices.
+      params: the parameters' dtype; ``"bfloat16"`` has master weights in the state.
+      tokens: in the batch.
+    """
+    mesh = target.mesh(("fsdp",))
+    rows = NamedSharding(mesh, P("fsdp"))
+    if params not in ("bfloat16", "float32"):
+        raise ValueError(f"params is {params!r}; it must be 'bfloat16' or 'float32'")
+    dtype = jnp.dtype(params)
+    module: Any = make_loss(dtype, lambda x: lax.with_sharding_constraint(x, rows))
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
+    )
+    parameters = parameter_shapes(make_loss(dtype, lambda x: x), batch)
+    parameters = jax.tree.map(lambda x: _shard(x, mesh), parameters)
+    optimizer: Any = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-4, 100, 1000))
+    if params == "bfloat16":
+        optimizer = master_weights(optimizer)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), offload(optimizer))
+    state = oo.eval_shape(tx.init, parameters)
+
+    def step(parameters: Any, state: Any, batch: Any) -> Any:
+        def loss_fn(parameters: Any) -> jax.Array:
+            return module.apply({"params": parameters}, *batch)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(parameters)
+        updates, state = tx.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, loss
+
+    shardings = jax.tree.map(lambda x: x.sharding, (parameters, state))
+    return oo.Step(
+        step,
+        (parameters, state, batch),
+        donate_argnums=(0, 1),
+        out_shardings=(*shardings, NamedSharding(mesh, P())),
+        tokens=tokens,
+    )
+
+
+def parameter_shapes(module: Any, batch: Any) -> Mapping[str, Any]:
+    """The parameters of a Flax module, as structs."""
+    variables: Any = jax.eval_shape(module.init, jax.random.key(0), *batch)
+    return variables["params"]
+
+
+def _shard(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+    """Shards the last axis where it fills the lanes of a TPU, else the one before it.
+
+    So the leading axis of layers is whole on each device, and so are the rows of an
+    embedding.
+    """
+    spec = [None] * x.ndim
+    for axis, least in ((-1, 128), (-2, 8), (-1, 1)):
+        shard, rest = divmod(x.shape[axis], mesh.size) if x.ndim > 1 else (0, 0)
+        if not rest and shard >= least:
+            spec[axis] = "fsdp"
+            break
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def _decoder(
+    shape: Shape,
+    offload: Wrap,
+    target: aot.Target,
+    batch: int,
+    context: int,
+    params: str,
+) -> oo.Step:
+    sequences = batch * target.device_count
+    tokens = jax.ShapeDtypeStruct((sequences, context + 1), jnp.int32)
+    make = functools.partial(Decoder, shape)
+    count = sequences * context
+    return _train_step(offload, target, make, (tokens,), params, count)
+
+
+def llama3_8b(
+    offload: Wrap,
+    target: aot.Target,
+    batch: int = 1,
+    context: int = 4096,
+    params: str = "bfloat16",
+) -> oo.Step:
+    """Llama 3 8B, all parameters trained."""
+    return _decoder(LLAMA3_8B, offload, target, batch, context, params)
+
+
+def llama3_70b(
+    offload: Wrap,
+    target: aot.Target,
+    batch: int = 1,
+    context: int = 4096,
+    params: str = "bfloat16",
+) -> oo.Step:
+    """Llama 3 70B, all parameters trained."""
+    return _decoder(LLAMA3_70B, offload, target, batch, context, params)
+
+
+def gemma_2b(
+    offload: Wrap,
+    target: aot.Target,
+    batch: int = 1,
+    context: int = 4096,
+    params: str = "bfloat16",
+) -> oo.Step:
+    """Gemma 2B."""
+    return _decoder(GEMMA_2B, offload, target, batch, context, params)
+
+
+def gpt2_xl(
+    offload: Wrap,
+    target: aot.Target,
+    batch: int = 4,
+    context: int = 1024,
+    params: str = "float32",
+) -> oo.Step:
+    """GPT-2 XL."""
+    return _decoder(GPT2_XL, offload, target, batch, context, params)
+
+
+def vit_h(
+    offload: Wrap, target: aot.Target, batch: int = 32, params: str = "float32"
+) -> oo.Step:
+    """ViT-H/14, on images of 224 x 224."""
+    images = batch * target.device_count
+    inputs = (
+        jax.ShapeDtypeStruct((images, IMAGE, IMAGE, 3), jnp.bfloat16),
+        jax.ShapeDtypeStruct((images,), jnp.int32),
+    )
+    make = functools.partial(VisionTransformer, VIT_H)
+    count = images * VIT_H.learned_positions
+    return _train_step(offload, target, make, inputs, params, count)

@@ -1,0 +1,68 @@
+"""Counting the matrix products of a step, from its own equations.
+
+A compiled program's `cost_analysis()` does not serve: a TPU's counts the body of a loop
+once (Llama 3 8B in 32 scanned layers: 4.6e12 of 2.6e14), a GPU's that is compiled
+without one says nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend import core as jex
+
+
+def count(fn: Callable[..., Any], *args: Any) -> int:
+    """Floating point operations of matrix products and convolutions, on all devices.
+
+    Scans count as often as they run, of the branches of a conditional the one that has
+    most, a while loop once. What a kernel computes that is no equation (cuDNN, Pallas
+    on its grid) is not seen.
+
+    Args:
+      fn: a function that JAX can trace.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`.
+    """
+    return _of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def _of_jaxpr(jaxpr: jex.Jaxpr) -> int:
+    return sum(_of_equation(e) for e in jaxpr.eqns)
+
+
+def _of_equation(e: jex.JaxprEqn) -> int:
+    name = e.primitive.name
+    if name in ("dot_general", "ragged_dot"):
+        contracted = (
+            e.params["dimension_numbers"][0][0] if name == "dot_general" else ()
+        )
+        lhs = _shape(e.invars[0])
+        # A ragged product multiplies each row with one of its groups' matrices.
+        inner = [lhs[i] for i in contracted] if name == "dot_general" else lhs[-1:]
+        return 2 * math.prod(_shape(e.outvars[0])) * math.prod(inner)
+    if name == "conv_general_dilated":
+        kernel = _shape(e.invars[1])
+        features = e.params["dimension_numbers"].rhs_spec[0]
+        per_output = math.prod(kernel) // kernel[features]
+        return 2 * math.prod(_shape(e.outvars[0])) * per_output
+    inside = [_of_jaxpr(jaxpr) for jaxpr in _nested(e.params)]
+    if name == "cond":
+        return max(inside, default=0)
+    return e.params.get("length", 1) * sum(inside) if name == "scan" else sum(inside)
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return v.aval.shape
+
+
+def _nested(params: dict[str, Any]) -> Iterator[jex.Jaxpr]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, jex.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex.Jaxpr):
+                yield item

@@ -1,0 +1,50 @@
+"""Measuring the link between an attached device and its host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+
+
+def measure_link(nbytes: int = 2**30, *, chunks: int = 16, rounds: int = 5) -> float:
+    """How fast loads and stores are when both run, on the first device of this process.
+
+    Args:
+      nbytes: moved each way, in each round.
+      chunks: in so many arrays.
+      rounds: of which the median counts, after one that does not.
+
+    Returns:
+      Bytes per second, each way: for `plan`'s ``link_bytes_per_second``.
+
+    Raises:
+      ValueError: the device has no host memory apart from its own, as a CPU.
+
+    Example:
+      >>> import optax_offload as oo
+      >>> oo.measure_link()  # doctest: +SKIP
+      52817330245.3
+    """
+    (first, *_) = jax.local_devices()
+    if first.platform == "cpu":
+        raise ValueError(
+            "measure_link needs an attached GPU or TPU; the first device of this "
+            f"process is {first}. Leave the link out to plan with the documented figure"
+        )
+    device = jax.sharding.SingleDeviceSharding(first)
+    host = device.with_memory_kind("pinned_host")
+    size = max(1, nbytes // chunks // 4)
+    make = jax.jit(lambda: jnp.ones(size, jnp.float32), out_shardings=device)
+    here = [make() for _ in range(chunks)]
+    there = jax.block_until_ready(jax.device_put(here, host))
+    seconds = []
+    for _ in range(rounds + 1):
+        started = time.perf_counter()
+        pairs = zip(there, here, strict=True)
+        moved = [(jax.device_put(a, device), jax.device_put(b, host)) for a, b in pairs]
+        jax.block_until_ready(moved)
+        seconds.append(time.perf_counter() - started)
+    return 4 * size * chunks / statistics.median(seconds[1:])

@@ -1,0 +1,45 @@
+"""The memory of a plan as bars, for people who would rather look."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+COLORS = {
+    "parameters": "#4269d0",
+    "gradients": "#efb118",
+    "activations": "#6cc5b0",
+    "state": "#ff725c",
+    "other": "#9c9c9c",
+}
+
+
+def save(plan: Any, path: str | os.PathLike[str]) -> None:
+    """Writes the peaks before and after as stacked bars, beside the budget, as PNG.
+
+    Args:
+      plan: a `Plan`.
+      path: the file.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    gib = 2**30
+    figure = Figure(figsize=(5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    bars = {"as given": plan.before.parts, "with the plan": plan.after.parts}
+    bottoms = [0.0] * len(bars)
+    for part, color in COLORS.items():
+        heights = [parts[part] / gib for parts in bars.values()]
+        axes.bar(list(bars), heights, 0.6, bottoms, label=part, color=color)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    for x, total in enumerate(bottoms):
+        axes.annotate(f"{total:.1f}", (x, total), ha="center", va="bottom")
+    budget = plan.budget_bytes / gib
+    axes.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set(ylabel="peak of each device (GiB)", title=plan.target.name)
+    axes.set_ylim(0, 1.1 * max(*bottoms, budget))
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=150)

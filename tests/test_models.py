@@ -1,0 +1,181 @@
+"""The models of the examples: as large as published, and they learn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_offload as oo
+from examples import models
+from optax_offload import aot
+
+# As published: https://arxiv.org/abs/2407.21783 (8B, 70B), the checkpoints' own counts
+# for Gemma 2B and GPT-2 XL, and timm's of ViT-H/14 with 1000 classes.
+PUBLISHED = {
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "gemma_2b": 2_506_172_416,
+    "gpt2_xl": 1_557_611_200,
+    "vit_h": 632_045_800,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_published(name):
+    """To the last one; and the factory moves what it is told to."""
+    target = aot.Target("v5e:4x4")
+    step = getattr(models, name)(lambda tx: tx, target)
+    params, state, batch = step.args
+    assert sum(x.size for x in jax.tree.leaves(params)) == PUBLISHED[name]
+    copies = 3 if name in ("llama3_8b", "llama3_70b", "gemma_2b") else 2
+    floats = [x for x in jax.tree.leaves(state) if x.ndim]
+    assert sum(x.size for x in floats) == copies * PUBLISHED[name]
+    assert {x.dtype for x in floats} == {jnp.dtype("float32")}
+    assert all(x.shape[0] % 16 == 0 for x in jax.tree.leaves(batch))
+    sizes = [
+        (x.size, np.prod(x.sharding.shard_shape(x.shape)))
+        for x in jax.tree.leaves(params)
+    ]
+    sharded = sum(whole for whole, shard in sizes if whole == 16 * shard)
+    assert sharded > 0.99 * PUBLISHED[name]
+
+
+def test_offload_goes_around_adam():
+    """Its state is what goes to the host."""
+    step = models.gemma_2b(oo.offload, aot.Target("h100"))
+    kinds = {
+        x.sharding.memory_kind for x in jax.tree.leaves(step.args[1]) if x.ndim > 2
+    }
+    assert kinds == {"pinned_host"}
+
+
+def test_parameters_have_a_known_dtype():
+    """Others are refused."""
+    with pytest.raises(ValueError, match="params is 'int8'; it must be 'bfloat16' or"):
+        models.gemma_2b(lambda tx: tx, aot.Target("h100"), params="int8")
+
+
+LLAMA = models.Shape(2, 32, 4, 2, 8, 64, 61)
+GPT = models.Shape(2, 32, 4, 4, 8, 64, 61, None, tied=True, learned_positions=16)
+
+
+def gradients(fn, *args):
+    """Of the sum of squares of what a function returns, and that."""
+
+    def loss(*args):
+        return jnp.sum(fn(*args).astype(jnp.float32) ** 2)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args)))))(*args)
+
+
+def test_chunks_change_nothing(monkeypatch):
+    """Attention and the loss in chunks are those that are computed whole."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    query = jax.random.normal(keys[0], (2, 16, 4, 8))
+    key, value = (jax.random.normal(k, (2, 16, 2, 8)) for k in keys[1:3])
+    x = jax.random.normal(keys[3], (2, 16, 8))
+    head = jax.random.normal(keys[4], (8, 61))
+    targets = jnp.arange(32).reshape(2, 16)
+
+    def attention(*args):
+        return models._attention(*args, causal=True)
+
+    def cross_entropy(x, head):
+        return models._cross_entropy(x, head, targets)
+
+    def both():
+        return gradients(attention, query, key, value), gradients(
+            cross_entropy, x, head
+        )
+
+    whole = both()
+    monkeypatch.setattr(models, "CHUNK", 4)
+    for a, b in zip(*map(jax.tree.leaves, (whole, both())), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    expected = optax.softmax_cross_entropy_with_integer_labels(x @ head, targets)
+    np.testing.assert_allclose(cross_entropy(x, head), expected.mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [4, 512])
+def test_no_query_sees_a_later_key(chunk, monkeypatch):
+    """In chunks and whole."""
+    monkeypatch.setattr(models, "CHUNK", chunk)
+    query = jax.random.normal(jax.random.key(0), (1, 8, 2, 4))
+    key, value = query[:, :, :1] + 1, query[:, :, :1] - 1
+
+    def outputs(value):
+        return models._attention(query, key, value, causal=True).sum(axis=(0, 2, 3))
+
+    seen = np.abs(jax.jit(jax.jacobian(outputs))(value)).sum(axis=(1, 3, 4))
+    np.testing.assert_array_equal(seen > 0, np.tri(8, dtype=bool))
+
+
+def test_master_weights():
+    """Parameters in bfloat16 follow those that Adam alone would have in float32."""
+    tx = models.master_weights(optax.adam(1e-3))
+    params = {"w": jnp.linspace(-1, 1, 512, dtype=jnp.bfloat16)}
+    state = tx.init(params)
+    reference, adam = {"w": params["w"].astype(jnp.float32)}, optax.adam(1e-3)
+    expected = adam.init(reference)
+    for step in range(20):
+        grads = {"w": jnp.cos(jnp.arange(512.0) + step).astype(jnp.bfloat16)}
+        updates, state = tx.update(grads, state, params)
+        assert updates["w"].dtype == jnp.bfloat16
+        params = optax.apply_updates(params, updates)
+        in_float32 = {"w": grads["w"].astype(jnp.float32)}
+        updates, expected = adam.update(in_float32, expected, reference)
+        reference = optax.apply_updates(reference, updates)
+    np.testing.assert_array_equal(state.master["w"], reference["w"])
+    rounded = state.master["w"].astype(jnp.bfloat16).astype(jnp.float32)
+    np.testing.assert_allclose(params["w"].astype(jnp.float32), rounded, rtol=2**-7)
+    changed = jnp.abs(state.master["w"] - jnp.linspace(-1, 1, 512)).max()
+    assert changed > 1e-3, "less than a bfloat16 step of most parameters, and kept"
+
+
+def test_master_weights_need_parameters():
+    """As any optimizer that reads them."""
+    tx = models.master_weights(optax.adam(1e-3))
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="master_weights needs the parameters"):
+        tx.update(params, tx.init(params))
+
+
+@pytest.mark.parametrize("shape", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)])
+def test_it_trains(shape):
+    """A tiny decoder of the same code, offloaded, on the CPU."""
+    tokens = jnp.tile(jnp.arange(17), (4, 1))
+    module = models.Decoder(shape, jnp.bfloat16)
+    params = jax.jit(module.init)(jax.random.key(0), tokens)["params"]
+    rule = oo.Rule(".*", min_bytes=8)
+    tx = oo.offload(models.master_weights(optax.adam(1e-2)), rule)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(lambda p: module.apply({"params": p}, tokens))(
+            params
+        )
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    params = jax.device_put(params, jax.devices()[0])
+    state, losses = tx.init(params), []
+    for _ in range(8):
+        params, state, loss = step(params, state)
+        losses.append(float(loss))
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_vit_has_a_loss(monkeypatch):
+    """Of images and classes, and gradients of all of its parameters."""
+    monkeypatch.setattr(models, "IMAGE", 28)
+    shape = models.Shape(1, 16, 2, 2, 8, 32, 10, gated=None, learned_positions=5)
+    images, labels = jnp.ones((2, 28, 28, 3)), jnp.array([1, 2])
+    module = models.VisionTransformer(shape, jnp.float32)
+    params = jax.jit(module.init)(jax.random.key(0), images, labels)["params"]
+    value_and_grad = jax.value_and_grad(
+        lambda p: module.apply({"params": p}, images, labels)
+    )
+    loss, grads = jax.jit(value_and_grad)(params)
+    assert np.isclose(loss, np.log(10), atol=1.0)
+    assert all(np.abs(g).max() > 0 for g in jax.tree.leaves(grads))
