@@ -192,6 +192,29 @@ def test_compiled_step(case, platform):
     check_transfers(case, platform, compiled)
 
 
+def collectives(compiled):
+    """How many elements the collectives of each kind make."""
+    kinds = ("all-gather", "all-reduce", "all-to-all", "collective", "reduce-scatter")
+    found = collections.Counter()
+    for i in program.instructions(compiled):
+        if i.opcode.startswith(kinds) and not i.opcode.endswith("-done"):
+            found[i.opcode.removesuffix("-start")] += sum(
+                int(np.prod(a.shape)) for a in i.results
+            )
+    return found
+
+
+@each_compiler
+@pytest.mark.parametrize("name", ["fsdp_4", "fsdp_8"])
+def test_no_collective_is_added(platform, name):
+    """No slice crosses a shard, so that offloading has no need of any."""
+    case = CASES[name]
+    ours, *_ = compiled_for(case, platform)
+    plain, *_ = compiled_for(case, platform, case.training(lambda inner: inner))
+    assert collectives(plain)
+    assert not collectives(ours) - collectives(plain)
+
+
 def forgets_to_store(inner):
     """Its loads are there, and nothing brings the state back."""
     tx = oo.offload(inner)
