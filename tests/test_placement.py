@@ -215,6 +215,23 @@ def test_no_collective_is_added(platform, name):
     assert not collectives(ours) - collectives(plain)
 
 
+@each_compiler
+def test_collectives_of_slices_across_shards_are_seen(platform):
+    """As a rule that names a sharded axis makes them."""
+    pytest.importorskip("libtpu" if platform == "tpu" else "jax_plugins")
+    target = aot.Target(TARGETS[platform][4])
+    rows = jax.NamedSharding(target.mesh(), jax.P("x"))
+    params = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=rows)
+
+    def compiled(slice_axis):
+        tx = oo.offload(optax.adam(LR), oo.Rule(".*", slice_axis=slice_axis))
+        state = oo.eval_shape(tx.init, params)
+        return aot.compile(tx.update, params, state, target=target)
+
+    assert not collectives(compiled("auto"))
+    assert collectives(compiled(0))
+
+
 def forgets_to_store(inner):
     """Its loads are there, and nothing brings the state back."""
     tx = oo.offload(inner)
