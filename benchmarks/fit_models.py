@@ -31,7 +31,7 @@ from optax_offload import _plan, aot
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["llama3_8b", "llama3_70b"], "Of examples/models.py.")
-flags.DEFINE_list("families", ["gpu", "h100", "v5p", "v5e"], "Targets to go through.")
+flags.DEFINE_list("families", ["gpu", "h100", "v5p"], "Targets to go through.")
 flags.DEFINE_list("modes", list(MODES), "What to compare.")
 flags.DEFINE_integer("context", 4096, "Tokens in a sequence, one on each device.")
 flags.DEFINE_string("out", "out/fit_models", "Where the .json goes.")
@@ -41,12 +41,10 @@ TARGETS = {
     "gpu": ["rtx4090", "a100-40", "h100", "h200", "b200"],
     "h100": ["h100", "h100:2", "h100:4", "h100:8", "h100:16", "h100:32"],
     "v5p": ["v5p:1x1x1", "v5p:2x1x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4"],
-    "v5e": ["v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4", "v5e:4x8", "v5e:8x8"],
 }
 # Whatever the mode: a single chip for 8B, several for 70B.
 ROWS = [
     ("llama3_8b", "gpu"),
-    ("llama3_8b", "v5e"),
     ("llama3_70b", "h100"),
     ("llama3_70b", "v5p"),
 ]
