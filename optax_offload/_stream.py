@@ -247,7 +247,10 @@ class _SliceLoop:
             x = here[v] if v in here else self._env[v]
             if v not in row_local.axes:
                 return x
-            x = lax.dynamic_slice_in_dim(x, first, rows, row_local.axes[v])
+            axis = row_local.axes[v]
+            x = lax.dynamic_slice_in_dim(
+                x, first, rows, axis, allow_negative_indices=False
+            )
             return _memory.transfer(x, "device") if v in self._loads else x
 
         # In a group that is alone in its loop, a slice of one leaf is computed, as far
@@ -272,7 +275,9 @@ class _SliceLoop:
         for k, a, y in zip(group.outputs, jaxpr.outvars, results, strict=True):
             y = _memory.transfer(known.get(a, y), self._kinds[k])
             axis = row_local.axes[self._flat.outvars[k]]
-            updated[k] = lax.dynamic_update_slice_in_dim(buffers[k], y, first, axis)
+            updated[k] = lax.dynamic_update_slice_in_dim(
+                buffers[k], y, first, axis, allow_negative_indices=False
+            )
         return updated
 
 
