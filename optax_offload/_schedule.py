@@ -29,6 +29,8 @@ MOST_WINDOW_BYTES = 64 * MIB
 # take 0.3 ms each way, beside a latency of some 10 us, here in bytes.
 MOST_SLICE_BYTES = 16 * MIB
 LATENCY_BYTES = MIB // 2
+# That a loop begins and ends, in the same way: some 40 us.
+LOOP_BYTES = 2 * MIB
 # One iteration of a loop and the next do not overlap: one of n updates keeps the link
 # busy for n parts in n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 16
@@ -467,8 +469,7 @@ def _padding(size: int, tile: int) -> float:
 def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
     """Puts the groups that can be sliced into loops.
 
-    A group joins the last loop that it makes hardly slower, of the few that are not
-    full: with more groups in a loop there is more to do beside a computation.
+    A group joins the last loop that it makes no slower, of the few that are not full.
     """
     stages: list[Group | Loop] = []
     unfilled: list[Loop] = []
@@ -481,7 +482,7 @@ def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
         for at in reversed(range(len(unfilled))):
             joined = _loop([*unfilled[at].groups, group], window_bytes)
             apart = _cost(unfilled[at]) + _cost(alone)
-            if joined and _cost(joined) <= 1.02 * apart:
+            if joined and _cost(joined) <= apart:
                 unfilled[at] = joined
                 break
         else:
@@ -536,7 +537,7 @@ def _cost(loop: Loop) -> float:
         for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
     ]
     iteration = loop.unrolled * sum(updates) + max(updates)
-    cost = loop.turns / loop.unrolled * iteration
+    cost = loop.turns / loop.unrolled * iteration + LOOP_BYTES
     return cost if len(updates) == 1 else max(cost, 2 * loop.turns * max(updates))
 
 

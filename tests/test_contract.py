@@ -43,6 +43,7 @@ OTHER_FUSIONS = {
     "clip_and_schedule",
     "muon",
     "nadamw",
+    "novograd",
     "optimistic_adam",
     "rmsprop",
 }

@@ -27,6 +27,7 @@ def test_public_names():
         "MemoryKindError",
         "MemoryReport",
         "OffloadConfig",
+        "OffloadError",
         "OffloadWarning",
         "Plan",
         "Rule",
@@ -36,7 +37,9 @@ def test_public_names():
         "measure_link",
         "memory_report",
         "offload",
+        "offload_states",
         "plan",
+        "reload_states",
         "set_memory_kind",
     }
 
