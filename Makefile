@@ -14,7 +14,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/train_lm.py
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 --dist=loadgroup
+	$(BIN)/python -m pytest -n 2 --dist=loadgroup $(PYTEST_ARGS)
 
 check: $(VENV)/installed
 	$(BIN)/ruff check .
