@@ -370,62 +370,30 @@ def _shard(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
 
 
 def _decoder(
-    shape: Shape,
-    offload: Wrap,
-    target: aot.Target,
-    batch: int,
-    context: int,
-    params: str,
-) -> oo.Step:
-    sequences = batch * target.device_count
-    tokens = jax.ShapeDtypeStruct((sequences, context + 1), jnp.int32)
-    make = functools.partial(Decoder, shape)
-    count = sequences * context
-    return _train_step(offload, target, make, (tokens,), params, count)
+    shape: Shape, *, batch: int = 1, context: int = 4096, params: str = "bfloat16"
+) -> Callable[..., oo.Step]:
+    """A step factory for a decoder, all parameters trained, and its defaults."""
+
+    def make_step(
+        offload: Wrap,
+        target: aot.Target,
+        batch: int = batch,
+        context: int = context,
+        params: str = params,
+    ) -> oo.Step:
+        sequences = batch * target.device_count
+        tokens = jax.ShapeDtypeStruct((sequences, context + 1), jnp.int32)
+        make = functools.partial(Decoder, shape)
+        count = sequences * context
+        return _train_step(offload, target, make, (tokens,), params, count)
+
+    return make_step
 
 
-def llama3_8b(
-    offload: Wrap,
-    target: aot.Target,
-    batch: int = 1,
-    context: int = 4096,
-    params: str = "bfloat16",
-) -> oo.Step:
-    """Llama 3 8B, all parameters trained."""
-    return _decoder(LLAMA3_8B, offload, target, batch, context, params)
-
-
-def llama3_70b(
-    offload: Wrap,
-    target: aot.Target,
-    batch: int = 1,
-    context: int = 4096,
-    params: str = "bfloat16",
-) -> oo.Step:
-    """Llama 3 70B, all parameters trained."""
-    return _decoder(LLAMA3_70B, offload, target, batch, context, params)
-
-
-def gemma_2b(
-    offload: Wrap,
-    target: aot.Target,
-    batch: int = 1,
-    context: int = 4096,
-    params: str = "bfloat16",
-) -> oo.Step:
-    """Gemma 2B."""
-    return _decoder(GEMMA_2B, offload, target, batch, context, params)
-
-
-def gpt2_xl(
-    offload: Wrap,
-    target: aot.Target,
-    batch: int = 4,
-    context: int = 1024,
-    params: str = "float32",
-) -> oo.Step:
-    """GPT-2 XL."""
-    return _decoder(GPT2_XL, offload, target, batch, context, params)
+llama3_8b = _decoder(LLAMA3_8B)
+llama3_70b = _decoder(LLAMA3_70B)
+gemma_2b = _decoder(GEMMA_2B)
+gpt2_xl = _decoder(GPT2_XL, batch=4, context=1024, params="float32")
 
 
 def vit_h(

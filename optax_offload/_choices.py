@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._schedule import Atom, Flat, flatten, live_equations
+from optax_offload._schedule import Atom, Flat, flatten, in_place, live_equations
 
 # Enough to know what a selection is multiplied with.
 _FOLDED = frozenset(("add", "and", "convert_element_type", "mul", "not", "or", "sub"))
@@ -32,14 +32,15 @@ class Choice:
       predicate: a variable without axes: bool, or the index of one of two branches.
       ahead: the equations that it takes to know it, as positions.
       outputs: those that it may change, as positions: all but scalars that depend on
-        no load, such as a step counter.
+        no load, such as a step counter. Each with the input into whose buffer it can
+        be written; None where a buffer has to be made.
       versions: the update if it is 0, and if it is 1. Neither has the equations ahead;
         what is not among the outputs is 0.
     """
 
     predicate: jex.Var
     ahead: tuple[int, ...]
-    outputs: tuple[int, ...]
+    outputs: Mapping[int, int | None]
     versions: tuple[Flat, Flat]
 
 
@@ -49,6 +50,7 @@ def choice(
     loads: Collection[int],
     stores: Collection[int],
     updates: Collection[int],
+    homes: Sequence[int | None],
 ) -> Choice | None:
     """Finds the predicate by which an update moves at most half of its state, or all.
 
@@ -61,13 +63,18 @@ def choice(
       loads: the inputs that are loaded from the host.
       stores: the outputs that are stored to the host.
       updates: the outputs that are updates, one for each parameter.
+      homes: for each output the input that it replaces.
     """
     loaded = {flat.invars[i] for i in loads if _shape(flat.invars[i])}
     dependent = _dependent(flat, loaded)
     predicate = _predicate(flat, loaded, dependent, stores)
     if predicate is None:
         return None
-    outputs = [k for k, a in enumerate(flat.outvars) if _shape(a) or _in(a, dependent)]
+    outputs = {
+        k: in_place(flat, k, homes[k], loads, stores)
+        for k, a in enumerate(flat.outvars)
+        if _shape(a) or _in(a, dependent)
+    }
     outvars = [a if k in outputs else _zero(a) for k, a in enumerate(flat.outvars)]
     flat = dataclasses.replace(flat, outvars=outvars)
     ahead = _ancestors(flat, predicate)
@@ -76,7 +83,7 @@ def choice(
     moved = [len(_moved(version, loaded, stores)) for version in versions]
     if min(moved) > len(_moved(flat, loaded, stores)) / 2:
         return None
-    return Choice(predicate, ahead, tuple(outputs), (versions[0], versions[1]))
+    return Choice(predicate, ahead, outputs, (versions[0], versions[1]))
 
 
 def _in(a: Atom, variables: Collection[jex.Var]) -> bool:

@@ -15,6 +15,8 @@ GIB = 2**30
 # none, and lowers its default where the second makes it allocate all of it at once.
 PLUGIN_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PLUGIN_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
+PLUGIN_DEFAULT_BYTES = 64 * GIB
+PLUGIN_PREALLOCATED_BYTES = 16 * GIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +116,8 @@ def _limit_of(group: Path) -> Limit | None:
 def _plugin(pinned_bytes: int) -> Limit:
     preallocate = os.environ.get(PLUGIN_PREALLOCATE, "").lower() in ("1", "true")
     value = os.environ.get(PLUGIN_LIMIT, "")
-    total = GIB * (int(value) if value.isdecimal() else 16 if preallocate else 64)
+    default = PLUGIN_PREALLOCATED_BYTES if preallocate else PLUGIN_DEFAULT_BYTES
+    total = GIB * int(value) if value.isdecimal() else default
     return Limit("GPU plugin", total, max(total - pinned_bytes, 0))
 
 

@@ -241,9 +241,11 @@ def _streamed(
     slice_axes = _slice_axes(config, args, state, loads, leaves)
 
     def evaluate(flat: _schedule.Flat, leaves: Sequence[Any]) -> list[Any]:
-        choice = _choices.choice(flat, loads=loads, stores=stores, updates=updates)
+        choice = _choices.choice(
+            flat, loads=loads, stores=stores, updates=updates, homes=homes
+        )
         if choice is not None:
-            return _stream.choose(choice, flat, leaves, homes, kinds, evaluate)
+            return _stream.choose(choice, flat, leaves, kinds, evaluate)
         schedule = _schedule.plan(
             flat,
             loads=loads,

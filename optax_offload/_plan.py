@@ -18,6 +18,7 @@ from optax_offload import (
     _families,
     _figures,
     _flops,
+    _host,
     _memory,
     _offload,
     _plan_file,
@@ -33,8 +34,6 @@ from optax_offload._targets import Target, size_text
 # own reserve already; batches and what else the process keeps remain.
 RESERVES = {"gpu": 0.10, "tpu": 0.02}
 GPU_DEFAULT_FRACTION = 0.75
-# XLA's pinned allocator stops there, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB is set.
-GPU_HOST_LIMIT_BYTES = 64 * 2**30
 GPUS_OF_A_HOST = 8
 
 
@@ -578,9 +577,9 @@ def _environment(target: Target, after: Compiled) -> dict[str, str]:
             percent = min(math.ceil(share * 100) + 2, 97)
             found["XLA_CLIENT_MEM_FRACTION"] = f"{percent / 100:.2f}"
         host = after.moved_bytes * min(target.device_count, GPUS_OF_A_HOST)
-        if host > 0.9 * GPU_HOST_LIMIT_BYTES:
+        if host > 0.9 * _host.PLUGIN_DEFAULT_BYTES:
             limit = math.ceil(host * 11 / 10 / 2**30)
-            found["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] = str(limit)
+            found[_host.PLUGIN_LIMIT] = str(limit)
     return found
 
 

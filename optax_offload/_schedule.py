@@ -426,18 +426,30 @@ class _Slicer:
 
     def _home(self, k: int, rows: _rows.RowLocal) -> int | None:
         """The input into whose buffer an output can be written slice by slice."""
-        home, output = self._homes[k], self._flat.outvars[k].aval
+        home = in_place(self._flat, k, self._homes[k], self._loads, self._stored)
         if home is not None:
-            v = self._flat.invars[home]
-            before: Any = v.aval
-            same = (before.shape, before.dtype) == (output.shape, output.dtype)
-            in_place = (home in self._loads) == (k in self._stored)
-            axis = rows.axes.get(v, rows.axes[self._flat.outvars[k]])
-            if same and in_place and axis == rows.axes[self._flat.outvars[k]]:
+            axis = rows.axes[self._flat.outvars[k]]
+            if rows.axes.get(self._flat.invars[home], axis) == axis:
                 return home
         if k in self._stored:
             raise _rows.NotRowLocalError("no buffer on the host to write into")
         return None
+
+
+def in_place(
+    flat: Flat,
+    k: int,
+    home: int | None,
+    loads: Collection[int],
+    stores: Collection[int],
+) -> int | None:
+    """The input that an output replaces, if it can be written into its buffer."""
+    if home is None:
+        return None
+    before: Any = flat.invars[home].aval
+    after: Any = flat.outvars[k].aval
+    same = (before.shape, before.dtype) == (after.shape, after.dtype)
+    return home if same and (home in loads) == (k in stores) else None
 
 
 def _unit(v: jex.Var, axis: int) -> int:

@@ -61,7 +61,6 @@ def choose(
     choice: Choice,
     flat: Flat,
     args: Sequence[Any],
-    homes: Sequence[int | None],
     kinds: Sequence[str],
     evaluate: Callable[[Flat, Sequence[Any]], list[Any]],
 ) -> list[Any]:
@@ -74,7 +73,6 @@ def choose(
       choice: the versions.
       flat: the update that they are of.
       args: the values of its inputs, wherever they are.
-      homes: for each output the input that it replaces.
       kinds: the memory kind of each output.
       evaluate: how a version is evaluated.
 
@@ -84,17 +82,12 @@ def choose(
     env = dict(zip(flat.invars, args, strict=True)) | flat.constants
     ahead = _evaluate(flat, choice.ahead, lambda v: _memory.transfer(env[v], "device"))
     env |= ahead
-    rest = [i for i in _rest(flat, choice) if i not in set(choice.ahead)]
-    env |= _evaluate(flat, rest, lambda v: _memory.transfer(env[v], "device"))
-    values, in_place = {}, {}
-    for k in choice.outputs:
-        home, kind = homes[k], kinds[k]
-        aval: Any = flat.outvars[k].aval
-        if home is not None and _replaces(args[home], aval, kind):
-            values[k], in_place[k] = args[home], home
-        else:
-            zeros = jnp.zeros(aval.shape, aval.dtype)
-            values[k] = _memory.transfer(zeros, kind)
+    rest = set(_rest(flat, choice)).difference(choice.ahead)
+    env |= _evaluate(flat, sorted(rest), lambda v: _memory.transfer(env[v], "device"))
+    values = {
+        k: _zeros(flat.outvars[k].aval, kinds[k]) if home is None else args[home]
+        for k, home in choice.outputs.items()
+    }
     index = env[choice.predicate] > 0
     for wanted, version in zip((~index, index), choice.versions, strict=True):
         version = dataclasses.replace(version, constants=ahead | version.constants)
@@ -102,8 +95,9 @@ def choose(
         def once(carry: Any, version: Flat = version) -> Any:
             _, values = carry
             here = list(args)
-            for k, home in in_place.items():
-                here[home] = values[k]
+            for k, home in choice.outputs.items():
+                if home is not None:
+                    here[home] = values[k]
             results = evaluate(version, here)
             return jnp.asarray(False), {k: results[k] for k in values}
 
@@ -116,16 +110,13 @@ def choose(
     ]
 
 
-def _replaces(x: Any, aval: Any, kind: str) -> bool:
-    """Whether a value of a type, in a memory, can be written over another."""
-    same = (x.shape, x.dtype) == (aval.shape, aval.dtype)
-    return same and _memory.on_host(x) == (kind == "pinned_host")
+def _zeros(aval: Any, kind: str) -> Any:
+    return _memory.transfer(jnp.zeros(aval.shape, aval.dtype), kind)
 
 
 def _rest(flat: Flat, choice: Choice) -> list[int]:
     """The equations of the outputs that a choice does not change."""
-    outputs = set(choice.outputs)
-    outvars = [a for k, a in enumerate(flat.outvars) if k not in outputs]
+    outvars = [a for k, a in enumerate(flat.outvars) if k not in choice.outputs]
     return live_equations(dataclasses.replace(flat, outvars=outvars))
 
 

@@ -30,7 +30,8 @@ def test_init_makes_one_leaf_at_a_time(chip):
 
 
 def test_peak_falls_in_a_whole_step(chip):
-    """By most of the state, though the gradients of a loop's 8 layers wait for it."""
+    """By the state, but for the window and the 8 gradients that wait for their loop."""
+    window_bytes = 2**20
 
     def peak_of(tx):
         def step(params, state, x):
@@ -52,8 +53,6 @@ def test_peak_falls_in_a_whole_step(chip):
 
     plain, ours = (
         peak_of(optax.adamw(1e-3)),
-        peak_of(
-            oo.offload(optax.adamw(1e-3), oo.OffloadConfig([oo.Rule(".*")], 2**20))
-        ),
+        peak_of(oo.offload(optax.adamw(1e-3), window_bytes=window_bytes)),
     )
-    assert (plain - ours) / (16 * LEAF_BYTES) > 0.5
+    assert plain - ours >= (16 - 8) * LEAF_BYTES - window_bytes

@@ -28,7 +28,13 @@ def choice_of(tx, host=MOMENTS):
     paths = [jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in leaves]
     pattern = oo.Rule(".*/" + host)
     loads = [i for i, path in enumerate(paths) if pattern.matches(path)]
-    choice = _choices.choice(flat, loads=loads, stores=loads, updates=range(3))
+    choice = _choices.choice(
+        flat,
+        loads=loads,
+        stores=loads,
+        updates=range(3),
+        homes=range(len(flat.outvars)),
+    )
     if choice is None:
         return None, []
     return choice, [sorted(moved(v, loads, paths)) for v in choice.versions]
