@@ -359,7 +359,7 @@ def _warn_of_groups(
         _warn_of_window(group.nbytes, schedule, [paths[k] for k in group.outputs], why)
     for loop in schedule.loops:
         for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
-            if asked is not None and nbytes > asked:
+            if asked is not None and nbytes > asked and group.rows is not None:
                 outputs = [paths[k] for k in group.outputs]
                 why = "there are no smaller slices"
                 _warn_of_window(nbytes, schedule, outputs, why)

@@ -58,12 +58,13 @@ class Group:
     Attributes:
       loads: the inputs that are loaded, as positions.
       outputs: the outputs that are computed from them, as positions.
-      equations: the equations that only this group needs, as positions.
+      equations: the equations that only this group needs, as positions; of those that
+        depend on no load, only if it is in a loop and not updated in slices.
       nbytes: the bytes that its loads take on each device, or its stores if more.
       tied_by: the primitives that join leaves of different parameters, where any do.
       rows: the equations as they are for a slice, if it can be updated in slices.
-      homes: for each output the input whose buffer its slices are written into, as a
-        position; None where a buffer has to be made.
+      homes: for each output the input whose buffer it is written into, as a position;
+        None where a buffer has to be made on the device. () if the host has none.
       unit: slices are multiples of so many rows.
       whole_because: what keeps it from being updated in slices.
     """
@@ -88,13 +89,13 @@ class Group:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Groups that are updated slice by slice, together.
+    """Groups that are updated together: slice by slice, or whole.
 
     Attributes:
       groups: in the order in which a turn of the loop updates a slice of each.
       turns: how many slices each leaf has.
       rows: of each group, the rows in a slice. What does not divide is a last slice,
-        outside the loop.
+        outside the loop. () where leaves are whole.
       unrolled: how many turns are one iteration of the loop.
       waits: for each update of an iteration the number of updates, counted from its
         first, that must have been stored before it is loaded.
@@ -108,7 +109,7 @@ class Loop:
 
     @property
     def slice_bytes(self) -> tuple[int, ...]:
-        """Of each group, what a slice takes on each device."""
+        """Of each group, what a slice takes on each device, or the whole of it."""
         return _slice_bytes(self.groups, self.rows)
 
 
@@ -117,12 +118,13 @@ class Schedule:
     """An update as an ordered list of stages.
 
     Attributes:
-      stages: in the order in which they run: groups that are updated whole, and loops.
+      stages: in the order in which they run: loops, and the groups that cannot be in
+        one.
       ahead: the inputs that are loaded before all groups, as positions: scalars, such
         as a step counter, which would tie every leaf to every other.
       shared: the equations that are evaluated whole beforehand, as positions.
-      waits: for each group that is updated whole the number of such groups, counted
-        from the first, that must have been updated before it is loaded.
+      waits: for each group that is in no loop the number of such groups, counted from
+        the first, that must have been updated before it is loaded.
       window_bytes: the bytes that may be on each device at once.
       window_because: what the window was chosen by.
     """
@@ -141,8 +143,8 @@ class Schedule:
 
     @property
     def whole(self) -> tuple[Group, ...]:
-        """The groups that are updated whole."""
-        return tuple(s for s in self.stages if isinstance(s, Group))
+        """The groups that cannot be updated in slices."""
+        return tuple(group for group in self.groups if group.rows is None)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -162,6 +164,9 @@ class Schedule:
             f"loop of {loop.turns} turns over {len(loop.groups)} groups, "
             f"{loop.unrolled} to an iteration, "
             f"slices of {_range(loop.slice_bytes)} bytes"
+            if loop.rows
+            else f"loop that runs once over {len(loop.groups)} groups, "
+            f"whole, of {_range(loop.slice_bytes)} bytes"
             for loop in self.loops
         ]
         reasons: dict[str, int] = {}
@@ -259,8 +264,8 @@ def plan(
 
     Outputs that depend on a common load form a group, and so does each store that
     depends on none. Groups run in the reverse natural order of their outputs' paths,
-    in which gradients become available: last layer first. Groups that can be updated
-    in slices are put into loops, up to 16 groups in each.
+    in which gradients become available: last layer first. They are put into loops, up
+    to 16 in each, in slices if they can be and need to be.
 
     Args:
       flat: the update.
@@ -331,6 +336,7 @@ def plan(
 
     groups = [group(component) for component in equations]
     groups += [Group((), (k,), (), nbytes(flat.outvars[k].aval)) for k in alone]
+    groups, shared = _own(flat, shared, groups)
 
     def availability(group: Group) -> tuple[Any, ...]:
         of_updates = [k for k in group.outputs if k in updates]
@@ -345,12 +351,12 @@ def plan(
         window_bytes = min(max(sixteenth, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
         because = "a sixteenth of the state, at least 8 and at most 64 MiB"
     stages = _stages(groups, window_bytes)
-    whole = [stage for stage in stages if isinstance(stage, Group)]
+    apart = [stage for stage in stages if isinstance(stage, Group)]
     return Schedule(
         tuple(stages),
         ahead,
-        _needed(flat, shared, groups),
-        _waits([g.nbytes for g in whole], window_bytes),
+        tuple(shared),
+        _waits([g.nbytes for g in apart], window_bytes),
         window_bytes,
         because,
     )
@@ -385,7 +391,11 @@ class _Slicer:
         try:
             return self._sliced(group)
         except _rows.NotRowLocalError as e:
-            return dataclasses.replace(group, whole_because=str(e))
+            homes = tuple(self._in_place(k) for k in group.outputs)
+            stores = zip(group.outputs, homes, strict=True)
+            if any(home is None and k in self._stored for k, home in stores):
+                homes = ()
+            return dataclasses.replace(group, homes=homes, whole_because=str(e))
 
     def _sliced(self, group: Group) -> Group:
         flat = self._flat
@@ -426,7 +436,7 @@ class _Slicer:
 
     def _home(self, k: int, rows: _rows.RowLocal) -> int | None:
         """The input into whose buffer an output can be written slice by slice."""
-        home = in_place(self._flat, k, self._homes[k], self._loads, self._stored)
+        home = self._in_place(k)
         if home is not None:
             axis = rows.axes[self._flat.outvars[k]]
             if rows.axes.get(self._flat.invars[home], axis) == axis:
@@ -434,6 +444,9 @@ class _Slicer:
         if k in self._stored:
             raise _rows.NotRowLocalError("no buffer on the host to write into")
         return None
+
+    def _in_place(self, k: int) -> int | None:
+        return in_place(self._flat, k, self._homes[k], self._loads, self._stored)
 
 
 def in_place(
@@ -479,14 +492,14 @@ def _padding(size: int, tile: int) -> float:
 
 
 def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
-    """Puts the groups that can be sliced into loops.
+    """Puts the groups that have buffers to be written into into loops.
 
     A group joins the last loop that it makes no slower, of the few that are not full.
     """
     stages: list[Group | Loop] = []
     unfilled: list[Loop] = []
     for group in groups:
-        if group.rows is None:
+        if not group.homes:
             stages.append(group)
             continue
         alone = _loop([group], window_bytes)
@@ -508,33 +521,61 @@ def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
 
 
 def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
-    """The fastest loop of which two slices fit into the window.
+    """The fastest loop of which two slices, or leaves, fit into the window.
 
     Then one can be loaded while the one before is stored. Slices of a single group are
-    loaded and stored one after the other, so that one may fill the window. Several
-    groups have to be cut into the same number of like slices; None if they cannot be.
+    loaded and stored one after the other, so that one may fill the window. None if
+    there is no such loop.
     """
-    units = [g.row_local.rows // g.unit for g in groups]
-    most = max(g.nbytes for g in groups)
-    bound = min(window_bytes / 2, MOST_SLICE_BYTES) if len(groups) > 1 else window_bytes
-    least = max(2, math.ceil(most / bound))
-    common = math.gcd(*units)
+    several = len(groups) > 1
+    bound = min(window_bytes / 2, MOST_SLICE_BYTES) if several else window_bytes
+    whole = max(g.nbytes for g in groups) <= bound
+    loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
+    if all(g.rows is not None for g in groups):
+        loops += _slice_loops(groups, window_bytes, bound)
+    elif not several and not whole:
+        return _loop_of(groups, 1, (), window_bytes)
+    return min(loops, key=_cost, default=None)
 
-    def loop(turns: int, rows: Sequence[int]) -> Loop:
-        unrolled = _unrolled(turns, len(groups))
-        waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
-        return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
+def _slice_loops(
+    groups: Sequence[Group], window_bytes: int, bound: float
+) -> list[Loop]:
+    """Loops over slices of at most so many bytes, if the groups have any like slices.
+
+    Several groups have to be cut into the same number of slices, each of like size.
+    """
+    least = max(2, math.ceil(max(g.nbytes for g in groups) / bound))
+    common = math.gcd(*(g.row_local.rows // g.unit for g in groups))
     if all(g.row_local.rows % g.unit == 0 for g in groups):
         divisors = [d for d in range(least, 8 * least) if common % d == 0]
         # A count of turns that divides is within twice of what is needed, or not used.
         if divisors and divisors[0] < 2 * least:
-            loops = (loop(d, [g.row_local.rows // d for g in groups]) for d in divisors)
-            return min(loops, key=_cost)
+            return [
+                _loop_of(
+                    groups, d, [g.row_local.rows // d for g in groups], window_bytes
+                )
+                for d in divisors
+            ]
     if len(groups) > 1:
-        return None
+        return []
     in_slice = max(1, common // least)
-    return loop(common // in_slice, [in_slice * groups[0].unit])
+    rows = [in_slice * groups[0].unit]
+    return [_loop_of(groups, common // in_slice, rows, window_bytes)]
+
+
+def _loop_of(
+    groups: Sequence[Group], turns: int, rows: Sequence[int], window_bytes: int
+) -> Loop:
+    # With several turns of several groups in a loop that runs once, an H100's compiler
+    # waits for each load before it starts the next: two iterations at least.
+    most = min(
+        UPDATES_IN_AN_ITERATION // len(groups),
+        turns if len(groups) == 1 else turns // 2,
+    )
+    unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
+    waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
+    return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
 
 def _cost(loop: Loop) -> float:
@@ -554,40 +595,61 @@ def _cost(loop: Loop) -> float:
 
 
 def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:
+    if not rows:
+        return tuple(g.nbytes for g in groups)
     return tuple(
         math.ceil(g.nbytes * n / g.row_local.rows)
         for g, n in zip(groups, rows, strict=True)
     )
 
 
-def _unrolled(turns: int, groups: int) -> int:
-    """How many turns an iteration has; two iterations at least, or it is no loop."""
-    most = min(UPDATES_IN_AN_ITERATION // groups, turns // 2)
-    return next((n for n in range(most, 1, -1) if turns % n == 0), 1)
-
-
-def _needed(
+def _own(
     flat: Flat, shared: Sequence[int], groups: Sequence[Group]
-) -> tuple[int, ...]:
-    """Of the shared equations those that are not only evaluated slice by slice."""
+) -> tuple[list[Group], list[int]]:
+    """Gives equations to the groups that alone need them, as far as that is of use.
+
+    What is fused with an update stays fused with it, and takes no memory of its own.
+
+    Returns:
+      The groups, and the equations that are left and needed: not those that are only
+      evaluated slice by slice.
+    """
     in_slices = {k for group in groups if group.rows for k in group.outputs}
-    wanted = {
-        a
+    # Which group wants a variable; None for several of them, or for others.
+    wanted_by: dict[jex.Var, int | None] = {
+        a: None
         for k, a in enumerate(flat.outvars)
         if isinstance(a, jex.Var) and k not in in_slices
     }
-    for group in groups:
+    own: list[list[int]] = [list(group.equations) for group in groups]
+
+    def want(variables: Sequence[jex.Var], at: int | None) -> None:
+        for v in variables:
+            wanted_by[v] = at if wanted_by.get(v, at) == at else None
+
+    for at, group in enumerate(groups):
         if group.rows is not None:
-            wanted.update(group.rows.inputs)
+            want(group.rows.inputs, None)
         else:
-            wanted.update(a for i in group.equations for a in _vars(flat.equations[i]))
-    needed = []
+            for i in group.equations:
+                want(_vars(flat.equations[i]), at if group.homes else None)
+    left = []
     for i in reversed(shared):
         e = flat.equations[i]
-        if e.effects or not wanted.isdisjoint(e.outvars):
-            needed.append(i)
-            wanted.update(_vars(e))
-    return tuple(reversed(needed))
+        wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
+        at = wanted.pop() if len(wanted) == 1 and not e.effects else None
+        if at is not None:
+            own[at].append(i)
+        elif e.effects or wanted or any(v in wanted_by for v in e.outvars):
+            left.append(i)
+        else:
+            continue
+        want(_vars(e), at)
+    groups = [
+        dataclasses.replace(group, equations=tuple(sorted(equations)))
+        for group, equations in zip(groups, own, strict=True)
+    ]
+    return groups, left[::-1]
 
 
 def _vars(e: jex.JaxprEqn) -> list[jex.Var]:

@@ -41,7 +41,7 @@ def run(
     passed, held = 0, []
     for stage in schedule.stages:
         if isinstance(stage, Loop):
-            done |= _SliceLoop(flat, stage, env, kinds).run()
+            done |= _Loop(flat, stage, env, kinds).run()
             continue
         # One value of the group before stands for all that it waited for, so that no
         # result is waited for twice and the barriers are linear in all.
@@ -158,13 +158,13 @@ def _run_group(
     return done, stored, held
 
 
-class _SliceLoop:
-    """A loop in which every turn updates a slice of each of its groups, or several.
+class _Loop:
+    """A loop in which every turn updates a slice of each of its groups, or all of it.
 
-    A slice is read from its leaf's buffer and written back to the same place, so no
-    second buffer is needed on the host. Transfers are all inside: between stages, where
-    they could run beside the backward pass, an H100's compiler reorders that for them
-    and keeps several times more alive, and a v5e's starts loads long before their use.
+    What is stored is written to where it was read from, so no second buffer is needed
+    on the host. Transfers are all inside: between stages, where they could run beside
+    the backward pass, an H100's compiler reorders that for them and keeps several times
+    more alive, and a v5e's starts loads long before their use.
     """
 
     def __init__(
@@ -182,27 +182,40 @@ class _SliceLoop:
 
     def run(self) -> dict[int, Any]:
         """The values of the outputs of all groups."""
+        loop = self._loop
         buffers = {
             k: self._buffer(k, home)
-            for group in self._loop.groups
+            for group in loop.groups
             for k, home in zip(group.outputs, group.homes, strict=True)
         }
-        turns = self._loop.turns // self._loop.unrolled
-        buffers = lax.fori_loop(0, turns, self._turn, buffers)
-        for group, rows in zip(self._loop.groups, self._loop.rows, strict=True):
-            first = self._loop.turns * rows
+        iterations: Any = loop.turns // loop.unrolled
+        if iterations == 1:
+            # A compiler that knew would take the loop apart.
+            iterations = lax.optimization_barrier(jnp.int32(1))
+        buffers = lax.fori_loop(0, iterations, self._iteration, buffers)
+        for group, rows in zip(loop.groups, loop.rows, strict=False):
+            first = loop.turns * rows
             rest = group.row_local.rows - first
             if rest:
-                buffers = self._update(group, buffers, first, rest)
+                buffers = self._update(group, self._env, buffers, first, rest)
         return buffers
 
-    def _turn(self, turn: Any, buffers: dict[int, Any]) -> dict[int, Any]:
-        """One iteration: updates of slices, each loaded when the window allows it."""
+    def _iteration(self, number: Any, buffers: dict[int, Any]) -> dict[int, Any]:
+        """Updates, each of which is loaded when the window allows it."""
         loop = self._loop
+        env = self._env
+        if not loop.rows:
+            # What is computed from these alone would be computed ahead of the loop, and
+            # kept; of a slice it cannot be.
+            read = self._read_whole()
+            values, _ = lax.optimization_barrier(([env[v] for v in read], number))
+            env = {**env, **dict(zip(read, values, strict=True))}
         updates = [
-            (group, rows, (turn * loop.unrolled + i) * rows)
+            (group, rows, (number * loop.unrolled + i) * rows if rows else 0)
             for i in range(loop.unrolled)
-            for group, rows in zip(loop.groups, loop.rows, strict=True)
+            for group, rows in zip(
+                loop.groups, loop.rows or [None] * len(loop.groups), strict=True
+            )
         ]
         passed = 0
         for (group, rows, first), wait in zip(updates, loop.waits, strict=True):
@@ -211,23 +224,47 @@ class _SliceLoop:
             ]
             passed = max(passed, wait)
             buffers = _after_stores(buffers, before, group.outputs)
-            buffers = self._update(group, buffers, first, rows)
+            buffers = self._update(group, env, buffers, first, rows)
         return buffers
 
+    def _read_whole(self) -> list[jex.Var]:
+        """What the groups read and do not replace, such as parameters."""
+        read: dict[jex.Var, None] = {}
+        for group in self._loop.groups:
+            if group.rows is not None:
+                read |= dict.fromkeys(group.rows.inputs)
+                continue
+            for i in group.equations:
+                e = self._flat.equations[i]
+                read |= dict.fromkeys(a for a in e.invars if isinstance(a, jex.Var))
+        homes = {
+            self._flat.invars[home]
+            for group in self._loop.groups
+            for home in group.homes
+            if home is not None
+        }
+        return [
+            v
+            for v in read
+            if v in self._env and v not in homes and jnp.ndim(self._env[v])
+        ]
+
     def _buffer(self, k: int, home: int | None) -> Any:
-        """What the slices of an output are written into: if possible, its input."""
+        """What an output is written into: if possible, its input."""
         if home is not None:
             return self._env[self._flat.invars[home]]
         aval: Any = self._flat.outvars[k].aval
         return jnp.zeros(aval.shape, aval.dtype)
 
     def _update(
-        self, group: Group, buffers: dict[int, Any], first: Any, rows: int
+        self,
+        group: Group,
+        env: Mapping[jex.Var, Any],
+        buffers: dict[int, Any],
+        first: Any,
+        rows: int | None,
     ) -> dict[int, Any]:
-        """Loads, computes and stores a slice of each leaf of a group."""
-        row_local = group.row_local
-        jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
-        names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
+        """Loads, computes and stores a slice of each leaf of a group, or all of it."""
         here = {
             self._flat.invars[home]: buffers[k]
             for k, home in zip(group.outputs, group.homes, strict=True)
@@ -235,15 +272,52 @@ class _SliceLoop:
         }
 
         def load(v: jex.Var, first: Any) -> Any:
-            x = here[v] if v in here else self._env[v]
-            if v not in row_local.axes:
-                return x
-            axis = row_local.axes[v]
-            x = lax.dynamic_slice_in_dim(
-                x, first, rows, axis, allow_negative_indices=False
-            )
+            x = here[v] if v in here else env[v]
+            if rows is not None:
+                if v not in group.row_local.axes:
+                    return x
+                axis = group.row_local.axes[v]
+                x = lax.dynamic_slice_in_dim(
+                    x, first, rows, axis, allow_negative_indices=False
+                )
             return _memory.transfer(x, "device") if v in self._loads else x
 
+        if rows is None and group.rows is None:
+            results = self._whole(group, lambda v: load(v, 0))
+        else:
+            results = self._slices(group, load, first, rows)
+        updated = dict(buffers)
+        for k, y in zip(group.outputs, results, strict=True):
+            y = _memory.transfer(y, self._kinds[k])
+            if rows is not None:
+                axis = group.row_local.axes[self._flat.outvars[k]]
+                y = lax.dynamic_update_slice_in_dim(
+                    buffers[k], y, first, axis, allow_negative_indices=False
+                )
+            updated[k] = y
+        return updated
+
+    def _whole(self, group: Group, load: Callable[[jex.Var], Any]) -> list[Any]:
+        """The outputs of a group by the equations that it has."""
+        values = {self._flat.invars[i]: load(self._flat.invars[i]) for i in group.loads}
+
+        def lookup(v: jex.Var) -> Any:
+            return values[v] if v in values else load(v)
+
+        values |= _evaluate(self._flat, group.equations, lookup)
+        return [_read(self._flat.outvars[k], lookup) for k in group.outputs]
+
+    def _slices(
+        self,
+        group: Group,
+        load: Callable[[jex.Var, Any], Any],
+        first: Any,
+        rows: int | None,
+    ) -> list[Any]:
+        """Slices of the outputs of a group by its equations for so many rows."""
+        row_local = group.row_local
+        jaxpr = row_local.jaxpr(rows or row_local.rows, self._flat.debug_info)
+        names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
         # In a group that is alone in its loop, a slice of one leaf is computed, as far
         # as it suffices, before the next leaf's is loaded, so that loads and stores of
         # different leaves run side by side.
@@ -262,14 +336,7 @@ class _SliceLoop:
             values |= {names[v]: load(v, at) for v in later}
             jaxpr = jaxpr.replace(invars=list(values))
         results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
-        updated = dict(buffers)
-        for k, a, y in zip(group.outputs, jaxpr.outvars, results, strict=True):
-            y = _memory.transfer(known.get(a, y), self._kinds[k])
-            axis = row_local.axes[self._flat.outvars[k]]
-            updated[k] = lax.dynamic_update_slice_in_dim(
-                buffers[k], y, first, axis, allow_negative_indices=False
-            )
-        return updated
+        return [known.get(a, y) for a, y in zip(jaxpr.outvars, results, strict=True)]
 
 
 def _after_stores(

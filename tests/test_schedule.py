@@ -12,7 +12,13 @@ NBYTES = 8 * 4 * 4
 
 
 def plan_of(
-    tx, params, *, window_bytes=None, slice_axis=None, host=lambda x: x.ndim > 0
+    tx,
+    params,
+    *,
+    window_bytes=None,
+    slice_axis=None,
+    host=lambda x: x.ndim > 0,
+    in_place=True,
 ):
     """The schedule of an update whose non-scalar state is all on the host."""
     state = jax.eval_shape(tx.init, params)
@@ -28,7 +34,7 @@ def plan_of(
         loads=loads,
         stores=stores,
         updates=updates,
-        homes=range(len(paths)),
+        homes=range(len(paths)) if in_place else [None] * len(paths),
         paths=paths,
         slice_axes=dict.fromkeys(loads, slice_axis),
         nbytes=_memory.nbytes,
@@ -112,9 +118,28 @@ def test_dead_equations_tie_nothing():
     ],
 )
 def test_groups_wait_until_they_fit(window_bytes, waits):
-    """A group runs beside as many before it as the window holds."""
-    schedule, _ = plan_of(optax.adam(1e-3), layers(4), window_bytes=window_bytes)
-    assert schedule.waits == waits
+    """A group runs beside as many before it as the window holds: in no loop, without
+    buffers to write into, and in one, which has several only if two of them fit."""
+    adam, params = optax.adam(1e-3), layers(4)
+    schedule, _ = plan_of(adam, params, window_bytes=window_bytes, in_place=False)
+    assert (schedule.waits, schedule.loops) == (waits, ())
+    schedule, _ = plan_of(adam, params, window_bytes=window_bytes)
+    one_by_one = waits == (0, 1, 2, 3)
+    assert [loop.waits for loop in schedule.loops] == (
+        [(0,)] * 4 if one_by_one else [waits]
+    )
+    assert all(loop.turns == 1 and not loop.rows for loop in schedule.loops)
+
+
+def test_a_group_has_what_only_it_needs():
+    """In a loop: else what is fused with its update would be computed before."""
+
+    def in_no_group(**kwargs):
+        schedule, _ = plan_of(optax.adam(1e-3), layers(4), **kwargs)
+        return len(schedule.shared)
+
+    # Two products for each of four gradients.
+    assert in_no_group(in_place=False) - in_no_group() >= 4 * 2
 
 
 def test_default_window_is_a_sixteenth_of_the_state():
@@ -138,6 +163,7 @@ def test_summary():
     assert str(schedule) == (
         "2 groups of 512 bytes in all, the largest of 256\n"
         "window of 1000 bytes: as asked\n"
+        "loop that runs once over 2 groups, whole, of 256 bytes\n"
         "2 groups whole: no axis to slice a leaf of shape (8, 4)"
     )
 
@@ -160,19 +186,29 @@ def stacked(*shapes, dtype=jnp.float32):
 
 def test_groups_of_like_rows_share_a_loop():
     """As many turns as slices have to be, and it says so."""
-    params = stacked((24, 256, 1024), (24, 1024, 256))
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
+    params = stacked(*[(24, 128, 256), (24, 256, 128)] * 4)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
     (loop,) = schedule.loops
-    # Of 48 MiB of moments each; two slices take at most 10: 12 turns of 4 MiB.
-    assert (loop.turns, loop.rows) == (12, (2, 2))
-    assert loop.slice_bytes == (4 << 20, 4 << 20)
-    # Half of the turns are an iteration, and a third slice would make 12 MiB.
-    assert loop.unrolled == 6
-    assert loop.waits == (0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    # Of 6 MiB of moments each; two slices take at most 5: 3 turns of 2 MiB.
+    assert (loop.turns, loop.rows, loop.unrolled) == (3, (8,) * 8, 1)
+    assert loop.slice_bytes == (2 << 20,) * 8
+    # A third slice would make 6 MiB.
+    assert loop.waits == (0, 0, 1, 2, 3, 4, 5, 6)
     assert not schedule.whole
-    assert (
-        "loop of 12 turns over 2 groups, 6 to an iteration, slices of 4194304"
-        in str(schedule)
+    assert "loop of 3 turns over 8 groups, 1 to an iteration, slices of 2097152" in str(
+        schedule
+    )
+
+
+def test_leaves_are_whole_where_two_fit():
+    """Of any shapes, in a loop that runs once."""
+    params = stacked(*[(24, 128, 256), (1000, 128)] * 2)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=13 << 20)
+    (loop,) = schedule.loops
+    assert (loop.turns, loop.rows, loop.unrolled) == (1, (), 1)
+    assert loop.waits == (0, 0, 0, 1)
+    assert "runs once over 4 groups, whole, of 1024000 to 6291456 bytes" in str(
+        schedule
     )
 
 
@@ -188,7 +224,7 @@ def test_a_loop_that_another_shape_interrupts_goes_on():
     params = stacked(*[(2048, 1024), (24, 2048)] * 6)
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
     assert [(len(loop.groups), loop.turns) for loop in schedule.loops] == [
-        (6, 3),
+        (6, 1),
         (6, 4),
     ]
 
