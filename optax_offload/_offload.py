@@ -46,7 +46,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))
           1 groups of 4194304 bytes in all, the largest of 4194304
           window of 1048576 bytes: as asked
-          loop of 4 turns over 1 groups, 2 to an iteration, slices of 1048576 bytes
+          loop of 4 turns over 1 groups, 4 to an iteration, slices of 1048576 bytes
         """
         return self._schedule(params, **extra_args)
 

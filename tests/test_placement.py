@@ -216,6 +216,7 @@ def test_no_collective_is_added(platform, name):
 
 
 @each_compiler
+@pytest.mark.filterwarnings("ignore:.* over the window:optax_offload.OffloadWarning")
 def test_collectives_of_slices_across_shards_are_seen(platform):
     """As a rule that names a sharded axis makes them."""
     pytest.importorskip("libtpu" if platform == "tpu" else "jax_plugins")
@@ -224,7 +225,8 @@ def test_collectives_of_slices_across_shards_are_seen(platform):
     params = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=rows)
 
     def compiled(slice_axis):
-        tx = oo.offload(optax.adam(LR), oo.Rule(".*", slice_axis=slice_axis))
+        rule = oo.Rule(".*", slice_axis=slice_axis)
+        tx = oo.offload(optax.adam(LR), rule, window_bytes=2**17)
         state = oo.eval_shape(tx.init, params)
         return aot.compile(tx.update, params, state, target=target)
 
