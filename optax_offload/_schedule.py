@@ -34,6 +34,9 @@ LOOP_BYTES = 2 * MIB
 # One iteration of a loop and the next do not overlap: one of n updates keeps the link
 # busy for n parts in n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 16
+# Whether there are loops that run once, as those over whole leaves. With JAX 0.10.2 a
+# TPU's compiler makes copies on the host for them; 0.11 was not tried.
+RUNS_ONCE = jax.__version_info__ >= (0, 12)
 # Of models with leaves of several shapes, in turns.
 MOST_UNFILLED_LOOPS = 4
 
@@ -393,7 +396,9 @@ class _Slicer:
         except _rows.NotRowLocalError as e:
             homes = tuple(self._in_place(k) for k in group.outputs)
             stores = zip(group.outputs, homes, strict=True)
-            if any(home is None and k in self._stored for k, home in stores):
+            if not RUNS_ONCE or any(
+                home is None and k in self._stored for k, home in stores
+            ):
                 homes = ()
             return dataclasses.replace(group, homes=homes, whole_because=str(e))
 
@@ -529,7 +534,7 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     """
     several = len(groups) > 1
     bound = min(window_bytes / 2, MOST_SLICE_BYTES) if several else window_bytes
-    whole = max(g.nbytes for g in groups) <= bound
+    whole = RUNS_ONCE and max(g.nbytes for g in groups) <= bound
     loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
     if all(g.rows is not None for g in groups):
         loops += _slice_loops(groups, window_bytes, bound)
@@ -569,10 +574,8 @@ def _loop_of(
 ) -> Loop:
     # With several turns of several groups in a loop that runs once, an H100's compiler
     # waits for each load before it starts the next: two iterations at least.
-    most = min(
-        UPDATES_IN_AN_ITERATION // len(groups),
-        turns if len(groups) == 1 else turns // 2,
-    )
+    once = len(groups) == 1 and RUNS_ONCE
+    most = min(UPDATES_IN_AN_ITERATION // len(groups), turns if once else turns // 2)
     unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
     waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
