@@ -79,10 +79,29 @@ def nbytes_on_each_device(x: Any) -> int:
     return -(-nbytes(x) // shards)
 
 
+def itemsize(x: Any) -> int:
+    """The bytes of one number of a value or type."""
+    return _aval(x).dtype.itemsize
+
+
+def shape_on_each_device(x: Any) -> tuple[int, ...]:
+    """The shape of a value's or type's part on each device, as far as its type says."""
+    aval = _aval(x)
+    mesh, spec = aval.sharding.mesh, aval.sharding.spec
+    shards = (math.prod(mesh.shape[name] for name in _names(part)) for part in spec)
+    return tuple(-(-n // k) for n, k in zip(aval.shape, shards, strict=True))
+
+
 def _axes_of(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a spec names."""
-    parts = (part if isinstance(part, tuple) else (part,) for part in spec)
-    return {name for names in parts for name in names if name is not None}
+    return {name for part in spec for name in _names(part)}
+
+
+def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one part of a spec names."""
+    if part is None:
+        return ()
+    return part if isinstance(part, tuple) else (part,)
 
 
 def slice_axis(x: Any) -> int | None:

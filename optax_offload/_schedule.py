@@ -16,7 +16,7 @@ import jax
 import jax.core
 from jax.extend import core as jex
 
-from optax_offload import _rows
+from optax_offload import _rows, _tiles
 
 MIB = 2**20
 # A window that nobody chose is a sixteenth of the state, between these two. With two
@@ -35,8 +35,8 @@ LOOP_BYTES = 2 * MIB
 # busy for n parts in n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 16
 # Whether there are loops that run once, as those over whole leaves. With JAX 0.10.2 a
-# TPU's compiler makes copies on the host for them; 0.11 was not tried.
-RUNS_ONCE = jax.__version_info__ >= (0, 12)
+# TPU's compiler takes their bodies for row-major, and copies on the host what is not.
+RUNS_ONCE = jax.__version_info__ >= (0, 11)
 # Of models with leaves of several shapes, in turns.
 MOST_UNFILLED_LOOPS = 4
 
@@ -416,7 +416,7 @@ class _Slicer:
         beside = [self._positions[v] for v in rows.outputs[len(group.outputs) :]]
         outputs = (*group.outputs, *beside)
         homes = tuple(self._home(k, rows) for k in outputs)
-        unit = max(_unit(v, axis) for v, axis in rows.axes.items())
+        unit = max(_tiles.unit(v.aval, axis) for v, axis in rows.axes.items())
         if rows.rows < 2 * unit:
             raise _rows.NotRowLocalError(f"{rows.rows} rows, in units of {unit}")
         for k in beside:
@@ -468,32 +468,6 @@ def in_place(
     after: Any = flat.outvars[k].aval
     same = (before.shape, before.dtype) == (after.shape, after.dtype)
     return home if same and (home in loads) == (k in stores) else None
-
-
-def _unit(v: jex.Var, axis: int) -> int:
-    """The rows that slices are multiples of, for a TPU's tiles.
-
-    In the usual layout the last two axes are tiled, with 8 to 32 rows and 128 lanes
-    (https://docs.jax.dev/en/latest/pallas/tpu/details.html), and others are free. A
-    leaf whose last axis does not fill the lanes gets another layout, with the rows in
-    them, if that takes less padding: "Slicing lane dimension is only supported when the
-    lane slice size is a multiple of LaneCount".
-    """
-    aval: Any = v.aval
-    shape, sublanes = aval.shape, 32 // min(aval.dtype.itemsize, 4)
-    from_minor = len(shape) - 1 - axis
-    if from_minor == 0:
-        return 1024
-    if from_minor > 1 and _padding(shape[axis], 128) < _padding(shape[-1], 128):
-        return 128
-    if from_minor == 1 or (sublanes > 8 and shape[-2] % sublanes):
-        return sublanes
-    return 1
-
-
-def _padding(size: int, tile: int) -> float:
-    """How many times as large an axis gets by filling its tiles."""
-    return math.ceil(size / tile) * tile / size
 
 
 def _stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _memory, _tiles
 from optax_offload._choices import Choice
 from optax_offload._schedule import Flat, Group, Loop, Schedule, live_equations
 
@@ -280,7 +280,9 @@ class _Loop:
                 x = lax.dynamic_slice_in_dim(
                     x, first, rows, axis, allow_negative_indices=False
                 )
-            return _memory.transfer(x, "device") if v in self._loads else x
+            if v not in self._loads:
+                return x
+            return _tiles.constrain(_memory.transfer(x, "device"), v.aval)
 
         if rows is None and group.rows is None:
             results = self._whole(group, lambda v: load(v, 0))

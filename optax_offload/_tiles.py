@@ -1,0 +1,83 @@
+"""How a TPU lays out an array: which of its axes fill the tiles.
+
+The last two axes of a layout are tiled, with 8 to 32 rows (sublanes) and 128 columns
+(lanes), and others are free (https://docs.jax.dev/en/latest/pallas/tpu/details.html).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+
+from optax_offload import _memory
+
+SUBLANES = 8
+LANES = 128
+# Of an array with a single axis.
+LINEAR_TILE = 1024
+
+
+def order(x: Any) -> tuple[int, ...]:
+    """The axes of a value or type from major to minor, as a TPU's compiler orders them.
+
+    Tiles are filled by the two axes that take the least padding; of equals by the last,
+    as in row-major order. The others keep theirs. This is the layout of arguments and
+    results, in device and in host memory, and each device's part decides: in Auto mode
+    a type does not say what that is, and the whole is taken for it.
+    """
+    shape = _memory.shape_on_each_device(x)
+    natural = range(len(shape))
+    if len(shape) < 2 or 0 in shape:
+        return tuple(natural)
+    # Narrow types are packed, several rows to a sublane.
+    fewest_rows = 4 // min(_memory.itemsize(x), 4)
+
+    def padding(tiled: tuple[int, int]) -> float:
+        rows, columns = (shape[axis] for axis in tiled)
+        tile = max(fewest_rows, min(SUBLANES, 2 ** math.ceil(math.log2(rows))))
+        return _padding(rows, tile) * _padding(columns, LANES)
+
+    last_first = itertools.product(natural[::-1], repeat=2)
+    pairs = ((rows, columns) for columns, rows in last_first if rows != columns)
+    tiled = min(pairs, key=padding)
+    return (*(axis for axis in natural if axis not in tiled), *tiled)
+
+
+def _padding(size: int, tile: int) -> float:
+    """How many times as large an axis gets by filling its tiles."""
+    return math.ceil(size / tile) * tile / size
+
+
+def unit(x: Any, axis: int) -> int:
+    """What the sizes of slices along an axis must be multiples of."""
+    *_, rows, columns = (None, *order(x))
+    if axis == columns:
+        # "Slicing lane dimension is only supported when the lane slice size is a
+        # multiple of LaneCount"
+        return LANES if rows is not None else LINEAR_TILE
+    rows_in_tile = 32 // min(_memory.itemsize(x), 4)
+    size = _memory.shape_on_each_device(x)[rows]
+    if axis == rows or (rows_in_tile > SUBLANES and size % rows_in_tile):
+        return rows_in_tile
+    return 1
+
+
+def constrain(x: jax.Array, of: Any) -> jax.Array:
+    """Asks a TPU's compiler to lay out a part of an array as it does all of it.
+
+    Left to itself it takes the body of a loop for row-major, and then copies on the
+    host what is laid out in another way.
+    """
+    axes = order(of)
+    if axes == tuple(range(len(axes))):
+        return x
+    return lax.platform_dependent(
+        x,
+        tpu=lambda x: with_layout_constraint(x, Layout(axes)),
+        default=lambda x: x,
+    )
