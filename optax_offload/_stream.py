@@ -192,7 +192,14 @@ class _Loop:
         if iterations == 1:
             # A compiler that knew would take the loop apart.
             iterations = lax.optimization_barrier(jnp.int32(1))
-        buffers = lax.fori_loop(0, iterations, self._iteration, buffers)
+
+        def body(carry: tuple[Any, dict[int, Any]]) -> tuple[Any, dict[int, Any]]:
+            number, buffers = carry
+            return _next(number), self._iteration(number, buffers)
+
+        _, buffers = lax.while_loop(
+            lambda carry: carry[0] < iterations, body, (jnp.int32(0), buffers)
+        )
         for group, rows in zip(loop.groups, loop.rows, strict=False):
             first = loop.turns * rows
             rest = group.row_local.rows - first
@@ -339,6 +346,20 @@ class _Loop:
             jaxpr = jaxpr.replace(invars=list(values))
         results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
         return [known.get(a, y) for a, y in zip(jaxpr.outvars, results, strict=True)]
+
+
+def _next(number: jax.Array) -> jax.Array:
+    """The number of the next iteration, on a CPU by way of a sort.
+
+    With JAX 0.12 a CPU's compiler makes one function of a loop over few bytes, in which
+    it rounds otherwise than elsewhere, and for which it takes several times as long;
+    not if the loop sorts.
+    """
+    return lax.platform_dependent(
+        number + 1,
+        cpu=lambda number: lax.sort(jnp.stack([number, number + 1]))[0],
+        default=lambda number: number,
+    )
 
 
 def _after_stores(

@@ -14,15 +14,8 @@ def asks_for_accelerator(config):
 def pytest_configure(config):
     """Chooses the devices before JAX is imported: it reads both when it starts."""
     if not asks_for_accelerator(config):
-        # The tests' leaves are tiny. XLA's CPU compiler would make one function of each
-        # loop over them, where it rounds otherwise, as it does not over large leaves.
-        as_of_large_leaves = "xla_cpu_small_while_loop_byte_threshold=0"
-        flags = [
-            os.environ.get("XLA_FLAGS", ""),
-            "--xla_force_host_platform_device_count=8",
-            f"--xla_backend_extra_options={as_of_large_leaves}",
-        ]
-        os.environ["XLA_FLAGS"] = " ".join(flags)
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 

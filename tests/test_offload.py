@@ -51,6 +51,16 @@ def test_step_counter_stays_on_the_device():
     assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.parametrize("window_bytes", [2**16, None])
+def test_a_cpu_does_not_make_one_function_of_a_loop(window_bytes):
+    """In which it would round otherwise, and which takes it several times as long."""
+    tx = oo.offload(optax.trace(0.9), window_bytes=window_bytes)
+    compiled = jax.jit(tx.update).lower(PARAMS, tx.init(PARAMS)).compile().as_text()
+    assert compiled
+    assert "while(" in compiled
+    assert "xla_cpu_small_call" not in compiled
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("context", [True, False])
 def test_sharded_state_keeps_its_sharding_and_kind(axis_type, context):
