@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex
 
 Atom = Any  # jex.Var or jex.Literal
@@ -70,6 +71,24 @@ class RowLocal:
         return _resized(
             self.equations, self.inputs, self.outputs, self.axes, rows, debug_info
         )
+
+    def signature(self) -> Hashable:
+        """Equal for equations that only the names of their variables tell apart."""
+        numbers = {v: i for i, v in enumerate(self.inputs)}
+
+        def of(a: Atom) -> Hashable:
+            if isinstance(a, jex.Literal):
+                return a.aval, np.asarray(a.val).tobytes()
+            return numbers[a]
+
+        signature: list[Hashable] = [(v.aval, self.axes.get(v)) for v in self.inputs]
+        for e in self.equations:
+            operands = tuple(of(a) for a in e.invars)
+            numbers |= {v: len(numbers) + i for i, v in enumerate(e.outvars)}
+            params = tuple(e.params.items())
+            signature.append((e.primitive, operands, params, e.ctx))
+        signature += [of(a) for a in self.outputs]
+        return tuple(signature)
 
 
 def analyze(

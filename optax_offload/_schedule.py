@@ -416,7 +416,8 @@ class _Slicer:
         beside = [self._positions[v] for v in rows.outputs[len(group.outputs) :]]
         outputs = (*group.outputs, *beside)
         homes = tuple(self._home(k, rows) for k in outputs)
-        unit = max(_tiles.unit(v.aval, axis) for v, axis in rows.axes.items())
+        types = {(v.aval, axis) for v, axis in rows.axes.items()}
+        unit = max(_tiles.unit(aval, axis) for aval, axis in types)
         if rows.rows < 2 * unit:
             raise _rows.NotRowLocalError(f"{rows.rows} rows, in units of {unit}")
         for k in beside:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tiles
 from optax_offload._choices import Choice
+from optax_offload._rows import RowLocal
 from optax_offload._schedule import Flat, Group, Loop, Schedule, live_equations
 
 
@@ -37,11 +39,12 @@ def run(
     env |= _evaluate(flat, schedule.shared, env.__getitem__)
     done: dict[int, Any] = {}
     computed: list[list[Any]] = []
+    traces = _Traces(flat)
     waits = iter(schedule.waits)
     passed, held = 0, []
     for stage in schedule.stages:
         if isinstance(stage, Loop):
-            done |= _Loop(flat, stage, env, kinds).run()
+            done |= _Loop(flat, stage, env, kinds, traces).run()
             continue
         # One value of the group before stands for all that it waited for, so that no
         # result is waited for twice and the barriers are linear in all.
@@ -158,6 +161,30 @@ def _run_group(
     return done, stored, held
 
 
+class _Traces:
+    """What updates of slices have been traced, so that like leaves are traced once."""
+
+    def __init__(self, flat: Flat):
+        self._flat = flat
+        self._traced: dict[Any, tuple[jex.Jaxpr, Callable[..., list[Any]]]] = {}
+
+    def of(
+        self, row_local: RowLocal, rows: int
+    ) -> tuple[jex.Jaxpr, Callable[..., list[Any]]]:
+        """The equations for so many rows, and a function that evaluates them."""
+        key = rows, row_local.signature()
+        try:
+            known = self._traced.get(key)
+        except TypeError:  # A parameter of an equation that has no hash.
+            key, known = object(), None
+        if known is None:
+            jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
+            evaluate = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+            known = jaxpr, jax.jit(evaluate, inline=True)
+            self._traced[key] = known
+        return known
+
+
 class _Loop:
     """A loop in which every turn updates a slice of each of its groups, or all of it.
 
@@ -173,7 +200,9 @@ class _Loop:
         loop: Loop,
         env: Mapping[jex.Var, Any],
         kinds: Sequence[str],
+        traces: _Traces,
     ):
+        self._traces = traces
         self._flat = flat
         self._loop = loop
         self._env = env
@@ -325,7 +354,7 @@ class _Loop:
     ) -> list[Any]:
         """Slices of the outputs of a group by its equations for so many rows."""
         row_local = group.row_local
-        jaxpr = row_local.jaxpr(rows or row_local.rows, self._flat.debug_info)
+        jaxpr, update = self._traces.of(row_local, rows or row_local.rows)
         names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
         # In a group that is alone in its loop, a slice of one leaf is computed, as far
         # as it suffices, before the next leaf's is loaded, so that loads and stores of
@@ -334,32 +363,34 @@ class _Loop:
         alone = len(self._loop.groups) == 1 and len(loads) > 1
         later = set(loads[(len(loads) + 1) // 2 :]) if alone else set()
         values = {names[v]: load(v, first) for v in names if v not in later}
+        if not later:
+            return update(*values.values())
         known: dict[Any, Any] = {}
         at = first
-        if later:
-            early = _evaluable(jaxpr, values)
-            results = jax.core.eval_jaxpr(early, (), *values.values())
-            if results:
-                at, results = lax.optimization_barrier((jnp.asarray(at), results))
-            known = dict(zip(early.outvars, results, strict=True))
-            values |= {names[v]: load(v, at) for v in later}
-            jaxpr = jaxpr.replace(invars=list(values))
+        early = _evaluable(jaxpr, values)
+        results = jax.core.eval_jaxpr(early, (), *values.values())
+        if results:
+            at, results = lax.optimization_barrier((jnp.asarray(at), results))
+        known = dict(zip(early.outvars, results, strict=True))
+        values |= {names[v]: load(v, at) for v in later}
+        jaxpr = jaxpr.replace(invars=list(values))
         results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
         return [known.get(a, y) for a, y in zip(jaxpr.outvars, results, strict=True)]
 
 
 def _next(number: jax.Array) -> jax.Array:
-    """The number of the next iteration, on a CPU by way of a sort.
+    """The number of the next iteration, on a CPU by way of an FFT of one number.
 
     With JAX 0.12 a CPU's compiler makes one function of a loop over few bytes, in which
     it rounds otherwise than elsewhere, and for which it takes several times as long;
-    not if the loop sorts.
+    not of what its generator for such functions lacks.
     """
-    return lax.platform_dependent(
-        number + 1,
-        cpu=lambda number: lax.sort(jnp.stack([number, number + 1]))[0],
-        default=lambda number: number,
-    )
+
+    def cpu(number: jax.Array) -> jax.Array:
+        numbers = lax.broadcast(number.astype(jnp.complex64), (1,))
+        return lax.real(lax.fft(numbers, "fft", (1,)))[0].astype(number.dtype)
+
+    return lax.platform_dependent(number + 1, cpu=cpu, default=lambda number: number)
 
 
 def _after_stores(
