@@ -365,7 +365,6 @@ class _Loop:
         values = {names[v]: load(v, first) for v in names if v not in later}
         if not later:
             return update(*values.values())
-        known: dict[Any, Any] = {}
         at = first
         early = _evaluable(jaxpr, values)
         results = jax.core.eval_jaxpr(early, (), *values.values())
