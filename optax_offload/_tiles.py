@@ -6,6 +6,7 @@ The last two axes of a layout are tiled, with 8 to 32 rows (sublanes) and 128 co
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -30,12 +31,16 @@ def order(x: Any) -> tuple[int, ...]:
     results, in device and in host memory, and each device's part decides: in Auto mode
     a type does not say what that is, and the whole is taken for it.
     """
-    shape = _memory.shape_on_each_device(x)
+    return _order(_memory.shape_on_each_device(x), _memory.itemsize(x))
+
+
+@functools.cache
+def _order(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     natural = range(len(shape))
     if len(shape) < 2 or 0 in shape:
         return tuple(natural)
     # Narrow types are packed, several rows to a sublane.
-    fewest_rows = 4 // min(_memory.itemsize(x), 4)
+    fewest_rows = 4 // min(itemsize, 4)
 
     def padding(tiled: tuple[int, int]) -> float:
         rows, columns = (shape[axis] for axis in tiled)
