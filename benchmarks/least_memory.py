@@ -1,0 +1,90 @@
+"""The least device memory that whole train steps compile for.
+
+Short of memory a compiler trades time for it: it recomputes, and orders what it else
+overlaps. So the peak on a roomy chip says less about what fits than this does. Found by
+bisection between nothing and the peak on the chip as it is.
+
+Run:
+    python benchmarks/least_memory.py --workloads=leaves,stacked,tutorial
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags
+from steps import MODES, Wrap, compile_step
+from workloads import WORKLOADS, Workload
+
+from optax_offload import aot
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
+flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
+flags.DEFINE_float("tolerance", 0.01, "The part of the answer it may be off by.")
+flags.DEFINE_string("out", "out/least_memory", "Where the .json goes.")
+
+MIB = 2**20
+
+
+def least_memory(
+    workload: Workload, name: str, wrap: Wrap, tolerance: float
+) -> tuple[int, int]:
+    """The least bytes that a step compiled for, and the most that it did not."""
+
+    def peak(memory_bytes: int | None) -> int | None:
+        target = aot.Target(name, memory_bytes=memory_bytes)
+        try:
+            return aot.peak(compile_step(workload, target, wrap)).peak_bytes
+        except aot.DoesNotFitError:
+            return None
+
+    roomy = peak(None)
+    if roomy is None:
+        raise ValueError(f"the step does not fit {name!r} as it is; take a larger chip")
+    # What a compiler reports and what it asks for are not the same to the byte.
+    fits, too_little = int(roomy * 1.05), 0
+    while fits - too_little > tolerance * fits:
+        tried = (fits + too_little) // 2
+        if peak(tried) is None:
+            too_little = tried
+        else:
+            fits = tried
+    return fits, too_little
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    rows = []
+    for workload in FLAGS.workloads:
+        for target in FLAGS.targets:
+            for mode, wrap in MODES.items():
+                fits, too_little = least_memory(
+                    WORKLOADS[workload](), target, wrap, FLAGS.tolerance
+                )
+                rows.append(
+                    {
+                        "workload": workload,
+                        "target": target,
+                        "mode": mode,
+                        "fits_bytes": fits,
+                        "too_little_bytes": too_little,
+                    }
+                )
+                print(
+                    f"{workload:17s} {target:9s} {mode:11s} "
+                    f"fits {fits / MIB:8.1f} MiB, not {too_little / MIB:8.1f}",
+                    flush=True,
+                )
+    out = Path(FLAGS.out).with_suffix(".json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=2) + "\n")
+    print(f"also in {out}")
+
+
+if __name__ == "__main__":
+    app.run(main)
