@@ -74,21 +74,30 @@ class RowLocal:
 
     def signature(self) -> Hashable:
         """Equal for equations that only the names of their variables tell apart."""
-        numbers = {v: i for i, v in enumerate(self.inputs)}
+        axes = tuple(self.axes.get(v) for v in (*self.inputs, *self.outputs))
+        return axes, signature(self.equations, self.inputs, self.outputs)
 
-        def of(a: Atom) -> Hashable:
-            if isinstance(a, jex.Literal):
-                return a.aval, np.asarray(a.val).tobytes()
-            return numbers[a]
 
-        signature: list[Hashable] = [(v.aval, self.axes.get(v)) for v in self.inputs]
-        for e in self.equations:
-            operands = tuple(of(a) for a in e.invars)
-            numbers |= {v: len(numbers) + i for i, v in enumerate(e.outvars)}
-            params = tuple(e.params.items())
-            signature.append((e.primitive, operands, params, e.ctx))
-        signature += [of(a) for a in self.outputs]
-        return tuple(signature)
+def signature(
+    equations: Sequence[jex.JaxprEqn],
+    inputs: Sequence[jex.Var],
+    outputs: Sequence[Atom],
+) -> Hashable:
+    """Equal for equations that only the names of their variables tell apart."""
+    numbers = {v: i for i, v in enumerate(inputs)}
+
+    def of(a: Atom) -> Hashable:
+        if isinstance(a, jex.Literal):
+            return a.aval, np.asarray(a.val).tobytes()
+        return numbers[a]
+
+    parts: list[Hashable] = [v.aval for v in inputs]
+    for e in equations:
+        operands = tuple(of(a) for a in e.invars)
+        numbers |= {v: len(numbers) + i for i, v in enumerate(e.outvars)}
+        parts.append((e.primitive, operands, tuple(e.params.items()), e.ctx))
+    parts += [of(a) for a in outputs]
+    return tuple(parts)
 
 
 def analyze(

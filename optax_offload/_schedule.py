@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,37 @@ class Group:
             raise TypeError(f"a group that is updated whole: {self.whole_because}")
         return self.rows
 
+    def reads(self, flat: Flat) -> list[jex.Var]:
+        """The variables that it takes to update the group."""
+        homes = [flat.invars[home] for home in self.homes if home is not None]
+        if self.rows is not None:
+            return [*self.rows.inputs, *homes]
+        equations = [flat.equations[i] for i in self.equations]
+        defined = {v for e in equations for v in e.outvars}
+        used = [a for e in equations for a in _vars(e)]
+        used += [a for a in map(flat.outvars.__getitem__, self.outputs) if _is_var(a)]
+        loads = [flat.invars[i] for i in self.loads]
+        return [*loads, *(a for a in used if a not in defined), *homes]
+
+    def signature(self, flat: Flat, inputs: Mapping[jex.Var, int]) -> Hashable:
+        """Equal for groups that are updated alike, given how inputs are numbered."""
+        if self.rows is not None:
+            reads: Sequence[jex.Var] = self.rows.inputs
+            update = self.rows.signature()
+        else:
+            reads = list(dict.fromkeys(self.reads(flat)))
+            update = _rows.signature(
+                [flat.equations[i] for i in self.equations],
+                reads,
+                [flat.outvars[k] for k in self.outputs],
+            )
+        return (
+            update,
+            tuple(inputs[v] for v in reads),
+            tuple(inputs[flat.invars[i]] for i in self.loads),
+            tuple(None if i is None else inputs[flat.invars[i]] for i in self.homes),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -114,6 +145,16 @@ class Loop:
     def slice_bytes(self) -> tuple[int, ...]:
         """Of each group, what a slice takes on each device, or the whole of it."""
         return _slice_bytes(self.groups, self.rows)
+
+    def inputs(self, flat: Flat) -> list[jex.Var]:
+        """The variables that it takes to run the loop."""
+        return list(dict.fromkeys(v for g in self.groups for v in g.reads(flat)))
+
+    def signature(self, flat: Flat) -> Hashable:
+        """Equal for loops that only the names of their variables tell apart."""
+        inputs = {v: i for i, v in enumerate(self.inputs(flat))}
+        groups = tuple(group.signature(flat, inputs) for group in self.groups)
+        return groups, self.turns, self.rows, self.unrolled, self.waits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -628,6 +669,10 @@ def _own(
         for group, equations in zip(groups, own, strict=True)
     ]
     return groups, left[::-1]
+
+
+def _is_var(a: Atom) -> bool:
+    return isinstance(a, jex.Var)
 
 
 def _vars(e: jex.JaxprEqn) -> list[jex.Var]:

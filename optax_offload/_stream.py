@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.core
@@ -15,8 +15,9 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tiles
 from optax_offload._choices import Choice
-from optax_offload._rows import RowLocal
 from optax_offload._schedule import Flat, Group, Loop, Schedule, live_equations
+
+T = TypeVar("T")
 
 
 def run(
@@ -39,12 +40,12 @@ def run(
     env |= _evaluate(flat, schedule.shared, env.__getitem__)
     done: dict[int, Any] = {}
     computed: list[list[Any]] = []
-    traces = _Traces(flat)
+    traces = _Traces()
     waits = iter(schedule.waits)
     passed, held = 0, []
     for stage in schedule.stages:
         if isinstance(stage, Loop):
-            done |= _Loop(flat, stage, env, kinds, traces).run()
+            done |= _run_loop(flat, stage, env, kinds, traces)
             continue
         # One value of the group before stands for all that it waited for, so that no
         # result is waited for twice and the barriers are linear in all.
@@ -161,27 +162,42 @@ def _run_group(
     return done, stored, held
 
 
+def _run_loop(
+    flat: Flat,
+    loop: Loop,
+    env: Mapping[jex.Var, Any],
+    kinds: Sequence[str],
+    traces: _Traces,
+) -> dict[int, Any]:
+    """The values of the outputs of a loop, traced once for like loops."""
+    inputs = loop.inputs(flat)
+    outputs = [k for group in loop.groups for k in group.outputs]
+
+    def fn(*values: Any) -> list[Any]:
+        here = dict(zip(inputs, values, strict=True))
+        done = _Loop(flat, loop, here, kinds, traces).run()
+        return [done[k] for k in outputs]
+
+    signature = loop.signature(flat), tuple(kinds[k] for k in outputs)
+    traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
+    results = traced(*(env[v] for v in inputs))
+    return dict(zip(outputs, results, strict=True))
+
+
 class _Traces:
-    """What updates of slices have been traced, so that like leaves are traced once."""
+    """Functions that have been traced, so that like ones are traced once."""
 
-    def __init__(self, flat: Flat):
-        self._flat = flat
-        self._traced: dict[Any, tuple[jex.Jaxpr, Callable[..., list[Any]]]] = {}
+    def __init__(self):
+        self._traced: dict[Hashable, Any] = {}
 
-    def of(
-        self, row_local: RowLocal, rows: int
-    ) -> tuple[jex.Jaxpr, Callable[..., list[Any]]]:
-        """The equations for so many rows, and a function that evaluates them."""
-        key = rows, row_local.signature()
+    def once(self, signature: Hashable, make: Callable[[], T]) -> T:
+        """What was made for the first of these signatures."""
         try:
-            known = self._traced.get(key)
-        except TypeError:  # A parameter of an equation that has no hash.
-            key, known = object(), None
+            known = self._traced.get(signature)
+        except TypeError:  # A parameter of an equation has no hash.
+            return make()
         if known is None:
-            jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
-            evaluate = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
-            known = jaxpr, jax.jit(evaluate, inline=True)
-            self._traced[key] = known
+            known = self._traced[signature] = make()
         return known
 
 
@@ -354,7 +370,14 @@ class _Loop:
     ) -> list[Any]:
         """Slices of the outputs of a group by its equations for so many rows."""
         row_local = group.row_local
-        jaxpr, update = self._traces.of(row_local, rows or row_local.rows)
+        rows = rows or row_local.rows
+
+        def trace() -> tuple[jex.Jaxpr, Callable[..., list[Any]]]:
+            jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
+            evaluate = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+            return jaxpr, jax.jit(evaluate, inline=True)
+
+        jaxpr, update = self._traces.once((rows, row_local.signature()), trace)
         names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
         # In a group that is alone in its loop, a slice of one leaf is computed, as far
         # as it suffices, before the next leaf's is loaded, so that loads and stores of

@@ -61,6 +61,36 @@ def test_a_cpu_does_not_make_one_function_of_a_loop(window_bytes):
     assert "xla_cpu_small_call" not in compiled
 
 
+def bodies_of_loops(jaxpr):
+    """Those in nested jits too: some versions of JAX inline these when lowering."""
+    for e in jaxpr.eqns:
+        if e.primitive.name == "while":
+            yield e.params["body_jaxpr"]
+        elif e.primitive.name in ("jit", "pjit"):
+            yield from bodies_of_loops(e.params["jaxpr"].jaxpr)
+
+
+@pytest.mark.parametrize("window_bytes", [2**14, None])
+def test_like_loops_are_traced_once(window_bytes):
+    """And unlike ones, by a number of an update or by a shape alone, are not."""
+    labels = {f"{kind}_{i}": kind for kind in "abc" for i in range(32)}
+    params = {
+        name: jnp.full((16, 128 if kind in "ab" else 64), 1 + i / 64)
+        for i, (name, kind) in enumerate(labels.items())
+    }
+    rates = {"a": 1e-2, "b": 2e-2, "c": 2e-2}
+    plain = optax.partition({k: optax.adamw(r) for k, r in rates.items()}, labels)
+    tx = oo.offload(plain, EVERYTHING, window_bytes=window_bytes)
+    state = tx.init(params)
+    jaxpr = jax.make_jaxpr(tx.update)(params, state, params).jaxpr
+    bodies = list(bodies_of_loops(jaxpr))
+    loops = tx.schedule(params).count("\nloop ")
+    assert len(bodies) == loops
+    assert len({id(body) for body in bodies}) == 3 < loops
+    expected = jax.jit(plain.update)(params, plain.init(params), params)
+    assert bits(jax.jit(tx.update)(params, state, params)) == bits(expected)
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("context", [True, False])
 def test_sharded_state_keeps_its_sharding_and_kind(axis_type, context):
