@@ -548,6 +548,7 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     loaded and stored one after the other, so that one may fill the window. None if
     there is no such loop.
     """
+    groups = _in_order(groups)
     several = len(groups) > 1
     bound = min(window_bytes / 2, MOST_SLICE_BYTES) if several else window_bytes
     whole = RUNS_ONCE and max(g.nbytes for g in groups) <= bound
@@ -557,6 +558,18 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     elif not several and not whole:
         return _loop_of(groups, 1, (), window_bytes)
     return min(loops, key=_cost, default=None)
+
+
+def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
+    """Groups in the order in which a loop updates them.
+
+    Where sizes differ, the smallest first and last, when there is nothing to be stored
+    or loaded beside them, and the largest between, beside each other.
+    """
+    ascending = sorted(groups, key=lambda group: group.nbytes)
+    if ascending[-1].nbytes <= 2 * ascending[0].nbytes:
+        return groups
+    return ascending[0::2] + ascending[1::2][::-1]
 
 
 def _slice_loops(
@@ -593,7 +606,12 @@ def _loop_of(
     once = len(groups) == 1 and RUNS_ONCE
     most = min(UPDATES_IN_AN_ITERATION // len(groups), turns if once else turns // 2)
     unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
-    waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
+    sizes = _slice_bytes(groups, rows) * unrolled
+    waits = _waits(sizes, window_bytes)
+    if len(groups) > 1 and any(k - wait > 2 for k, wait in enumerate(waits)):
+        # Where more than three fit, a TPU's compiler loads as many as fit, and only
+        # then stores them. So one is loaded while one is stored.
+        waits = tuple(max(0, k - 1) for k in range(len(waits)))
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
 
