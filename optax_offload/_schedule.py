@@ -566,10 +566,15 @@ def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
     Where sizes differ, the smallest first and last, when there is nothing to be stored
     or loaded beside them, and the largest between, beside each other.
     """
-    ascending = sorted(groups, key=lambda group: group.nbytes)
-    if ascending[-1].nbytes <= 2 * ascending[0].nbytes:
+    if _are_alike(groups):
         return groups
+    ascending = sorted(groups, key=lambda group: group.nbytes)
     return ascending[0::2] + ascending[1::2][::-1]
+
+
+def _are_alike(groups: Sequence[Group]) -> bool:
+    sizes = [group.nbytes for group in groups]
+    return max(sizes) <= 2 * min(sizes)
 
 
 def _slice_loops(
@@ -608,10 +613,10 @@ def _loop_of(
     unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
     sizes = _slice_bytes(groups, rows) * unrolled
     waits = _waits(sizes, window_bytes)
-    if len(groups) > 1 and any(k - wait > 2 for k, wait in enumerate(waits)):
-        # Where more than three fit, a TPU's compiler loads as many as fit, and only
-        # then stores them. So one is loaded while one is stored.
-        waits = tuple(max(0, k - 1) for k in range(len(waits)))
+    if len(groups) > 1:
+        # Of more a TPU's compiler loads as many as fit, and only then stores them.
+        most = min(3 if _are_alike(groups) else 2, len(groups))
+        waits = tuple(max(wait, k + 1 - most) for k, wait in enumerate(waits))
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
 
