@@ -7,7 +7,7 @@ from typing import Any
 
 from optax_offload._targets import size_text
 
-# The share of the link that a step's transfers use: 0.78 to 0.91 on an H100 by the
+# The share of the link that a step's transfers use: 0.80 to 0.94 on an H100 by the
 # model of `benchmarks/census.py` (BUILD_NOTES.md, "Link efficiency").
 LINK_UTILIZATION = 0.8
 # The share of the peak that whole training steps are reported to reach: Llama 3 had 38

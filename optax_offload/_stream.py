@@ -270,13 +270,15 @@ class _Loop:
             )
         ]
         passed = 0
+        previous: tuple[int, ...] = ()
         for (group, rows, first), wait in zip(updates, loop.waits, strict=True):
             before = [
                 k for earlier, *_ in updates[passed:wait] for k in earlier.outputs
             ]
             passed = max(passed, wait)
             buffers = _after_stores(buffers, before, group.outputs)
-            buffers = self._update(group, env, buffers, first, rows)
+            buffers = self._update(group, env, buffers, first, rows, previous)
+            previous = group.outputs
         return buffers
 
     def _read_whole(self) -> list[jex.Var]:
@@ -315,8 +317,13 @@ class _Loop:
         buffers: dict[int, Any],
         first: Any,
         rows: int | None,
+        previous: Sequence[int] = (),
     ) -> dict[int, Any]:
-        """Loads, computes and stores a slice of each leaf of a group, or all of it."""
+        """Loads, computes and stores a slice of each leaf of a group, or all of it.
+
+        Slices are stored when the previous outputs have been: else an H100's compiler
+        stores them late, and keeps them.
+        """
         here = {
             self._flat.invars[home]: buffers[k]
             for k, home in zip(group.outputs, group.homes, strict=True)
@@ -340,6 +347,8 @@ class _Loop:
             results = self._whole(group, lambda v: load(v, 0))
         else:
             results = self._slices(group, load, first, rows)
+        if rows is not None:
+            buffers = _after_stores(buffers, previous, group.outputs)
         updated = dict(buffers)
         for k, y in zip(group.outputs, results, strict=True):
             y = _memory.transfer(y, self._kinds[k])
@@ -418,7 +427,7 @@ def _next(number: jax.Array) -> jax.Array:
 def _after_stores(
     buffers: dict[int, Any], before: Sequence[int], outputs: Sequence[int]
 ) -> dict[int, Any]:
-    """The buffers, from which these outputs are read once those before are written.
+    """The buffers, which these outputs have once those before are written.
 
     A barrier over host buffers is what holds a load back in a loop's body, on a GPU
     as on a TPU. The buffers of updates are in it too: else a GPU's compiler writes
