@@ -34,6 +34,10 @@ LOOP_BYTES = 2 * MIB
 # One iteration of a loop and the next do not overlap: one of n updates keeps the link
 # busy for n parts in n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 16
+# However many fit the window: of more a TPU's compiler loads as many as fit, and only
+# then stores them.
+MOST_AT_ONCE = 3
+MOST_UNLIKE_AT_ONCE = 2
 # Whether there are loops that run once, as those over whole leaves. With JAX 0.10.2 a
 # TPU's compiler takes their bodies for row-major, and copies on the host what is not.
 RUNS_ONCE = jax.__version_info__ >= (0, 11)
@@ -97,7 +101,8 @@ class Group:
         equations = [flat.equations[i] for i in self.equations]
         defined = {v for e in equations for v in e.outvars}
         used = [a for e in equations for a in _vars(e)]
-        used += [a for a in map(flat.outvars.__getitem__, self.outputs) if _is_var(a)]
+        outputs = [flat.outvars[k] for k in self.outputs]
+        used += [a for a in outputs if isinstance(a, jex.Var)]
         loads = [flat.invars[i] for i in self.loads]
         return [*loads, *(a for a in used if a not in defined), *homes]
 
@@ -573,6 +578,7 @@ def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
 
 
 def _are_alike(groups: Sequence[Group]) -> bool:
+    """Whether none has more than twice the bytes of another."""
     sizes = [group.nbytes for group in groups]
     return max(sizes) <= 2 * min(sizes)
 
@@ -611,12 +617,12 @@ def _loop_of(
     once = len(groups) == 1 and RUNS_ONCE
     most = min(UPDATES_IN_AN_ITERATION // len(groups), turns if once else turns // 2)
     unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
-    sizes = _slice_bytes(groups, rows) * unrolled
-    waits = _waits(sizes, window_bytes)
+    waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
     if len(groups) > 1:
-        # Of more a TPU's compiler loads as many as fit, and only then stores them.
-        most = min(3 if _are_alike(groups) else 2, len(groups))
-        waits = tuple(max(wait, k + 1 - most) for k, wait in enumerate(waits))
+        # A group's next slice waits for the one before anyway.
+        at_once = MOST_AT_ONCE if _are_alike(groups) else MOST_UNLIKE_AT_ONCE
+        at_once = min(at_once, len(groups))
+        waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
 
@@ -692,10 +698,6 @@ def _own(
         for group, equations in zip(groups, own, strict=True)
     ]
     return groups, left[::-1]
-
-
-def _is_var(a: Atom) -> bool:
-    return isinstance(a, jex.Var)
 
 
 def _vars(e: jex.JaxprEqn) -> list[jex.Var]:

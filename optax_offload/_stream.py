@@ -283,25 +283,13 @@ class _Loop:
 
     def _read_whole(self) -> list[jex.Var]:
         """What the groups read and do not replace, such as parameters."""
-        read: dict[jex.Var, None] = {}
-        for group in self._loop.groups:
-            if group.rows is not None:
-                read |= dict.fromkeys(group.rows.inputs)
-                continue
-            for i in group.equations:
-                e = self._flat.equations[i]
-                read |= dict.fromkeys(a for a in e.invars if isinstance(a, jex.Var))
         homes = {
             self._flat.invars[home]
             for group in self._loop.groups
             for home in group.homes
             if home is not None
         }
-        return [
-            v
-            for v in read
-            if v in self._env and v not in homes and jnp.ndim(self._env[v])
-        ]
+        return [v for v, x in self._env.items() if v not in homes and jnp.ndim(x)]
 
     def _buffer(self, k: int, home: int | None) -> Any:
         """What an output is written into: if possible, its input."""
