@@ -72,6 +72,50 @@ class RowLocal:
             self.equations, self.inputs, self.outputs, self.axes, rows, debug_info
         )
 
+    def split(
+        self,
+        early: Collection[jex.Var],
+        outputs: Sequence[jex.Var],
+        last: Sequence[jex.Var],
+    ) -> tuple[RowLocal, RowLocal]:
+        """What some of the outputs need, and what the last ones need besides.
+
+        The first has as further outputs what depends on the early inputs and is an
+        input of the other. What does not depend on them is computed by both.
+        """
+        first, inputs = self._needed(outputs, ())
+        depends = set(early)
+        for e in first:
+            if not depends.isdisjoint(a for a in e.invars if isinstance(a, jex.Var)):
+                depends.update(e.outvars)
+        depends &= {*inputs, *(v for e in first for v in e.outvars)}
+        rest, needed = self._needed(last, depends)
+        handed = tuple(v for v in needed if v in depends)
+        return (
+            dataclasses.replace(
+                self, equations=first, inputs=inputs, outputs=(*outputs, *handed)
+            ),
+            dataclasses.replace(self, equations=rest, inputs=needed, outputs=(*last,)),
+        )
+
+    def _needed(
+        self, outputs: Sequence[jex.Var], known: Collection[jex.Var]
+    ) -> tuple[tuple[jex.JaxprEqn, ...], tuple[jex.Var, ...]]:
+        """The equations that outputs need, and the variables that these take."""
+        needed = set(outputs)
+        equations = []
+        for e in reversed(self.equations):
+            if any(v in needed and v not in known for v in e.outvars):
+                equations.append(e)
+                needed.update(a for a in e.invars if isinstance(a, jex.Var))
+        defined = {v for e in equations for v in e.outvars}
+        candidates = (*self.inputs, *(v for e in self.equations for v in e.outvars))
+        inputs = (v for v in candidates if v in needed)
+        return (
+            tuple(equations[::-1]),
+            tuple(v for v in inputs if v in known or v not in defined),
+        )
+
     def signature(self) -> Hashable:
         """Equal for equations that only the names of their variables tell apart."""
         axes = tuple(self.axes.get(v) for v in (*self.inputs, *self.outputs))

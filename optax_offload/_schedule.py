@@ -22,22 +22,24 @@ MIB = 2**20
 # A window that nobody chose is a sixteenth of the state, between these two. With two
 # slices in it, each of two leaves, its transfers have 2 to 8 MiB: at 50 GB/s 40 to 170
 # us, beside a latency of some 10 us. More costs memory and gains little.
-LEAST_WINDOW_BYTES = 8 * MIB
+LEAST_WINDOW_BYTES = 16 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
 # Two slices have to fit into the window, so that one can be loaded while another is
 # stored. Beyond these bytes slices need not grow, and more of them fit: at 50 GB/s they
 # take 0.3 ms each way, beside a latency of some 10 us, here in bytes.
 MOST_SLICE_BYTES = 16 * MIB
 LATENCY_BYTES = MIB // 2
+# Leaves of less are loaded together with the others of their group: what their stores
+# gain beside those loads is less than the latency, and a part is a kernel to compile.
+LEAST_PART_BYTES = MIB // 2
 # That a loop begins and ends, in the same way: some 40 us.
 LOOP_BYTES = 2 * MIB
 # One iteration of a loop and the next do not overlap: one of n updates keeps the link
 # busy for n parts in n + 1. More cost compile time.
-UPDATES_IN_AN_ITERATION = 16
+UPDATES_IN_AN_ITERATION = 32
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
 # then stores them.
 MOST_AT_ONCE = 3
-MOST_UNLIKE_AT_ONCE = 2
 # Whether there are loops that run once, as those over whole leaves. With JAX 0.10.2 a
 # TPU's compiler takes their bodies for row-major, and copies on the host what is not.
 RUNS_ONCE = jax.__version_info__ >= (0, 11)
@@ -59,6 +61,22 @@ class Flat:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a group is loaded, computed and stored at a time.
+
+    Attributes:
+      loads: the inputs that are loaded, as positions.
+      outputs: the outputs that these, and the parts before, suffice for.
+      rows: the equations as they are for a slice, if the group can be updated in
+        slices. Outputs that are not outputs of the group are for the next part.
+    """
+
+    loads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    rows: _rows.RowLocal | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """What must be on the device together: usually the state of one parameter.
 
@@ -73,6 +91,8 @@ class Group:
       homes: for each output the input whose buffer it is written into, as a position;
         None where a buffer has to be made on the device. () if the host has none.
       unit: slices are multiples of so many rows.
+      parts: the order within an update: two parts where half of the loads suffice for a
+        store, which then takes place beside the other loads.
       whole_because: what keeps it from being updated in slices.
     """
 
@@ -84,6 +104,7 @@ class Group:
     rows: _rows.RowLocal | None = None
     homes: tuple[int | None, ...] = ()
     unit: int = 1
+    parts: tuple[Part, ...] = ()
     whole_because: str = ""
 
     @property
@@ -446,7 +467,10 @@ class _Slicer:
                 home is None and k in self._stored for k, home in stores
             ):
                 homes = ()
-            return dataclasses.replace(group, homes=homes, whole_because=str(e))
+            parts = (Part(group.loads, group.outputs),)
+            return dataclasses.replace(
+                group, homes=homes, parts=parts, whole_because=str(e)
+            )
 
     def _sliced(self, group: Group) -> Group:
         flat = self._flat
@@ -469,8 +493,36 @@ class _Slicer:
         for k in beside:
             # By the first group that reads it, and once only.
             del self._beside[flat.invars[self._homes[k] or 0]]
-        return dataclasses.replace(
+        group = dataclasses.replace(
             group, outputs=outputs, rows=rows, homes=homes, unit=unit
+        )
+        return dataclasses.replace(group, parts=self._parts(group))
+
+    def _parts(self, group: Group) -> tuple[Part, ...]:
+        """Two parts, if half of the loads suffice for a store; else one."""
+        flat, rows = self._flat, group.row_local
+        early = group.loads[: (len(group.loads) + 1) // 2]
+        later = group.loads[len(early) :]
+        missing = {flat.invars[i] for i in later}
+        for e in rows.equations:
+            if not missing.isdisjoint(_vars(e)):
+                missing.update(e.outvars)
+        first, last = [], []
+        for k, home in zip(group.outputs, group.homes, strict=True):
+            # What is not loaded is read by both parts, and replaced by the last.
+            ready = home in early and flat.outvars[k] not in missing
+            (first if ready else last).append(k)
+        small = group.nbytes < LEAST_PART_BYTES * len(group.loads)
+        if small or not (later and first and last):
+            return (Part(group.loads, group.outputs, rows),)
+        one, other = rows.split(
+            [flat.invars[i] for i in early],
+            [flat.outvars[k] for k in first],
+            [flat.outvars[k] for k in last],
+        )
+        return (
+            Part(early, tuple(first), one),
+            Part(later, tuple(last), other),
         )
 
     def _axis(self, i: int, group: Group) -> int:
@@ -571,16 +623,11 @@ def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
     Where sizes differ, the smallest first and last, when there is nothing to be stored
     or loaded beside them, and the largest between, beside each other.
     """
-    if _are_alike(groups):
+    sizes = [group.nbytes for group in groups]
+    if max(sizes) <= 2 * min(sizes):
         return groups
     ascending = sorted(groups, key=lambda group: group.nbytes)
     return ascending[0::2] + ascending[1::2][::-1]
-
-
-def _are_alike(groups: Sequence[Group]) -> bool:
-    """Whether none has more than twice the bytes of another."""
-    sizes = [group.nbytes for group in groups]
-    return max(sizes) <= 2 * min(sizes)
 
 
 def _slice_loops(
@@ -612,16 +659,13 @@ def _slice_loops(
 def _loop_of(
     groups: Sequence[Group], turns: int, rows: Sequence[int], window_bytes: int
 ) -> Loop:
-    # With several turns of several groups in a loop that runs once, an H100's compiler
-    # waits for each load before it starts the next: two iterations at least.
-    once = len(groups) == 1 and RUNS_ONCE
-    most = min(UPDATES_IN_AN_ITERATION // len(groups), turns if once else turns // 2)
+    most = UPDATES_IN_AN_ITERATION // len(groups)
+    most = min(most, turns if RUNS_ONCE else turns // 2)
     unrolled = next((n for n in range(most, 1, -1) if turns % n == 0), 1)
     waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
     if len(groups) > 1:
         # A group's next slice waits for the one before anyway.
-        at_once = MOST_AT_ONCE if _are_alike(groups) else MOST_UNLIKE_AT_ONCE
-        at_once = min(at_once, len(groups))
+        at_once = min(MOST_AT_ONCE, len(groups))
         waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
@@ -629,17 +673,18 @@ def _loop_of(
 def _cost(loop: Loop) -> float:
     """How long a loop takes, in bytes that a link could move in one direction.
 
-    Loads and stores overlap, but for the first and the last of an iteration, and for
-    those of one group: it is loaded again when it has been stored. A group that is
-    alone is loaded and stored in two parts, which do overlap.
+    Loads and stores overlap, but for the first and the last part of an iteration; and
+    for those of a group in one part: it is loaded again when it has been stored.
     """
     updates = [
         nbytes + LATENCY_BYTES * len(group.loads)
         for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
     ]
-    iteration = loop.unrolled * sum(updates) + max(updates)
+    ends = max(u / len(g.parts) for u, g in zip(updates, loop.groups, strict=True))
+    iteration = loop.unrolled * sum(updates) + ends
     cost = loop.turns / loop.unrolled * iteration + LOOP_BYTES
-    return cost if len(updates) == 1 else max(cost, 2 * loop.turns * max(updates))
+    in_turn = (u for u, g in zip(updates, loop.groups, strict=True) if not g.parts[1:])
+    return max(cost, 2 * loop.turns * max(in_turn, default=0))
 
 
 def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:

@@ -15,7 +15,14 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tiles
 from optax_offload._choices import Choice
-from optax_offload._schedule import Flat, Group, Loop, Schedule, live_equations
+from optax_offload._schedule import (
+    Flat,
+    Group,
+    Loop,
+    Part,
+    Schedule,
+    live_equations,
+)
 
 T = TypeVar("T")
 
@@ -218,12 +225,12 @@ class _Loop:
         kinds: Sequence[str],
         traces: _Traces,
     ):
-        self._traces = traces
-        self._flat = flat
+        self.traces = traces
+        self.flat = flat
         self._loop = loop
         self._env = env
-        self._kinds = kinds
-        self._loads = {flat.invars[i] for group in loop.groups for i in group.loads}
+        self.kinds = kinds
+        self.loads = {flat.invars[i] for group in loop.groups for i in group.loads}
 
     def run(self) -> dict[int, Any]:
         """The values of the outputs of all groups."""
@@ -249,7 +256,9 @@ class _Loop:
             first = loop.turns * rows
             rest = group.row_local.rows - first
             if rest:
-                buffers = self._update(group, self._env, buffers, first, rest)
+                update = _Update(self, group, self._env, rest, first=first)
+                for part in group.parts:
+                    buffers = update.carry_out(part, buffers)
         return buffers
 
     def _iteration(self, number: Any, buffers: dict[int, Any]) -> dict[int, Any]:
@@ -263,28 +272,41 @@ class _Loop:
             values, _ = lax.optimization_barrier(([env[v] for v in read], number))
             env = {**env, **dict(zip(read, values, strict=True))}
         updates = [
-            (group, rows, (number * loop.unrolled + i) * rows if rows else 0)
+            _Update(self, group, env, rows, number * loop.unrolled + i)
             for i in range(loop.unrolled)
             for group, rows in zip(
                 loop.groups, loop.rows or [None] * len(loop.groups), strict=True
             )
         ]
+        stored: list[tuple[int, ...]] = []
         passed = 0
-        previous: tuple[int, ...] = ()
-        for (group, rows, first), wait in zip(updates, loop.waits, strict=True):
-            before = [
-                k for earlier, *_ in updates[passed:wait] for k in earlier.outputs
-            ]
+        for update, wait in zip(updates, loop.waits, strict=True):
+            parts = update.group.parts
+            # The two parts of a group that is alone take turns, so that one is loaded
+            # while the other is stored. Of several groups each follows its like.
+            lag = len(parts) if len(loop.groups) > 1 else 1
+            for n, part in enumerate(parts):
+                gone = [earlier.group for earlier in updates[passed:wait]]
+                before = [
+                    k
+                    for group in gone
+                    if group is not update.group
+                    for k in (
+                        group.parts[n].outputs
+                        if len(group.parts) == len(parts)
+                        else group.outputs
+                    )
+                ]
+                previous = stored[-lag] if len(stored) >= lag else ()
+                buffers = update.carry_out(part, buffers, before, previous)
+                stored.append(part.outputs)
             passed = max(passed, wait)
-            buffers = _after_stores(buffers, before, group.outputs)
-            buffers = self._update(group, env, buffers, first, rows, previous)
-            previous = group.outputs
         return buffers
 
     def _read_whole(self) -> list[jex.Var]:
         """What the groups read and do not replace, such as parameters."""
         homes = {
-            self._flat.invars[home]
+            self.flat.invars[home]
             for group in self._loop.groups
             for home in group.homes
             if home is not None
@@ -294,107 +316,130 @@ class _Loop:
     def _buffer(self, k: int, home: int | None) -> Any:
         """What an output is written into: if possible, its input."""
         if home is not None:
-            return self._env[self._flat.invars[home]]
-        aval: Any = self._flat.outvars[k].aval
+            return self._env[self.flat.invars[home]]
+        aval: Any = self.flat.outvars[k].aval
         return jnp.zeros(aval.shape, aval.dtype)
 
-    def _update(
+
+class _Update:
+    """A slice of each leaf of a group, or all of it: loaded, computed and stored."""
+
+    def __init__(
         self,
+        loop: _Loop,
         group: Group,
         env: Mapping[jex.Var, Any],
-        buffers: dict[int, Any],
-        first: Any,
         rows: int | None,
-        previous: Sequence[int] = (),
-    ) -> dict[int, Any]:
-        """Loads, computes and stores a slice of each leaf of a group, or all of it.
-
-        Slices are stored when the previous outputs have been: else an H100's compiler
-        stores them late, and keeps them.
-        """
-        here = {
-            self._flat.invars[home]: buffers[k]
+        turn: Any = 0,
+        first: Any = None,
+    ):
+        self.group = group
+        self._loop = loop
+        self._env = env
+        self._rows = rows
+        self._first = turn * rows if rows and first is None else first
+        self._handed: dict[jex.Var, Any] = {}
+        self._read: dict[jex.Var, Any] = {}
+        self._buffers = {
+            loop.flat.invars[home]: k
             for k, home in zip(group.outputs, group.homes, strict=True)
             if home is not None
         }
 
-        def load(v: jex.Var, first: Any) -> Any:
-            x = here[v] if v in here else env[v]
-            if rows is not None:
-                if v not in group.row_local.axes:
-                    return x
-                axis = group.row_local.axes[v]
-                x = lax.dynamic_slice_in_dim(
-                    x, first, rows, axis, allow_negative_indices=False
-                )
-            if v not in self._loads:
-                return x
-            return _tiles.constrain(_memory.transfer(x, "device"), v.aval)
+    def carry_out(
+        self,
+        part: Part,
+        buffers: dict[int, Any],
+        before: Sequence[int] = (),
+        previous: Sequence[int] = (),
+    ) -> dict[int, Any]:
+        """The buffers with a part in them.
 
-        if rows is None and group.rows is None:
-            results = self._whole(group, lambda v: load(v, 0))
-        else:
-            results = self._slices(group, load, first, rows)
+        It is loaded when the outputs before are in theirs, and what the part before
+        hands on has been computed; else the parts would be computed as one. Slices are
+        stored when the previous outputs are: else an H100's compiler stores them late,
+        and keeps them.
+        """
+        flat, rows = self._loop.flat, self._rows
+        if before or self._handed:
+            loads = (self._buffers.get(flat.invars[i]) for i in part.loads)
+            held = dict.fromkeys((*before, *(k for k in loads if k is not None)))
+            after, handed = lax.optimization_barrier(
+                ([buffers[k] for k in held], list(self._handed.values()))
+            )
+            buffers = buffers | dict(zip(held, after, strict=True))
+            self._handed = dict(zip(self._handed, handed, strict=True))
+        results = self._results(part, buffers)
         if rows is not None:
-            buffers = _after_stores(buffers, previous, group.outputs)
+            buffers = _after_stores(buffers, previous, part.outputs)
         updated = dict(buffers)
-        for k, y in zip(group.outputs, results, strict=True):
-            y = _memory.transfer(y, self._kinds[k])
+        for k, y in zip(part.outputs, results, strict=True):
+            y = _memory.transfer(y, self._loop.kinds[k])
             if rows is not None:
-                axis = group.row_local.axes[self._flat.outvars[k]]
+                axis = self.group.row_local.axes[flat.outvars[k]]
                 y = lax.dynamic_update_slice_in_dim(
-                    buffers[k], y, first, axis, allow_negative_indices=False
+                    buffers[k], y, self._first, axis, allow_negative_indices=False
                 )
             updated[k] = y
         return updated
 
-    def _whole(self, group: Group, load: Callable[[jex.Var], Any]) -> list[Any]:
-        """The outputs of a group by the equations that it has."""
-        values = {self._flat.invars[i]: load(self._flat.invars[i]) for i in group.loads}
+    def _results(self, part: Part, buffers: Mapping[int, Any]) -> list[Any]:
+        """The outputs of a part."""
+        flat = self._loop.flat
+        if part.rows is None:
+            loaded = {
+                v: self._load(v, buffers)
+                for v in map(flat.invars.__getitem__, part.loads)
+            }
 
-        def lookup(v: jex.Var) -> Any:
-            return values[v] if v in values else load(v)
+            def lookup(v: jex.Var) -> Any:
+                return loaded[v] if v in loaded else self._load(v, buffers)
 
-        values |= _evaluate(self._flat, group.equations, lookup)
-        return [_read(self._flat.outvars[k], lookup) for k in group.outputs]
+            loaded |= _evaluate(flat, self.group.equations, lookup)
+            return [_read(flat.outvars[k], lookup) for k in part.outputs]
+        row_local = part.rows
+        rows = self._rows or row_local.rows
 
-    def _slices(
-        self,
-        group: Group,
-        load: Callable[[jex.Var, Any], Any],
-        first: Any,
-        rows: int | None,
-    ) -> list[Any]:
-        """Slices of the outputs of a group by its equations for so many rows."""
-        row_local = group.row_local
-        rows = rows or row_local.rows
-
-        def trace() -> tuple[jex.Jaxpr, Callable[..., list[Any]]]:
-            jaxpr = row_local.jaxpr(rows, self._flat.debug_info)
+        def trace() -> Callable[..., list[Any]]:
+            jaxpr = row_local.jaxpr(rows, flat.debug_info)
             evaluate = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
-            return jaxpr, jax.jit(evaluate, inline=True)
+            return jax.jit(evaluate, inline=True)
 
-        jaxpr, update = self._traces.once((rows, row_local.signature()), trace)
-        names = dict(zip(row_local.inputs, jaxpr.invars, strict=True))
-        # In a group that is alone in its loop, a slice of one leaf is computed, as far
-        # as it suffices, before the next leaf's is loaded, so that loads and stores of
-        # different leaves run side by side.
-        loads = [self._flat.invars[i] for i in group.loads]
-        alone = len(self._loop.groups) == 1 and len(loads) > 1
-        later = set(loads[(len(loads) + 1) // 2 :]) if alone else set()
-        values = {names[v]: load(v, first) for v in names if v not in later}
-        if not later:
-            return update(*values.values())
-        at = first
-        early = _evaluable(jaxpr, values)
-        results = jax.core.eval_jaxpr(early, (), *values.values())
-        if results:
-            at, results = lax.optimization_barrier((jnp.asarray(at), results))
-        known = dict(zip(early.outvars, results, strict=True))
-        values |= {names[v]: load(v, at) for v in later}
-        jaxpr = jaxpr.replace(invars=list(values))
-        results = jax.core.eval_jaxpr(jaxpr, (), *values.values())
-        return [known.get(a, y) for a, y in zip(jaxpr.outvars, results, strict=True)]
+        evaluate = self._loop.traces.once((rows, row_local.signature()), trace)
+        results = evaluate(
+            *(
+                self._handed[v] if v in self._handed else self._load(v, buffers)
+                for v in row_local.inputs
+            )
+        )
+        own = len(part.outputs)
+        self._handed = dict(zip(row_local.outputs[own:], results[own:], strict=True))
+        return results[:own]
+
+    def _get(self, v, buffers):
+        if v in self._handed:
+            return self._handed[v]
+        if v not in self._read:
+            self._read[v] = self._load(v, buffers)
+        return self._read[v]
+
+    def _load(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
+        """The rows of a variable, on the device."""
+        loop, rows = self._loop, self._rows
+        x = buffers[self._buffers[v]] if v in self._buffers else self._env[v]
+        if rows is not None:
+            axis = self.group.row_local.axes.get(v)
+            if axis is None:
+                return x
+            x = lax.dynamic_slice_in_dim(
+                x, self._first, rows, axis, allow_negative_indices=False
+            )
+        if v not in loop.loads:
+            # Else what reads it may be one with what replaces it, which a TPU's
+            # compiler does with a copy of the whole.
+            replaced = v in self._buffers and rows is not None
+            return lax.optimization_barrier(x) if replaced else x
+        return _tiles.constrain(_memory.transfer(x, "device"), v.aval)
 
 
 def _next(number: jax.Array) -> jax.Array:
@@ -426,19 +471,6 @@ def _after_stores(
         return buffers
     after = lax.optimization_barrier([buffers[k] for k in chosen])
     return buffers | dict(zip(chosen, after, strict=True))
-
-
-def _evaluable(jaxpr: jex.Jaxpr, values: Mapping[jex.Var, Any]) -> jex.Jaxpr:
-    """The part of a jaxpr that these inputs suffice for."""
-    known = set(values)
-    equations = []
-    for e in jaxpr.eqns:
-        if all(isinstance(a, jex.Literal) or a in known for a in e.invars):
-            equations.append(e)
-            known.update(e.outvars)
-    outvars = [a for a in jaxpr.outvars if isinstance(a, jex.Var) and a in known]
-    outvars = [a for a in outvars if a not in values]
-    return jaxpr.replace(invars=list(values), outvars=outvars, eqns=equations)
 
 
 def _after(tokens: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:

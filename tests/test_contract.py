@@ -37,7 +37,15 @@ inside, outside = each(INSIDE), each(OUTSIDE)
 # In slices these are as exact, but not the same bits on the CPU, of some version of JAX
 # at least: its compiler contracts multiply-adds within a fusion, and the fusions of a
 # slice are others. Updated whole they have the bits of the plain ones.
-OTHER_FUSIONS = {"adabelief", "adan", "muon", "nadamw", "optimistic_adam", "rmsprop"}
+OTHER_FUSIONS = {
+    "adabelief",
+    "adan",
+    "clip_and_schedule",
+    "muon",
+    "nadamw",
+    "optimistic_adam",
+    "rmsprop",
+}
 # Of these the update is a difference of parameters, and as exact as those are.
 DIFFERENCES = {"madgrad", "schedule_free_adamw", "schedule_free_sgd"}
 # Also in whole leaves. novograd's conds, on whether this is the first step, are taken
@@ -58,6 +66,12 @@ def rank_promotion():
     """Optimizers of optax promote ranks; that is theirs to do."""
     with jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def two_parts(monkeypatch):
+    """Small leaves are loaded one after the other too, as large ones are."""
+    monkeypatch.setattr(_schedule, "LEAST_PART_BYTES", 0)
 
 
 def assert_same(name, got, want, exceptions=EXCEPTIONS):

@@ -73,7 +73,7 @@ def bodies_of_loops(jaxpr):
 @pytest.mark.parametrize("window_bytes", [2**14, None])
 def test_like_loops_are_traced_once(window_bytes):
     """And unlike ones, by a number of an update or by a shape alone, are not."""
-    labels = {f"{kind}_{i}": kind for kind in "abc" for i in range(32)}
+    labels = {f"{kind}_{i}": kind for kind in "abc" for i in range(64)}
     params = {
         name: jnp.full((16, 128 if kind in "ab" else 64), 1 + i / 64)
         for i, (name, kind) in enumerate(labels.items())

@@ -156,3 +156,32 @@ def test_never_along_a_sharded_axis():
     with pytest.raises(_rows.NotRowLocalError, match="sharded along axis 0"):
         analyze(lambda x, g: x + g, x, x)
     analyze(lambda x, g: x + g, x, x, axis=1)
+
+
+def test_split():
+    """What the first part hands on is what it computes from its own inputs alone."""
+
+    def adam(mu, nu, g):
+        mu = 0.9 * mu + 0.1 * g
+        nu = 0.99 * nu + 0.01 * g**2
+        return mu, nu, mu / (jnp.sqrt(nu) + 1e-8)
+
+    x, y = arguments()
+    args = (x, jnp.abs(y), y)
+    flat, row_local = analyze(adam, *args)
+    mu, nu, g = flat.invars
+    new_mu, *last = flat.outvars
+    first, rest = row_local.split([mu], [new_mu], last)
+    assert set(first.inputs) == {mu, g}
+    assert first.outputs == (new_mu, new_mu)
+    assert set(rest.inputs) == {nu, g, new_mu}
+    assert rest.outputs == (*last,)
+    values = dict(zip(flat.invars, args, strict=True))
+    got = []
+    for part in (first, rest):
+        jaxpr = part.jaxpr(ROWS, flat.debug_info)
+        results = jax.core.eval_jaxpr(jaxpr, (), *map(values.get, part.inputs))
+        values |= dict(zip(part.outputs, results, strict=True))
+        got += results
+    for result, want in zip(got[1:], adam(*args), strict=True):
+        np.testing.assert_allclose(result, want, rtol=1e-6)
