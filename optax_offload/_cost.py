@@ -7,8 +7,9 @@ from typing import Any
 
 from optax_offload._targets import size_text
 
-# The share of the link that a step's transfers use: 0.80 to 0.94 on an H100 by the
-# model of `benchmarks/census.py` (BUILD_NOTES.md, "Link efficiency").
+# The share of the link that a step's transfers use: 0.86 to 0.94 on an H100 by the
+# model of `benchmarks/census.py` (BUILD_NOTES.md, "Link efficiency"), and somewhat less
+# where other transfers share the link.
 LINK_UTILIZATION = 0.8
 # The share of the peak that whole training steps are reported to reach: Llama 3 had 38
 # to 43 % on H100s (arXiv:2407.21783, table 4).

@@ -73,8 +73,8 @@ def offload(
         ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
         them, or an `OffloadConfig`. By default all leaves of at least 64 KiB.
       window_bytes: how many bytes of state may be loaded or being stored at once, on
-        each device. None takes a sixteenth of the state, at least 8 and at most
-        64 MiB: state in transfers of 2 to 8 MiB and several of them in flight fill a
+        each device. None takes a sixteenth of the state, at least 16 and at most
+        64 MiB: state in transfers of 4 to 8 MiB and several of them in flight fill a
         link, and more costs memory and gains little. What cannot be cut that small is
         on the device by itself.
 

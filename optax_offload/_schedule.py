@@ -20,7 +20,7 @@ from optax_offload import _rows, _tiles
 
 MIB = 2**20
 # A window that nobody chose is a sixteenth of the state, between these two. With two
-# slices in it, each of two leaves, its transfers have 2 to 8 MiB: at 50 GB/s 40 to 170
+# slices in it, each of two leaves, its transfers have 4 to 8 MiB: at 50 GB/s 80 to 170
 # us, beside a latency of some 10 us. More costs memory and gains little.
 LEAST_WINDOW_BYTES = 16 * MIB
 MOST_WINDOW_BYTES = 64 * MIB
@@ -34,8 +34,8 @@ LATENCY_BYTES = MIB // 2
 LEAST_PART_BYTES = MIB // 2
 # That a loop begins and ends, in the same way: some 40 us.
 LOOP_BYTES = 2 * MIB
-# One iteration of a loop and the next do not overlap: one of n updates keeps the link
-# busy for n parts in n + 1. More cost compile time.
+# One iteration of a loop and the next do not overlap: of n updates, each in two parts,
+# the link is busy for 2 n parts in 2 n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 32
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
 # then stores them.
@@ -226,16 +226,16 @@ class Schedule:
         groups = self.groups
         sizes = [group.nbytes for group in groups]
         lines = [
-            f"{len(sizes)} groups of {sum(sizes)} bytes in all, the largest of "
+            f"{_groups(len(sizes))} of {sum(sizes)} bytes in all, the largest of "
             f"{max(sizes, default=0)}",
             f"window of {self.window_bytes} bytes: {self.window_because}",
         ]
         lines += [
-            f"loop of {loop.turns} turns over {len(loop.groups)} groups, "
+            f"loop of {loop.turns} turns over {_groups(len(loop.groups))}, "
             f"{loop.unrolled} to an iteration, "
             f"slices of {_range(loop.slice_bytes)} bytes"
             if loop.rows
-            else f"loop that runs once over {len(loop.groups)} groups, "
+            else f"loop that runs once over {_groups(len(loop.groups))}, "
             f"whole, of {_range(loop.slice_bytes)} bytes"
             for loop in self.loops
         ]
@@ -243,8 +243,12 @@ class Schedule:
         for group in self.whole:
             if group.whole_because:
                 reasons[group.whole_because] = reasons.get(group.whole_because, 0) + 1
-        lines += [f"{n} groups whole: {reason}" for reason, n in reasons.items()]
+        lines += [f"{_groups(n)} whole: {reason}" for reason, n in reasons.items()]
         return "\n".join(lines)
+
+
+def _groups(count: int) -> str:
+    return f"{count} group" + "s" * (count != 1)
 
 
 def _range(sizes: Sequence[int]) -> str:
@@ -335,7 +339,7 @@ def plan(
     Outputs that depend on a common load form a group, and so does each store that
     depends on none. Groups run in the reverse natural order of their outputs' paths,
     in which gradients become available: last layer first. They are put into loops, up
-    to 16 in each, in slices if they can be and need to be.
+    to 32 in each, in slices if they can be and need to be.
 
     Args:
       flat: the update.
@@ -349,7 +353,7 @@ def plan(
         be; not there where its own type does not say.
       nbytes: the bytes that a type takes on each device.
       window_bytes: how many bytes may be on each device at once. None: a sixteenth
-        of the state, but at least 8 and at most 64 MiB.
+        of the state, but at least 16 and at most 64 MiB.
     """
     live = live_equations(flat)
     ahead = tuple(i for i in loads if _is_scalar(flat.invars[i]))
@@ -419,7 +423,7 @@ def plan(
     if window_bytes is None:
         sixteenth = sum(g.nbytes for g in groups) // 16
         window_bytes = min(max(sixteenth, LEAST_WINDOW_BYTES), MOST_WINDOW_BYTES)
-        because = "a sixteenth of the state, at least 8 and at most 64 MiB"
+        because = "a sixteenth of the state, at least 16 and at most 64 MiB"
     stages = _stages(groups, window_bytes)
     apart = [stage for stage in stages if isinstance(stage, Group)]
     return Schedule(
@@ -667,6 +671,9 @@ def _loop_of(
         # A group's next slice waits for the one before anyway.
         at_once = min(MOST_AT_ONCE, len(groups))
         waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
+        if all(len(group.parts) > 1 for group in groups[-2:]):
+            # Else a v5e's compiler loads the last two at once, and stores them late.
+            waits = (*waits[:-1], len(waits) - 1)
     return Loop(tuple(groups), turns, tuple(rows), unrolled, waits)
 
 
