@@ -256,7 +256,7 @@ class _Loop:
             first = loop.turns * rows
             rest = group.row_local.rows - first
             if rest:
-                update = _Update(self, group, self._env, rest, first=first)
+                update = _Update(self, group, self._env, rest, first)
                 for part in group.parts:
                     buffers = update.carry_out(part, buffers)
         return buffers
@@ -272,7 +272,7 @@ class _Loop:
             values, _ = lax.optimization_barrier(([env[v] for v in read], number))
             env = {**env, **dict(zip(read, values, strict=True))}
         updates = [
-            _Update(self, group, env, rows, number * loop.unrolled + i)
+            _Update(self, group, env, rows, (number * loop.unrolled + i) * (rows or 0))
             for i in range(loop.unrolled)
             for group, rows in zip(
                 loop.groups, loop.rows or [None] * len(loop.groups), strict=True
@@ -286,16 +286,10 @@ class _Loop:
             # while the other is stored. Of several groups each follows its like.
             lag = len(parts) if len(loop.groups) > 1 else 1
             for n, part in enumerate(parts):
-                gone = [earlier.group for earlier in updates[passed:wait]]
                 before = [
                     k
-                    for group in gone
-                    if group is not update.group
-                    for k in (
-                        group.parts[n].outputs
-                        if len(group.parts) == len(parts)
-                        else group.outputs
-                    )
+                    for earlier in updates[passed:wait]
+                    for k in update.waits_for(earlier.group, n)
                 ]
                 previous = stored[-lag] if len(stored) >= lag else ()
                 buffers = update.carry_out(part, buffers, before, previous)
@@ -330,21 +324,26 @@ class _Update:
         group: Group,
         env: Mapping[jex.Var, Any],
         rows: int | None,
-        turn: Any = 0,
-        first: Any = None,
+        first: Any,
     ):
         self.group = group
         self._loop = loop
         self._env = env
         self._rows = rows
-        self._first = turn * rows if rows and first is None else first
+        self._first = first
         self._handed: dict[jex.Var, Any] = {}
-        self._read: dict[jex.Var, Any] = {}
         self._buffers = {
             loop.flat.invars[home]: k
             for k, home in zip(group.outputs, group.homes, strict=True)
             if home is not None
         }
+
+    def waits_for(self, group: Group, n: int) -> tuple[int, ...]:
+        """The outputs of an earlier group that its n-th part comes after."""
+        if group is self.group:  # It reads what that has written anyway.
+            return ()
+        like = len(group.parts) == len(self.group.parts)
+        return group.parts[n].outputs if like else group.outputs
 
     def carry_out(
         self,
@@ -362,6 +361,8 @@ class _Update:
         """
         flat, rows = self._loop.flat, self._rows
         if before or self._handed:
+            # A barrier over host buffers is what holds a load back in a loop's body, on
+            # a GPU as on a TPU.
             loads = (self._buffers.get(flat.invars[i]) for i in part.loads)
             held = dict.fromkeys((*before, *(k for k in loads if k is not None)))
             after, handed = lax.optimization_barrier(
@@ -388,8 +389,7 @@ class _Update:
         flat = self._loop.flat
         if part.rows is None:
             loaded = {
-                v: self._load(v, buffers)
-                for v in map(flat.invars.__getitem__, part.loads)
+                v: self._load(v, buffers) for v in (flat.invars[i] for i in part.loads)
             }
 
             def lookup(v: jex.Var) -> Any:
@@ -416,15 +416,12 @@ class _Update:
         self._handed = dict(zip(row_local.outputs[own:], results[own:], strict=True))
         return results[:own]
 
-    def _get(self, v, buffers):
-        if v in self._handed:
-            return self._handed[v]
-        if v not in self._read:
-            self._read[v] = self._load(v, buffers)
-        return self._read[v]
-
     def _load(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
-        """The rows of a variable, on the device."""
+        """The rows of a variable, on the device.
+
+        Each part reads the gradient's for itself: kept from one to the next, a v5e's
+        compiler reads all slices ahead.
+        """
         loop, rows = self._loop, self._rows
         x = buffers[self._buffers[v]] if v in self._buffers else self._env[v]
         if rows is not None:
@@ -462,9 +459,8 @@ def _after_stores(
 ) -> dict[int, Any]:
     """The buffers, which these outputs have once those before are written.
 
-    A barrier over host buffers is what holds a load back in a loop's body, on a GPU
-    as on a TPU. The buffers of updates are in it too: else a GPU's compiler writes
-    those at the end of the body, and keeps what they are computed from until then.
+    The buffers of updates are in the barrier too: else a GPU's compiler writes those at
+    the end of the body, and keeps what they are computed from until then.
     """
     chosen = list(dict.fromkeys((*before, *outputs)))
     if not before or set(before) <= set(outputs):
