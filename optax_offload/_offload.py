@@ -44,9 +44,9 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           >>> import jax.numpy as jnp, optax, optax_offload as oo
           >>> tx = oo.offload(optax.adam(1e-3), window_bytes=2**20)
           >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))  # doctest: +ELLIPSIS
-          1 groups of 4194304 bytes in all, the largest of 4194304
+          1 group of 4194304 bytes in all, the largest of 4194304
           window of 1048576 bytes: as asked
-          loop of 4 turns over 1 groups, ... to an iteration, slices of 1048576 bytes
+          loop of 4 turns over 1 group, ... to an iteration, slices of 1048576 bytes
         """
         return self._schedule(params, **extra_args)
 

@@ -38,8 +38,10 @@ LOOP_BYTES = 2 * MIB
 # the link is busy for 2 n parts in 2 n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 32
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
-# then stores them.
+# then stores them. What cannot be sliced, such as Muon's products, computes with more
+# memory than it loads.
 MOST_AT_ONCE = 3
+MOST_UNSLICED_AT_ONCE = 2
 # Whether there are loops that run once, as those over whole leaves. With JAX 0.10.2 a
 # TPU's compiler takes their bodies for row-major, and copies on the host what is not.
 RUNS_ONCE = jax.__version_info__ >= (0, 11)
@@ -669,7 +671,9 @@ def _loop_of(
     waits = _waits(_slice_bytes(groups, rows) * unrolled, window_bytes)
     if len(groups) > 1:
         # A group's next slice waits for the one before anyway.
-        at_once = min(MOST_AT_ONCE, len(groups))
+        sliceable = all(group.rows is not None for group in groups)
+        at_once = MOST_AT_ONCE if sliceable else MOST_UNSLICED_AT_ONCE
+        at_once = min(at_once, len(groups))
         waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
         if all(len(group.parts) > 1 for group in groups[-2:]):
             # Else a v5e's compiler loads the last two at once, and stores them late.
