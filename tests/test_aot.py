@@ -23,6 +23,22 @@ PARAMS = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(
 LEAF_BYTES = 512 * 512 * 4
 
 
+def step_of(tx):
+    """A train step of matrices one after the other."""
+
+    def step(params, state, x):
+        def loss(params):
+            y = x
+            for w in params.values():
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
 def test_init_makes_one_leaf_at_a_time(chip):
     """Its peak is some leaves, not the state."""
     tx = oo.offload(optax.adamw(1e-3), window_bytes=1)
@@ -37,21 +53,13 @@ def test_peak_falls_in_a_whole_step(chip):
     window_bytes = 2**20
 
     def peak_of(tx):
-        def step(params, state, x):
-            def loss(params):
-                y = x
-                for w in params.values():
-                    y = jnp.tanh(y @ w)
-                return jnp.mean(y**2)
-
-            updates, state = tx.update(jax.grad(loss)(params), state, params)
-            return optax.apply_updates(params, updates), state
-
         x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
         state = oo.eval_shape(tx.init, PARAMS)
         target = aot.Target(chip)
         return aot.peak(
-            aot.compile(step, PARAMS, state, x, target=target, donate_argnums=(0, 1))
+            aot.compile(
+                step_of(tx), PARAMS, state, x, target=target, donate_argnums=(0, 1)
+            )
         ).peak_bytes
 
     plain, ours = (
@@ -67,19 +75,10 @@ def test_no_leaf_is_copied_for_its_slices(chip):
     shape = 1024, 1024
     params = {f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i in range(4)}
 
-    def step(params, state, x):
-        def loss(params):
-            y = x
-            for w in params.values():
-                y = jnp.tanh(y @ w)
-            return jnp.mean(y**2)
-
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
     x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
     state = oo.eval_shape(tx.init, params)
     target = aot.Target(chip)
+    step = step_of(tx)
     compiled = aot.compile(step, params, state, x, target=target, donate_argnums=(0, 1))
     assert "slices of" in tx.schedule(params)
     copies = re.findall(r"= f32\[1024,1024\]\S* copy\(.*", str(compiled.as_text()))
