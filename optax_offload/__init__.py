@@ -1,13 +1,13 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
-from optax_offload._link import measure_link
-from optax_offload._memory import eval_shape, set_memory_kind
-from optax_offload._moves import OffloadError
-from optax_offload._offload import OffloadWarning, offload
-from optax_offload._plan import Plan, Step, plan
-from optax_offload._report import MemoryKindError, MemoryReport, memory_report
+from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
+from optax_offload._memory import set_memory_kind
+from optax_offload._offload import offload
+from optax_offload._plan import Plan, Step, measure_link, plan
+from optax_offload._report import MemoryReport, memory_report
 from optax_offload._rules import OffloadConfig, Rule, load_config
 from optax_offload._states import offload_states, reload_states
+from optax_offload._templates import eval_shape
 
 __all__ = [
     "MemoryKindError",

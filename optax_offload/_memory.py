@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import primitives
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -24,7 +23,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from optax_offload import _disk, _rules
+from optax_offload import _rules, _trees
 
 T = TypeVar("T")
 
@@ -74,7 +73,7 @@ def nbytes_on_each_device(x: Any) -> int:
     for name, kind in zip(
         sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True
     ):
-        if kind == AxisType.Auto or name in _axes_of(sharding.spec):
+        if kind == AxisType.Auto or name in axes_of(sharding.spec):
             shards *= sharding.mesh.shape[name]
     return -(-nbytes(x) // shards)
 
@@ -92,7 +91,7 @@ def shape_on_each_device(x: Any) -> tuple[int, ...]:
     return tuple(-(-n // k) for n, k in zip(aval.shape, shards, strict=True))
 
 
-def _axes_of(spec: PartitionSpec) -> set[str]:
+def axes_of(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a spec names."""
     return {name for part in spec for name in _names(part)}
 
@@ -152,26 +151,13 @@ def array_from(
     return jax.make_array_from_callback(shape, sharding, value)
 
 
-def weakly_typed(x: jax.Array) -> jax.Array:
-    """The same value as one of a Python number's dtype, which gives way to others'.
-
-    Arrays made from NumPy's never are, and a step that was compiled for a weakly typed
-    counter would be compiled again, or promote otherwise.
-    """
-    moved = jax.device_put(x, x.sharding.with_memory_kind("device"))
-    weak = primitives.convert_element_type_p.bind(
-        moved, new_dtype=x.dtype, weak_type=True, sharding=None
-    )
-    return jax.device_put(weak, x.sharding)
-
-
 def memory_kind_of(x: Any) -> str | None:
     """The memory kind of an array, a struct or a sharding; None where it has none."""
     if isinstance(x, jax.core.Tracer):
         return "pinned_host" if on_host(x) else "device"
-    if isinstance(x, _disk.OnDisk):
-        return "disk"
     sharding = x if isinstance(x, Sharding) else getattr(x, "sharding", None)
+    if sharding is not x and hasattr(x, "memory_kind"):
+        return x.memory_kind  # What stands for a leaf on disk says so itself.
     if isinstance(sharding, Sharding):
         # A sharding that names no kind stands for the device's default, which every
         # platform of interest calls "device".
@@ -225,11 +211,11 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
     regex = _rules.compile_pattern(pattern)
     _rules.check_memory_kind(memory_kind)
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    leaves = [(_rules.path_string(keys), leaf) for keys, leaf in flat]
+    leaves = [(_trees.path_string(keys), leaf) for keys, leaf in flat]
     chosen = [(path, x) for path, x in leaves if regex.fullmatch(path)]
     if not chosen:
         paths = [path for path, _ in leaves]
-        raise ValueError(_rules.no_match_message(regex.pattern, paths))
+        raise ValueError(_trees.no_match_message(regex.pattern, paths))
     strangers = [(path, x) for path, x in chosen if memory_kind_of(x) is None]
     if strangers:
         raise TypeError(
@@ -238,10 +224,10 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + ". Narrow the pattern, or make them arrays with jnp.asarray"
         )
-    on_disk = [path for path, x in chosen if isinstance(x, _disk.OnDisk)]
+    on_disk = [path for path, x in chosen if memory_kind_of(x) == "disk"]
     if on_disk:
         raise ValueError(
-            f"{_rules.listed(on_disk)}: on disk. Bring them back first, with "
+            f"{_trees.listed(on_disk)}: on disk. Bring them back first, with "
             "optax_offload.reload_states"
         )
     retyped = [
@@ -255,8 +241,8 @@ def _retype(path: str, x: Any, memory_kind: str) -> Any:
     if isinstance(x, Sharding):
         return with_kind(path, x, memory_kind)
     if isinstance(x, jax.ShapeDtypeStruct):
-        sharding = x.sharding or _first_device_sharding()
-        return _struct(x, with_kind(path, sharding, memory_kind))
+        sharding = x.sharding or first_device_sharding()
+        return struct(x, with_kind(path, sharding, memory_kind))
     if memory_kind_of(x) == memory_kind:
         return x
     if isinstance(x, jax.core.Tracer):
@@ -279,21 +265,21 @@ def with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
         ) from e
 
 
-def _first_device_sharding() -> Sharding:
+def first_device_sharding() -> Sharding:
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
-def _struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     """A struct like ``x`` that is traced as living where ``sharding`` says."""
     kind = memory_kind_of(sharding) or "device"
     if kind != "device":
-        sharding = _on_mesh(sharding, kind)
+        sharding = on_mesh(sharding, kind)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
     )
 
 
-def _on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
+def on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
     """The sharding with this kind, on a mesh of one device where it names a device.
 
     JAX (0.10 to 0.12) types a struct with a single-device sharding as a device value,
@@ -306,149 +292,6 @@ def _on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
     return sharding.with_memory_kind(memory_kind)
 
 
-def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
-    """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
-
-    `jax.eval_shape` forgets where a result lives (before JAX 0.11 its memory kind
-    too), and a template made with it makes a checkpoint library restore offloaded
-    state to the device. Here the memory kind is the one that ``fn`` gives the result,
-    and the sharding is, in this order:
-
-    - what ``out_shardings`` says;
-    - that of an argument of the same shape whose path ends the result's path (as
-      ``dense/kernel`` ends ``0/mu/dense/kernel``);
-    - that of the result's own type, which has one in JAX's Explicit mode;
-    - replicated over the devices of the shardings above, of the mesh set with
-      `jax.set_mesh`, or of the first local device.
-
-    Args:
-      fn: the function, for instance the ``init`` of an optimizer, or one that makes a
-        whole Flax ``TrainState`` or `flax.nnx.state`.
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`.
-      out_shardings: shardings of the results, a tree or a prefix of it as in
-        `jax.jit`, None where the library decides. Flax makes them from metadata:
-        ``nn.get_sharding(jax.eval_shape(fn), mesh)`` and
-        ``nnx.get_named_sharding(jax.eval_shape(fn), mesh)``. Their memory kinds do not
-        matter: the kinds are ``fn``'s.
-
-    Returns:
-      A pytree of `jax.ShapeDtypeStruct`, each with a sharding that has a memory kind.
-
-    Raises:
-      ValueError: ``out_shardings`` is no prefix of the result.
-      TypeError: it has a leaf that is no sharding.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_offload as oo
-      >>> tx = oo.offload(optax.sgd(0.1, momentum=0.9), ".*trace.*")
-      >>> template = oo.eval_shape(tx.init, {"w": jnp.zeros((256, 256))})
-      >>> template[0].trace["w"].sharding.memory_kind
-      'pinned_host'
-    """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    paths = [_rules.path_string(keys) for keys, _ in flat]
-    avals = closed.out_avals
-    given = _given_shardings(out_shardings, shapes, paths)
-    like = shardings_like(list(zip(paths, avals, strict=True)), args)
-    rest = _replicated([given, args])
-    structs = [
-        _struct(
-            aval,
-            _on_mesh(
-                here or there or _own_sharding(aval, rest) or rest, kind_of_type(aval)
-            ),
-        )
-        for aval, here, there in zip(avals, given, like, strict=True)
-    ]
-    return jax.tree_util.tree_unflatten(treedef, structs)
-
-
-def _given_shardings(
-    out_shardings: Any, shapes: Any, paths: list[str]
-) -> list[Sharding | None]:
-    """For each leaf what a prefix tree of shardings says, None for nothing."""
-    given: list[Sharding | None] = []
-
-    def give(sharding: Sharding | None, part: Any) -> None:
-        given.extend([sharding] * len(jax.tree.leaves(part)))
-
-    try:
-        # Not jax.tree.broadcast: to tell None apart it takes the result's for leaves.
-        jax.tree.map(give, out_shardings, shapes, is_leaf=lambda x: x is None)
-    except ValueError as e:
-        raise ValueError(
-            f"out_shardings is no tree prefix of what the function returns: {e}"
-        ) from e
-    strangers = [
-        (path, x)
-        for path, x in zip(paths, given, strict=True)
-        if not (x is None or isinstance(x, Sharding))
-    ]
-    if strangers:
-        raise TypeError(
-            "out_shardings has leaves that are no jax.sharding.Sharding: "
-            + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
-            + ". For a PartitionSpec give jax.NamedSharding(mesh, spec)"
-        )
-    return given
-
-
-def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
-    """The sharding in a type, which in Explicit mode tells, on the devices at hand."""
-    mesh = getattr(rest, "mesh", None)
-    spec = aval.sharding.spec
-    if mesh is None or not _axes_of(spec) <= set(mesh.axis_names):
-        return None
-    return NamedSharding(mesh, spec) if _axes_of(spec) else None
-
-
 def kind_of_type(aval: Any) -> str:
     """The memory kind of a type."""
     return "pinned_host" if on_host(aval) else "device"
-
-
-def shardings_like(
-    leaves: Sequence[tuple[str, Any]], args: Sequence[Any]
-) -> list[Sharding | None]:
-    """Gives each leaf, as (path, type), the sharding of the argument it goes with.
-
-    That is the one of the same shape whose path is the longest tail of the leaf's.
-    It is how a moment is matched with its parameter, which a jaxpr does not say:
-    ``zeros_like`` of a traced value is a constant. A scalar goes with none: there is
-    nothing to shard, and a random key among the arguments says nothing of a counter.
-    """
-    known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
-    for arg in args:
-        for keys, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
-            sharding = getattr(x, "sharding", None)
-            if isinstance(sharding, Sharding) and not is_traced(x):
-                known.setdefault((_rules.path_string(keys), x.shape), sharding)
-
-    def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
-        if not shape:
-            return None
-        parts = path.split("/") if path else []
-        tails = ("/".join(parts[i:]) for i in range(len(parts) + 1))
-        found = (known.get((tail, shape)) for tail in tails)
-        return next((sharding for sharding in found if sharding is not None), None)
-
-    return [match(path, aval.shape) for path, aval in leaves]
-
-
-def _replicated(shardings_and_args: Any) -> Sharding:
-    """The sharding of a value that all devices in sight hold whole."""
-    leaves = jax.tree.leaves(shardings_and_args)
-    shardings = [
-        x if isinstance(x, Sharding) else getattr(x, "sharding", None) for x in leaves
-    ]
-    for s in shardings:
-        if isinstance(s, NamedSharding):
-            return NamedSharding(s.mesh, PartitionSpec())
-    one = next((s for s in shardings if isinstance(s, Sharding)), None)
-    if one is not None:
-        return one
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
-        return _first_device_sharding()
-    return NamedSharding(mesh, PartitionSpec())

@@ -11,13 +11,13 @@ import jax
 import numpy as np
 import optax
 
-from optax_offload import _choices, _memory, _rules, _schedule, _stream
+from optax_offload import _jaxpr, _memory, _rules, _templates, _trees
+from optax_offload._errors import OffloadWarning
+from optax_offload._update import branches as _choices
+from optax_offload._update import schedule as _schedule
+from optax_offload._update import stream as _stream
 
 logger = logging.getLogger("optax_offload")
-
-
-class OffloadWarning(UserWarning):
-    """Something asked for was not, or not fully, done."""
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
@@ -144,7 +144,7 @@ def offload(
         def update(*args: Any) -> Any:
             return _streamed(fn, config, args, args[1], tell=told.append)
 
-        state = _memory.eval_shape(init_fn, params)
+        state = _templates.eval_shape(init_fn, params)
         jax.eval_shape(update, params, state, params, extra_args)
         return "\n".join(told)
 
@@ -226,9 +226,9 @@ def _streamed(
     types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
     with_paths, out_structure = jax.tree_util.tree_flatten_with_path(out)
-    paths = [_rules.path_string(keys[1:]) for keys, _ in with_paths]
+    paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
     updates = range(len(jax.tree.leaves(out[0])))
-    flat = _schedule.flatten(closed)
+    flat = _jaxpr.flatten(closed)
     types_of_state = [a.aval for a in flat.outvars[len(updates) :]]
     planned = _state_kinds(config, paths[len(updates) :], types_of_state)
     kinds = ["device"] * len(updates) + planned
@@ -240,7 +240,7 @@ def _streamed(
     homes = _homes(args, updates, len(planned), state)
     slice_axes = _slice_axes(config, args, state, loads, leaves)
 
-    def evaluate(flat: _schedule.Flat, leaves: Sequence[Any]) -> list[Any]:
+    def evaluate(flat: _jaxpr.Flat, leaves: Sequence[Any]) -> list[Any]:
         choice = _choices.choice(
             flat, loads=loads, stores=stores, updates=updates, homes=homes
         )
@@ -290,7 +290,7 @@ def _slice_axes(
     """For each load the axis along which it is sliced: the rule's, or its type's."""
     gradients = len(jax.tree.leaves(args[0]))
     axes: dict[int, int | None] = {}
-    for i, (path, _) in enumerate(_rules.leaves_with_paths(state), start=gradients):
+    for i, (path, _) in enumerate(_trees.leaves_with_paths(state), start=gradients):
         rule = next((r for r in config.rules if r.matches(path)), None)
         axis = "auto" if rule is None else rule.slice_axis
         if axis == "auto":
@@ -321,13 +321,13 @@ def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
     """Warns of state that should have come from the host and did not."""
     strays = [
         path
-        for path, x in _rules.leaves_with_paths(state)
+        for path, x in _trees.leaves_with_paths(state)
         if planned.get(path) == "pinned_host" and not _memory.on_host(x)
     ]
     if strays:
         warnings.warn(
             f"state planned for pinned_host came to update on the device: "
-            f"{_rules.listed(strays)}. It is there whole during this update, and only "
+            f"{_trees.listed(strays)}. It is there whole during this update, and only "
             "then goes to the host. Make templates with "
             "optax_offload.eval_shape(tx.init, params), or move the state with "
             "optax_offload.set_memory_kind",
@@ -370,7 +370,7 @@ def _warn_of_window(
 ) -> None:
     warnings.warn(
         f"{nbytes} bytes of state are on the device at once, over the window of "
-        f"{schedule.window_bytes}: {_rules.listed(paths)}: {why}",
+        f"{schedule.window_bytes}: {_trees.listed(paths)}: {why}",
         OffloadWarning,
         stacklevel=2,
     )
@@ -386,8 +386,8 @@ def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:
     if all(s.num_devices == 1 for s in shardings):
         return None
     closed, out = jax.make_jaxpr(init, return_shape=True)(params)
-    paths = [path for path, _ in _rules.leaves_with_paths(out)]
-    like = _memory.shardings_like(
+    paths = [path for path, _ in _trees.leaves_with_paths(out)]
+    like = _templates.shardings_like(
         list(zip(paths, closed.out_avals, strict=True)), [params]
     )
     chosen = [

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import re
 import tomllib
 from collections.abc import Sequence
 from typing import Any, Literal
 
-import jax
+from optax_offload import _trees
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 DEFAULT_MIN_BYTES = 64 * 1024
-
-
-def path_string(keys: Sequence[Any]) -> str:
-    """The path of a leaf as rules see it, such as ``0/mu/decoder/layers/kernel``."""
-    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
-
-
-def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree, each with its path."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_string(keys), leaf) for keys, leaf in flat]
 
 
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -313,39 +301,6 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
                 f"{config.rules[first].regex!r}). Put it before that rule, or remove it"
             )
     return (
-        f"{name} matches no leaf. {_nearest(rule.regex, paths)}. Patterns match the "
-        "whole path; Rule(..., optional=True) allows a rule to match nothing"
+        f"{name} matches no leaf. {_trees.nearest(rule.regex, paths)}. Patterns match "
+        "the whole path; Rule(..., optional=True) allows a rule to match nothing"
     )
-
-
-def listed(paths: Sequence[str], most: int = 5) -> str:
-    """Names leaves in a message: the first, and how many more there are."""
-    rest = len(paths) - most
-    shown = ", ".join(map(repr, paths[:most]))
-    return shown + (f" and {rest} more" if rest > 0 else "")
-
-
-def no_match_message(pattern: str, paths: list[str]) -> str:
-    return f"pattern {pattern!r} matches no leaf. {_nearest(pattern, paths)}"
-
-
-def _nearest(pattern: str, paths: list[str], most: int = 5) -> str:
-    """Names the paths that look most like what the pattern was meant to match."""
-    if not paths:
-        return "The tree has no leaves"
-    words = re.findall(r"\w+", re.sub(r"\\.", " ", pattern))
-
-    def likeness(path: str) -> float:
-        parts = re.findall(r"\w+", path)
-        return sum(
-            max(
-                (difflib.SequenceMatcher(None, word, p).ratio() for p in parts),
-                default=0.0,
-            )
-            for word in words
-        )
-
-    ranked = sorted(dict.fromkeys(paths), key=lambda p: (-likeness(p), p))
-    shown = ", ".join(map(repr, ranked[:most]))
-    rest = len(ranked) - most
-    return f"Nearest paths: {shown}" + (f" ({rest} more)" if rest > 0 else "")

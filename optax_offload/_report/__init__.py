@@ -1,0 +1,5 @@
+"""Where every leaf is, beside where rules want it."""
+
+from optax_offload._report.report import MemoryReport, memory_report
+
+__all__ = ["MemoryReport", "memory_report"]

@@ -1,0 +1,368 @@
+"""What is where: planned against actual."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import warnings
+from collections import Counter
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_offload import _memory, _rules, _trees
+from optax_offload._errors import MemoryKindError, OffloadWarning
+from optax_offload._report import host_memory as _host
+
+# What a value without a memory kind is filed under.
+NO_KIND = "no memory kind"
+HOST_KINDS = ("pinned_host", "unpinned_host")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf.
+
+    Attributes:
+      path: its path.
+      shape: its global shape.
+      dtype: its dtype.
+      nbytes: its bytes, each element counted once however often it is replicated.
+      nbytes_per_device: the bytes of the largest shard, whichever memory of a device
+        it belongs to.
+      nbytes_per_host: the bytes of all shards that belong to this process' devices:
+        a replicated leaf counts once for each of them.
+      planned: the memory kind that the rules give it; None without rules.
+      actual: the memory kind it has; None for a value that is no array, which has none.
+      why: what decided where it was planned.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    nbytes_per_device: int
+    nbytes_per_host: int
+    planned: str | None
+    actual: str | None
+    why: str
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether the leaf is not where it was planned."""
+        return self.planned not in (None, self.actual)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """Where every leaf of a tree is; ``str()`` of it is a table.
+
+    Attributes:
+      rows: one for each leaf, in the order of the tree.
+      host: what the tree takes of this process' host memory, beside what there is;
+        nothing in the reports of `subtrees`.
+    """
+
+    rows: tuple[Row, ...]
+    host: _host.HostMemory = dataclasses.field(default_factory=_host.HostMemory)
+
+    @property
+    def totals(self) -> dict[str | None, int]:
+        """The bytes in each memory kind that is there."""
+        return self._sum("nbytes")
+
+    @property
+    def totals_per_device(self) -> dict[str | None, int]:
+        """The bytes of each memory kind that belong to one device."""
+        return self._sum("nbytes_per_device")
+
+    @property
+    def totals_per_host(self) -> dict[str | None, int]:
+        """The bytes of each memory kind that belong to this process' devices."""
+        return self._sum("nbytes_per_host")
+
+    def _sum(self, name: str) -> dict[str | None, int]:
+        totals: Counter[str | None] = Counter()
+        for row in self.rows:
+            totals[row.actual] += getattr(row, name)
+        return dict(totals)
+
+    def subtrees(self, depth: int = 1) -> dict[str, MemoryReport]:
+        """The report of each subtree, by the first ``depth`` parts of its path."""
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; it must be at least 1")
+        parts: dict[str, list[Row]] = {}
+        for row in self.rows:
+            parts.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
+        return {name: MemoryReport(tuple(rows)) for name, rows in parts.items()}
+
+    def as_dict(self, depth: int = 1) -> dict[str, Any]:
+        """The report as plain values, ready for `json.dumps`.
+
+        Args:
+          depth: as in `subtrees`.
+
+        Returns:
+          ``rows``; ``totals`` and, for each of ``subtrees``, the bytes of each memory
+          kind (``bytes``, ``bytes_per_device``, ``bytes_per_host``); ``host`` as in
+          `MemoryReport`. A value that is no array has the kind "no memory kind".
+        """
+        return {
+            "rows": [
+                dataclasses.asdict(row) | {"shape": list(row.shape)}
+                for row in self.rows
+            ],
+            "totals": self._totals_as_dict(),
+            "subtrees": {
+                name: part._totals_as_dict()
+                for name, part in self.subtrees(depth).items()
+            },
+            "host": self.host.as_dict(),
+        }
+
+    def _totals_as_dict(self) -> dict[str, dict[str, int]]:
+        return {
+            kind or NO_KIND: {
+                "bytes": nbytes,
+                "bytes_per_device": self.totals_per_device[kind],
+                "bytes_per_host": self.totals_per_host[kind],
+            }
+            for kind, nbytes in self.totals.items()
+        }
+
+    def plot(self, path: str | os.PathLike[str], depth: int = 1) -> None:
+        """Writes a bar chart: the bytes of each subtree, by memory kind.
+
+        Args:
+          path: the picture; its ending says the format, such as ``.png`` or ``.svg``.
+          depth: as in `subtrees`.
+
+        Raises:
+          ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as e:
+            raise ImportError(
+                "MemoryReport.plot draws with matplotlib: "
+                "pip install 'optax-offload[plot]'"
+            ) from e
+        named = [*self.subtrees(depth).items(), ("total", self)]
+        figure = Figure(figsize=(7, 1.5 + 0.4 * len(named)), layout="constrained")
+        axes = figure.subplots()
+        left = np.zeros(len(named))
+        for kind in self.totals:
+            mib = np.array([part.totals.get(kind, 0) / 2**20 for _, part in named])
+            axes.barh(range(len(named)), mib, left=left, label=kind or NO_KIND)
+            left = left + mib
+        axes.set_yticks(
+            range(len(named)), [name or "(the tree itself)" for name, _ in named]
+        )
+        axes.set(xlabel="MiB, over all devices")
+        axes.invert_yaxis()
+        if self.rows:
+            axes.legend()
+        figure.savefig(os.fspath(path), dpi=150)
+
+    def check(self) -> MemoryReport:
+        """Raises unless every leaf is where it was planned.
+
+        Returns:
+          The report itself.
+
+        Raises:
+          MemoryKindError: leaves are elsewhere; the message names all of them.
+          ValueError: the report was made without rules, so that nothing was planned.
+        """
+        if self.rows and all(row.planned is None for row in self.rows):
+            raise ValueError(
+                "nothing was planned: give the rules, memory_report(tree, rules)"
+            )
+        wrong = [row for row in self.rows if row.misplaced]
+        if wrong:
+            raise MemoryKindError(
+                f"{len(wrong)} of {len(self.rows)} leaves are not where they were "
+                "planned:\n"
+                + "\n".join(
+                    f"  {row.path}: planned {row.planned}, is {row.actual} "
+                    f"({row.nbytes} bytes; {row.why})"
+                    for row in wrong
+                )
+                + "\nMove them with optax_offload.set_memory_kind. If a jitted step "
+                "returned them: its out_shardings, where given, have to name the "
+                "memory kinds"
+            )
+        return self
+
+    def __str__(self) -> str:
+        leaves = [["path", "shape", "dtype", "bytes", "bytes/device"]]
+        leaves[0] += ["planned", "actual", "why"]
+        leaves += [
+            [
+                row.path or "(the tree itself)",
+                "x".join(map(str, row.shape)) or "scalar",
+                row.dtype,
+                f"{row.nbytes:,}",
+                f"{row.nbytes_per_device:,}",
+                row.planned or "-",
+                (row.actual or "-") + (" (!)" if row.misplaced else ""),
+                row.why,
+            ]
+            for row in self.rows
+        ]
+        sums = [["subtree", "kind", "bytes", "bytes/device", "bytes/host"]]
+        parts = self.subtrees()
+        for name, part in [*(parts.items() if len(parts) > 1 else ()), ("total", self)]:
+            for kind, totals in part._totals_as_dict().items():
+                sums.append(
+                    [name, kind, *(f"{nbytes:,}" for nbytes in totals.values())]
+                )
+        tables = [_table(leaves, right=(3, 4)), _table(sums, right=(2, 3, 4))]
+        host = str(self.host)
+        return "\n\n".join([*tables, host] if host else tables)
+
+
+def _table(lines: list[list[str]], right: tuple[int, ...]) -> str:
+    """Lines of cells as text: the first is the header, ``right`` are numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+
+    def text(cells: list[str]) -> str:
+        padded = (
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        )
+        return "  ".join(padded).rstrip()
+
+    header, *body = map(text, lines)
+    return "\n".join([header, "-" * len(header), *body])
+
+
+def memory_report(
+    tree: Any, rules: _rules.Rules | None = None, *, under: str = ""
+) -> MemoryReport:
+    """Says where every leaf of a tree is, beside where rules want it.
+
+    It also says how much host memory the devices of this process will take, beside
+    what its machine, its cgroup and, for GPUs, the plugin's own cap leave: before the
+    first step, and on templates too, which take no memory themselves. Processes that
+    share a machine share its memory, and each counts only its own needs.
+
+    Args:
+      tree: arrays, or `jax.ShapeDtypeStruct` of them as from `eval_shape`: the state
+        that the rules were given for, or a larger tree that has it ``under`` a path.
+      rules: as in `offload`; None to report only what is.
+      under: the path of the state that the rules were given for, as
+        ``"opt_state/1"`` in a Flax ``TrainState`` whose optimizer is
+        ``optax.chain(clip, offload(...))``. What is not under it has no plan.
+
+    Returns:
+      A `MemoryReport`.
+
+    Raises:
+      TypeError, ValueError: the rules are wrong, or match nothing, as in `offload`;
+        or no leaf is ``under`` the path.
+
+    Warns:
+      OffloadWarning: there is not enough host memory, with the line that mends it.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.offload(optax.sgd(0.1, momentum=0.9), ".*trace.*")
+      >>> state = tx.init({"w": jnp.ones((256, 128))})
+      >>> print(oo.memory_report(state, ".*trace.*").check().totals)
+      {'pinned_host': 131072}
+    """
+    leaves = _trees.leaves_with_paths(tree)
+    placements = _placements(leaves, rules, under)
+    rows = []
+    for (path, x), placement in zip(leaves, placements, strict=True):
+        nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
+        rows.append(
+            Row(
+                path=path,
+                shape=tuple(np.shape(x)),
+                dtype=str(jax.typeof(x).dtype),
+                nbytes=nbytes,
+                nbytes_per_device=nbytes_per_device,
+                nbytes_per_host=nbytes_per_host,
+                planned=placement.memory_kind or None,
+                actual=_memory.memory_kind_of(x),
+                why=placement.why,
+            )
+        )
+    host = _host_memory(rows, [x for _, x in leaves])
+    for shortage in host.shortages:
+        warnings.warn(shortage, OffloadWarning, stacklevel=2)
+    return MemoryReport(tuple(rows), host)
+
+
+def _placements(
+    leaves: list[tuple[str, Any]], rules: _rules.Rules | None, under: str
+) -> list[_rules.Placement]:
+    """Where the rules want each leaf; the kind is empty where they say nothing."""
+    if rules is None:
+        if under:
+            raise ValueError(f"under={under!r} says where rules begin: give the rules")
+        return [_rules.Placement("", "no rules given")] * len(leaves)
+    prefix = under and under + "/"
+    inside = {
+        i: path.removeprefix(prefix)
+        for i, (path, _) in enumerate(leaves)
+        if path.startswith(prefix)
+    }
+    if under and not inside:
+        raise ValueError(
+            _trees.no_match_message(under + "/.*", [path for path, _ in leaves])
+        )
+    sizes = [(path, _memory.movable_nbytes(leaves[i][1])) for i, path in inside.items()]
+    placed = iter(_rules.place(_rules.as_config(rules), sizes))
+    elsewhere = _rules.Placement("", f"not under {under!r}")
+    return [next(placed) if i in inside else elsewhere for i in range(len(leaves))]
+
+
+def _sizes(x: Any) -> tuple[int, int, int]:
+    """The bytes of a leaf in all, of its shard on a device, and of those here."""
+    nbytes = _memory.nbytes(x)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding) or not nbytes:
+        return nbytes, nbytes, nbytes
+    shard = math.prod(sharding.shard_shape(x.shape))
+    shard_bytes = shard * (nbytes // math.prod(x.shape))
+    return nbytes, shard_bytes, shard_bytes * _devices_here(sharding)
+
+
+def _devices_here(sharding: jax.sharding.Sharding) -> int:
+    """How many of a sharding's devices are this process'; all of an abstract mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh.size
+    return len(sharding.addressable_devices)
+
+
+def _host_memory(rows: list[Row], leaves: list[Any]) -> _host.HostMemory:
+    needed: Counter[str] = Counter()
+    missing: Counter[str] = Counter()
+    for row, x in zip(rows, leaves, strict=True):
+        kind = row.planned or row.actual
+        if kind in HOST_KINDS:
+            needed[kind] += row.nbytes_per_host
+            there = isinstance(x, jax.Array) and row.actual == kind
+            missing[kind] += 0 if there else row.nbytes_per_host
+    platforms = {platform for x in leaves for platform in _platforms_here(x)}
+    limits = ()
+    if needed and platforms:
+        pinned = _memory.pinned_bytes_of_this_process() if "gpu" in platforms else 0
+        limits = tuple(_host.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
+    return _host.HostMemory(dict(needed), dict(missing), limits)
+
+
+def _platforms_here(x: Any) -> set[str]:
+    """The platforms of a leaf's devices; none of devices that are not attached."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return {jax.default_backend()}
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        return set()
+    return {device.platform for device in sharding.addressable_devices}

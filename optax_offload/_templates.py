@@ -1,0 +1,155 @@
+"""Templates: results described with their shardings and memory kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from optax_offload import _memory, _trees
+
+
+def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
+    """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
+
+    `jax.eval_shape` forgets where a result lives (before JAX 0.11 its memory kind
+    too), and a template made with it makes a checkpoint library restore offloaded
+    state to the device. Here the memory kind is the one that ``fn`` gives the result,
+    and the sharding is, in this order:
+
+    - what ``out_shardings`` says;
+    - that of an argument of the same shape whose path ends the result's path (as
+      ``dense/kernel`` ends ``0/mu/dense/kernel``);
+    - that of the result's own type, which has one in JAX's Explicit mode;
+    - replicated over the devices of the shardings above, of the mesh set with
+      `jax.set_mesh`, or of the first local device.
+
+    Args:
+      fn: the function, for instance the ``init`` of an optimizer, or one that makes a
+        whole Flax ``TrainState`` or `flax.nnx.state`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`.
+      out_shardings: shardings of the results, a tree or a prefix of it as in
+        `jax.jit`, None where the library decides. Flax makes them from metadata:
+        ``nn.get_sharding(jax.eval_shape(fn), mesh)`` and
+        ``nnx.get_named_sharding(jax.eval_shape(fn), mesh)``. Their memory kinds do not
+        matter: the kinds are ``fn``'s.
+
+    Returns:
+      A pytree of `jax.ShapeDtypeStruct`, each with a sharding that has a memory kind.
+
+    Raises:
+      ValueError: ``out_shardings`` is no prefix of the result.
+      TypeError: it has a leaf that is no sharding.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.offload(optax.sgd(0.1, momentum=0.9), ".*trace.*")
+      >>> template = oo.eval_shape(tx.init, {"w": jnp.zeros((256, 256))})
+      >>> template[0].trace["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
+    paths = [_trees.path_string(keys) for keys, _ in flat]
+    avals = closed.out_avals
+    given = _given_shardings(out_shardings, shapes, paths)
+    like = shardings_like(list(zip(paths, avals, strict=True)), args)
+    rest = _replicated([given, args])
+    structs = [
+        _memory.struct(
+            aval,
+            _memory.on_mesh(
+                here or there or _own_sharding(aval, rest) or rest,
+                _memory.kind_of_type(aval),
+            ),
+        )
+        for aval, here, there in zip(avals, given, like, strict=True)
+    ]
+    return jax.tree_util.tree_unflatten(treedef, structs)
+
+
+def _given_shardings(
+    out_shardings: Any, shapes: Any, paths: list[str]
+) -> list[Sharding | None]:
+    """For each leaf what a prefix tree of shardings says, None for nothing."""
+    given: list[Sharding | None] = []
+
+    def give(sharding: Sharding | None, part: Any) -> None:
+        given.extend([sharding] * len(jax.tree.leaves(part)))
+
+    try:
+        # Not jax.tree.broadcast: to tell None apart it takes the result's for leaves.
+        jax.tree.map(give, out_shardings, shapes, is_leaf=lambda x: x is None)
+    except ValueError as e:
+        raise ValueError(
+            f"out_shardings is no tree prefix of what the function returns: {e}"
+        ) from e
+    strangers = [
+        (path, x)
+        for path, x in zip(paths, given, strict=True)
+        if not (x is None or isinstance(x, Sharding))
+    ]
+    if strangers:
+        raise TypeError(
+            "out_shardings has leaves that are no jax.sharding.Sharding: "
+            + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
+            + ". For a PartitionSpec give jax.NamedSharding(mesh, spec)"
+        )
+    return given
+
+
+def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
+    """The sharding in a type, which in Explicit mode tells, on the devices at hand."""
+    mesh = getattr(rest, "mesh", None)
+    spec = aval.sharding.spec
+    if mesh is None or not _memory.axes_of(spec) <= set(mesh.axis_names):
+        return None
+    return NamedSharding(mesh, spec) if _memory.axes_of(spec) else None
+
+
+def shardings_like(
+    leaves: Sequence[tuple[str, Any]], args: Sequence[Any]
+) -> list[Sharding | None]:
+    """Gives each leaf, as (path, type), the sharding of the argument it goes with.
+
+    That is the one of the same shape whose path is the longest tail of the leaf's.
+    It is how a moment is matched with its parameter, which a jaxpr does not say:
+    ``zeros_like`` of a traced value is a constant. A scalar goes with none: there is
+    nothing to shard, and a random key among the arguments says nothing of a counter.
+    """
+    known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
+    for arg in args:
+        for keys, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
+            sharding = getattr(x, "sharding", None)
+            if isinstance(sharding, Sharding) and not _memory.is_traced(x):
+                known.setdefault((_trees.path_string(keys), x.shape), sharding)
+
+    def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
+        if not shape:
+            return None
+        parts = path.split("/") if path else []
+        tails = ("/".join(parts[i:]) for i in range(len(parts) + 1))
+        found = (known.get((tail, shape)) for tail in tails)
+        return next((sharding for sharding in found if sharding is not None), None)
+
+    return [match(path, aval.shape) for path, aval in leaves]
+
+
+def _replicated(shardings_and_args: Any) -> Sharding:
+    """The sharding of a value that all devices in sight hold whole."""
+    leaves = jax.tree.leaves(shardings_and_args)
+    shardings = [
+        x if isinstance(x, Sharding) else getattr(x, "sharding", None) for x in leaves
+    ]
+    for s in shardings:
+        if isinstance(s, NamedSharding):
+            return NamedSharding(s.mesh, PartitionSpec())
+    one = next((s for s in shardings if isinstance(s, Sharding)), None)
+    if one is not None:
+        return one
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        return _memory.first_device_sharding()
+    return NamedSharding(mesh, PartitionSpec())

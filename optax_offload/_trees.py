@@ -1,0 +1,54 @@
+"""The leaves of a tree: their paths, and how messages name them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def path_string(keys: Sequence[Any]) -> str:
+    """The path of a leaf as rules see it, such as ``0/mu/decoder/layers/kernel``."""
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
+
+
+def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_string(keys), leaf) for keys, leaf in flat]
+
+
+def listed(paths: Sequence[str], most: int = 5) -> str:
+    """Names leaves in a message: the first, and how many more there are."""
+    rest = len(paths) - most
+    shown = ", ".join(map(repr, paths[:most]))
+    return shown + (f" and {rest} more" if rest > 0 else "")
+
+
+def no_match_message(pattern: str, paths: list[str]) -> str:
+    return f"pattern {pattern!r} matches no leaf. {nearest(pattern, paths)}"
+
+
+def nearest(pattern: str, paths: list[str], most: int = 5) -> str:
+    """Names the paths that look most like what the pattern was meant to match."""
+    if not paths:
+        return "The tree has no leaves"
+    words = re.findall(r"\w+", re.sub(r"\\.", " ", pattern))
+
+    def likeness(path: str) -> float:
+        parts = re.findall(r"\w+", path)
+        return sum(
+            max(
+                (difflib.SequenceMatcher(None, word, p).ratio() for p in parts),
+                default=0.0,
+            )
+            for word in words
+        )
+
+    ranked = sorted(dict.fromkeys(paths), key=lambda p: (-likeness(p), p))
+    shown = ", ".join(map(repr, ranked[:most]))
+    rest = len(ranked) - most
+    return f"Nearest paths: {shown}" + (f" ({rest} more)" if rest > 0 else "")

@@ -1,0 +1,1 @@
+"""An update, or a whole step: trace, schedule, run."""

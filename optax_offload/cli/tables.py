@@ -1,0 +1,138 @@
+"""What `optax-offload` shows to a person."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from optax_offload import _plan
+from optax_offload._units import size_text
+from optax_offload.aot import Target
+from optax_offload.aot import chips as _figures
+from optax_offload.aot import targets as _targets
+from optax_offload.cli import checkpoint as _checkpoint
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    """A table whose columns that end in a space are numbers: set to the right."""
+    made = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in columns:
+        justify = "right" if column.endswith(" ") else "left"
+        made.add_column(column.strip(), justify=justify, overflow="fold")
+    for row in rows:
+        # As text: a path may look like markup.
+        made.add_row(*(str(cell).replace("[", r"\[") for cell in row))
+    return made
+
+
+def print_plan(console: Console, plan: _plan.Plan) -> None:
+    """A plan: what moves, what that saves, what it costs."""
+    fits = (
+        "fits as it is: nothing is moved" if not plan.moved else "fits with this plan"
+    )
+    console.print(
+        f"[bold]{plan.target.name}[/bold], {size_text(plan.budget_bytes)} on each "
+        f"device: [bold]{fits}[/bold]"
+    )
+    if plan.moved:
+        moves = [
+            (f.pattern, len(f.leaves), size_text(f.nbytes_per_device))
+            for f in plan.moved
+        ]
+        columns = ("moved to host memory", "leaves ", "each device ")
+        console.print(table("", columns, moves))
+    before, after = plan.before, plan.after
+    parts = [
+        (part, size_text(n), size_text(after.parts[part]))
+        for part, n in before.parts.items()
+    ]
+    peaks = ("peak", size_text(before.used_bytes), size_text(after.used_bytes))
+    columns = ("each device", "as given ", "with the plan ")
+    console.print(table("", columns, [*parts, peaks]))
+    for line in plan.cost.lines():
+        console.print(f"[dim]-[/dim] {line}", highlight=False)
+    if plan.moved:
+        console.print(_slowdowns(plan))
+    for name, value in plan.environment.items():
+        console.print(f"set [bold]{name}={value}[/bold]", highlight=False)
+
+
+def _slowdowns(plan: _plan.Plan) -> Table:
+    tokens = plan.cost.tokens
+    rows = [
+        (
+            f"{scale:.0f}x" if tokens is None else f"{tokens * scale:,.0f}",
+            f"{now:.2f}",
+            f"{hidden:.2f}",
+        )
+        for scale, now, hidden in plan.cost.table()
+    ]
+    first = "this batch " if tokens is None else "tokens in a step "
+    return table("times as long as without", (first, "now ", "if hidden "), rows)
+
+
+def print_leaves(
+    console: Console, title: str, leaves: Sequence[_checkpoint.SavedLeaf]
+) -> None:
+    """A checkpoint."""
+    rows = [
+        (x.path, _shape(x.shape), x.dtype, size_text(x.nbytes), x.sharding)
+        for x in leaves
+    ]
+    columns = ("path", "shape", "dtype", "size ", "sharding")
+    console.print(table(title, columns, rows))
+    total = size_text(sum(x.nbytes for x in leaves))
+    console.print(
+        f"{len(leaves)} leaves, {total}. Orbax records no memory kinds: a leaf is "
+        "restored to where the template says (optax_offload.eval_shape)."
+    )
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def target_rows() -> list[dict[str, Any]]:
+    """What can be compiled for, one device of each."""
+    found = []
+    for chip in (*_targets.TPUS, *_targets.GPUS):
+        target, figures = Target(chip), _figures.figures(chip)
+        found.append(
+            {
+                "name": chip,
+                "platform": target.platform,
+                "memory_bytes": target.memory_bytes,
+                "budget_bytes": _plan.default_budget_bytes(target),
+                **figures._asdict(),
+            }
+        )
+    return found
+
+
+def print_targets(console: Console) -> None:
+    """What can be compiled for."""
+    found = target_rows()
+    rows = [
+        (
+            row["name"],
+            size_text(row["memory_bytes"]),
+            size_text(row["budget_bytes"]),
+            f"{row['link_bytes_per_second'] / 1e9:.0f} GB/s",
+            f"{row['flops_per_second'] / 1e12:.0f}",
+        )
+        for row in found
+    ]
+    columns = ("chip", "memory ", "default budget ", "link each way ")
+    console.print(table("", (*columns, "bf16 TFLOP/s "), rows))
+    sources: dict[str, list[str]] = {}
+    for row in found:
+        sources.setdefault(row["link_source"], []).append(row["name"])
+    for source, names in sources.items():
+        console.print(f"link of {', '.join(names)}: {source}", highlight=False)
+    console.print(
+        "Several: a TPU's grid (v5e:4x4, v5p:2x2x2), a number of GPUs (h100:8)."
+    )

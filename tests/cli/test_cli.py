@@ -1,0 +1,303 @@
+"""The command: what it prints, its exit codes and its errors."""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from typer.testing import CliRunner
+
+import optax_offload as oo
+from optax_offload.aot import targets
+from optax_offload.cli import command as cli
+
+FACTORY = """
+import jax, jax.numpy as jnp, optax
+import optax_offload as oo
+
+def make_step(offload, target, width=1024, optimizer="adam"):
+    params = {"w": jax.ShapeDtypeStruct((16, width, width), jnp.float32)}
+    tx = offload(getattr(optax, optimizer)(1e-3))
+    state = oo.eval_shape(tx.init, params)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = jax.ShapeDtypeStruct((16, 8, width), jnp.float32)
+    return oo.Step(step, (params, state, x), donate_argnums=(0, 1))
+
+def broken(offload, target):
+    raise ValueError("mine")
+
+other = 3
+"""
+
+
+@pytest.fixture
+def invoke(tmp_path, monkeypatch):
+    """Runs the command where the module `my_steps` is."""
+    (tmp_path / "my_steps.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(__import__("sys").modules, "my_steps", raising=False)
+    runner = CliRunner(env={"COLUMNS": "160"})
+
+    def run(*args, code=0):
+        result = runner.invoke(cli.app, [str(a) for a in args])
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A saved parameter and Adam's state of it, under a chain."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = {"w": jnp.ones((256, 128)), "b": jnp.ones(3)}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), oo.offload(optax.adam(1e-3)))
+    state = tx.init(params)
+    path = tmp_path_factory.mktemp("checkpoint") / "saved"
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, {"params": params, "opt_state": state})
+    return path
+
+
+@pytest.fixture
+def rules(tmp_path):
+    file = tmp_path / "rules.toml"
+    file.write_text("[[rules]]\npattern = '.*/(mu|nu)/.*'\n")
+    return file
+
+
+def test_help(invoke):
+    """The exit codes are in it."""
+    text = invoke("--help").output
+    for word in ("fit", "explain", "report", "targets", "Exit codes", "3 it does not"):
+        assert word in text
+    assert "--out" in re.sub(r"\x1b\[[\d;]*m", "", invoke("fit", "--help").output)
+
+
+def test_targets(invoke):
+    """Every chip, with its memory and its link."""
+    rows = json.loads(invoke("targets", "--json").stdout)
+    assert [r["name"] for r in rows] == [*targets.TPUS, *targets.GPUS]
+    (h100,) = (r for r in rows if r["name"] == "h100")
+    assert h100["memory_bytes"] == 84942979072
+    assert h100["budget_bytes"] == int(84942979072 * 0.9)
+    assert h100["link_bytes_per_second"] == 64e9
+    text = invoke("targets").stdout
+    assert re.search(r"h100 +79\.11 GiB +71\.20 GiB +64 GB/s +989", text)
+    assert "link of h100: PCIe 5.0 x16" in text
+
+
+def test_report(invoke, checkpoint):
+    """Each leaf and its size, from the metadata alone."""
+    found = json.loads(invoke("report", checkpoint, "--json").stdout)
+    leaves = {x["path"]: x for x in found["leaves"]}
+    mu = leaves["opt_state/1/0/mu/w"]
+    assert (mu["shape"], mu["dtype"], mu["nbytes"]) == ([256, 128], "float32", 131072)
+    assert found["bytes"] == sum(x["nbytes"] for x in leaves.values())
+    assert len(leaves) == 7
+    text = invoke("report", checkpoint).stdout
+    assert re.search(r"opt_state/1/0/nu/w +256x128 +float32 +128\.00 KiB", text)
+    assert "records no memory kinds" in text
+
+
+def test_report_of_steps(invoke, tmp_path):
+    """Of a folder of steps the last one counts."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    steps = tmp_path / "steps"
+    with ocp.CheckpointManager(steps) as manager:
+        for step, size in ((9, 4), (10, 5)):
+            manager.save(step, args=ocp.args.StandardSave({"w": jnp.ones(size)}))
+    for path in (steps, steps / "10"):
+        found = json.loads(invoke("report", path, "--json").stdout)
+        assert [x["shape"] for x in found["leaves"]] == [[5]]
+
+
+def test_explain_a_checkpoint(invoke, checkpoint, rules):
+    """Where each leaf goes and by which rule."""
+    args = ("explain", rules, "--checkpoint", checkpoint, "--under", "opt_state/1")
+    found = json.loads(invoke(*args, "--json").stdout)
+    kinds = {x["path"]: (x["memory_kind"], x["why"]) for x in found["leaves"]}
+    assert kinds["0/mu/w"] == ("pinned_host", "rule 0 '.*/(mu|nu)/.*'")
+    assert kinds["0/mu/b"][0] == "device"
+    assert kinds["0/count"] == ("device", "no rule matches")
+    assert len(kinds) == 5
+    assert found["idle_rules"] == []
+    text = invoke(*args).stdout
+    assert re.search(r"0/mu/w +128\.00 KiB +pinned_host +rule 0", text)
+    assert "pinned_host: 256.00 KiB" in text
+
+
+def test_explain_a_step(invoke, tmp_path):
+    """A rule that decides nothing is named, and is an exit code."""
+    file = tmp_path / "rules.toml"
+    rules = ("0/mu/.*", "0/mou/.*", "nothing")
+    file.write_text("".join(f"[[rules]]\npattern = '{r}'\n" for r in rules))
+    file.write_text(file.read_text() + "optional = true\n")
+    args = ("explain", file, "--step", "my_steps:make_step")
+    result = invoke(*args, code=4)
+    assert re.search(
+        r"0/mu/w +64\.00 MiB +pinned_host +rule 0 '0/mu/\.\*'", result.stdout
+    )
+    assert "rule 1 decides nothing: 0/mou/.*" in result.stderr
+    assert "rule 2 decides nothing (optional): nothing" in result.stderr
+    found = json.loads(invoke(*args, "--json", code=4).stdout)
+    assert [r["rule"] for r in found["idle_rules"]] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("fit", "my_steps", "--target", "h100"), "write package.module:function"),
+        (
+            ("fit", "no_steps:f", "--target", "h100"),
+            "there is no module 'no_steps' from",
+        ),
+        (
+            ("fit", "my_steps:stepp", "--target", "h100"),
+            "my_steps has no function 'stepp'; it has make_step, broken",
+        ),
+        (("fit", "my_steps:other", "--target", "h100"), "has no function 'other'"),
+        (("fit", "my_steps:make_step", "--target", "h10"), "names no chip"),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--budget", "7 apples"),
+            "'7 apples' is no size; write it as 70GiB",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--budget", "100GiB"),
+            "at most what 'h100' has",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth=3"),
+            "is called with (offload, target, depth=3), but takes (offload, target, "
+            "width=1024, optimizer='adam')",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth"),
+            "--set 'depth': write name=value",
+        ),
+        (("fit", "my_steps:broken", "--target", "h100"), "error: mine"),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--rules", "no.toml"),
+            "no.toml",
+        ),
+        (("explain", "RULES"), "give one of --step and --checkpoint"),
+        (("explain", "no.toml", "--step", "my_steps:make_step"), "no.toml"),
+        (
+            ("explain", "RULES", "--checkpoint", "CHECKPOINT", "--under", "opt"),
+            "nothing is under 'opt' in the checkpoint; there is opt_state/1, params/b",
+        ),
+        (("report", "."), "no Orbax checkpoint: there is no _METADATA"),
+    ],
+)
+def test_bad_input(invoke, args, message, checkpoint, rules):
+    """A line that says what is wrong, no traceback, and an exit code of its own."""
+    given = {"RULES": rules, "CHECKPOINT": checkpoint}
+    result = invoke(*(given.get(a, a) for a in args), code=2)
+    assert message in result.stderr.replace("\n", " ").replace("  ", " ")
+    assert "Traceback" not in result.output
+    assert "--traceback" in result.stderr
+
+
+def test_traceback(invoke):
+    """On demand the error itself."""
+    args = ("--traceback", "fit", "my_steps:broken", "--target", "h100")
+    result = invoke(*args, code=1)
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception) == "mine"
+
+
+def test_a_module_that_fails_is_not_a_missing_one(invoke, tmp_path):
+    """What it imports and does not find is named."""
+    (tmp_path / "failing.py").write_text("import not_there")
+    result = invoke("fit", "failing:f", "--target", "h100", code=2)
+    assert "No module named 'not_there'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("70GiB", 70 * 2**30),
+        ("24GB", 24 * 10**9),
+        ("1.5 MiB", 3 * 2**19),
+        ("2k", 2000),
+        ("123", 123),
+        ("123B", 123),
+    ],
+)
+def test_sizes(text, size):
+    """Binary and decimal units."""
+    assert cli.parse_size(text) == size
+
+
+def test_measure_link_needs_a_device(invoke):
+    """A CPU has no link."""
+    args = ("fit", "my_steps:make_step", "--target", "h100", "--measure-link")
+    result = invoke(*args, code=2)
+    assert "measure_link needs an attached GPU or TPU" in result.stderr.replace(
+        "\n", " "
+    )
+
+
+@pytest.fixture
+def compilers():
+    pytest.importorskip("jax_plugins")
+    pytest.importorskip("libtpu")
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("compilers")
+def test_fit(invoke, tmp_path):
+    """From a budget to a rule file, a picture, tables and JSON."""
+    args = ["fit", "my_steps:make_step", "--target", "h100", "--budget", "240MiB"]
+    args += ["--out", "my.toml", "--plot", "my.png"]
+    result = invoke(*args)
+    assert result.stderr.count("compiled with") >= 3
+    assert "fits with this plan" in result.stdout
+    assert re.search(r"\\d\+/(mu|nu)/w +1 +64\.00 MiB", result.stdout)
+    assert "times as long as without" in result.stdout
+    config = oo.load_config(tmp_path / "my.toml")
+    assert [r.regex for r in config.rules] == [r"\d+/mu/w"]
+    assert (tmp_path / "my.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads(invoke(*args, "--json").stdout)
+    assert found["after"]["used_bytes"] <= found["budget_bytes"] == 240 * 2**20
+    assert found["before"]["used_bytes"] > found["budget_bytes"]
+    assert [r["pattern"] for r in found["rules"]] == [r"\d+/mu/w"]
+    assert sum(found["after"]["parts"].values()) == found["after"]["used_bytes"]
+    assert found["cost"]["bytes_each_way"] == 64 * 2**20
+    assert len(found["compiled"]) >= 3
+    explained = invoke("explain", "my.toml", "--step", "my_steps:make_step")
+    assert "pinned_host: 64.00 MiB" in explained.stdout
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("compilers")
+def test_fit_needs_nothing_or_cannot(invoke):
+    """It fits as it is: 0. It does not fit at all: 3, and what would help."""
+    args = ("fit", "my_steps:make_step", "--target", "h100", "--set", "optimizer=sgd")
+    found = json.loads(invoke(*args, "--json").stdout)
+    assert found["empty"]
+    assert found["moved"] == []
+    result = invoke(*args, "--budget", "9MiB", code=3)
+    assert "does not fit on 'h100' even with all state moved" in result.stderr
+    assert "What would help" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_command_is_installed_by_this_name():
+    """`optax-offload` is this module's `main`."""
+    import tomllib
+
+    root = pathlib.Path(__file__).parent.parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"optax-offload": "optax_offload.cli:main"}
+    assert callable(cli.main)
+    assert jax.config.jax_platforms == "cpu"

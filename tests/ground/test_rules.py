@@ -1,0 +1,211 @@
+"""Rules, configuration files, and every error they can give."""
+
+import pathlib
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import optax_offload as oo
+from optax_offload import _rules
+
+CONFIGS = sorted(
+    (pathlib.Path(__file__).parent.parent.parent / "configs").glob("*.toml")
+)
+
+
+def kinds(config, paths, nbytes=1 << 20):
+    placed = _rules.place(_rules.as_config(config), [(p, nbytes) for p in paths])
+    return [p.memory_kind for p in placed]
+
+
+def test_first_match_wins():
+    """The order of rules is their precedence."""
+    rules = [oo.Rule(".*embed.*", "device"), oo.Rule(".*")]
+    assert kinds(rules, ["mu/embed", "mu/w"]) == ["device", "pinned_host"]
+
+
+def test_no_match_stays_on_the_device():
+    """What no rule matches stays, and says why."""
+    (_, b) = _rules.place(_rules.as_config("a"), [("a", 1 << 20), ("b", 1 << 20)])
+    assert (b.memory_kind, b.why) == ("device", "no rule matches")
+
+
+def test_patterns_match_the_whole_path():
+    """`mu` is not `0/mu/w`."""
+    assert not oo.Rule("mu").matches("0/mu/w")
+    assert oo.Rule(re.compile("0/MU/w", re.IGNORECASE)).matches("0/mu/w")
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "kind"), [(0, "device"), (65535, "device"), (65536, "pinned_host")]
+)
+def test_min_bytes(nbytes, kind):
+    """Small and empty leaves stay, and the bound itself goes."""
+    assert kinds(".*", ["w"], nbytes) == [kind]
+
+
+def test_empty_leaves_stay_whatever_the_bound():
+    """There is nothing of them to move."""
+    assert kinds(oo.Rule(".*", min_bytes=0), ["w"], 0) == ["device"]
+
+
+def test_rule_that_matches_nothing_lists_near_paths():
+    """A typing mistake shows the path that was meant first."""
+    message = (
+        r"rule 0, pattern '\.\*/muu/\.\*', matches no leaf\. Nearest paths: '0/mu/w', "
+        r".*optional=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        kinds(".*/muu/.*", ["0/count", "0/nu/w", "0/mu/w"])
+    rules = [oo.Rule(".*/muu/.*", optional=True), oo.Rule(".*")]
+    assert kinds(rules, ["0/mu/w"]) == ["pinned_host"]
+
+
+def test_rule_that_matches_nothing_in_an_empty_tree():
+    """Without leaves there are no near paths."""
+    with pytest.raises(ValueError, match="The tree has no leaves"):
+        kinds("a", [])
+
+
+def test_rule_in_the_shadow_of_another():
+    """A rule that never decides is as much a mistake as one that never matches."""
+    rules = [oo.Rule(".*"), oo.Rule(".*embed.*", "device")]
+    with pytest.raises(ValueError, match=r"rule 1, .* never decides: .*'embed'.*\(0, "):
+        kinds(rules, ["embed", "w"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"pattern": "("}, ValueError, r"pattern '\(' is no regex: .*position 0"),
+        ({"pattern": 3}, TypeError, "pattern must be a regex .* got 3"),
+        ({"pattern": re.compile(b"a")}, TypeError, "must match text"),
+        (
+            {"memory_kind": "host"},
+            ValueError,
+            "memory_kind is 'host'; it must be one of 'device', 'pinned_host', "
+            "'unpinned_host'",
+        ),
+        ({"min_bytes": -1}, ValueError, "min_bytes is -1; .* at least 0"),
+        ({"min_bytes": True}, ValueError, "min_bytes is True"),
+        ({"min_bytes": 0.5}, ValueError, "min_bytes is 0.5"),
+        ({"slice_axis": -1}, ValueError, "slice_axis is -1; it must be an axis"),
+        ({"optional": 1}, ValueError, "optional is 1; it must be a bool"),
+    ],
+)
+def test_bad_rule(arguments, error, message):
+    """Each argument is checked where it is given."""
+    with pytest.raises(error, match=message):
+        oo.Rule(**({"pattern": ".*"} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("rules", "error", "message"),
+    [
+        (3, TypeError, "rules must be a regex, a Rule, a sequence of Rule or an Off"),
+        (["a"], TypeError, r"rules\[0\] is 'a'; it must be an optax_offload.Rule"),
+        ([], ValueError, "rules is empty: nothing would be offloaded"),
+    ],
+)
+def test_bad_rules(rules, error, message):
+    """What is no set of rules is refused by name."""
+    with pytest.raises(error, match=message):
+        _rules.as_config(rules)
+
+
+def test_bad_config():
+    """The configuration checks its own arguments."""
+    with pytest.raises(TypeError, match="rules must be a sequence of Rule"):
+        oo.OffloadConfig(".*")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"window_bytes is 0; .* at least 1"):
+        oo.OffloadConfig([oo.Rule(".*")], 0)
+
+
+def test_window_argument_overrides_the_config():
+    """The nearer of two windows counts."""
+    config = oo.OffloadConfig([oo.Rule(".*")], 10)
+    assert _rules.as_config(config, 20).window_bytes == 20
+    assert _rules.as_config(config).window_bytes == 10
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_in_the_repository_loads(path):
+    """Each says in a comment for whom it is."""
+    assert oo.load_config(path).rules
+    assert path.read_text().startswith("# For ")
+
+
+def test_load_config(tmp_path):
+    """Every key there is."""
+    file = tmp_path / "c.toml"
+    file.write_text(
+        "window_bytes = 5\n[[rules]]\npattern = 'a'\nmemory_kind = 'device'\n"
+        "[[rules]]\npattern = 'b'\nmin_bytes = 7\nslice_axis = 'none'\noptional = true"
+    )
+    assert oo.load_config(file) == oo.OffloadConfig(
+        [
+            oo.Rule("a", "device"),
+            oo.Rule("b", min_bytes=7, slice_axis=None, optional=True),
+        ],
+        window_bytes=5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[rules]\n", "not a TOML file: .*line 1"),
+        ("window_bytes = 5", r"rules is None; the file needs one \[\[rules\]\] table"),
+        ("rules = 3", r"rules is 3; the file needs one"),
+        ("rules = []", "rules is empty"),
+        ("windows = 5", "unknown key windows; allowed are rules, window_bytes"),
+        (
+            "[[rules]]\npatern = 'a'",
+            r"unknown key rules\[0\].patern; allowed are pattern, memory_kind, min_byt",
+        ),
+        ("[[rules]]\nmin_bytes = 3", r"rules\[0\] has no pattern"),
+        ("[[rules]]\npattern = '('", r"rules\[0\].pattern '\(' is no regex"),
+        ("[[rules]]\npattern = 1", r"rules\[0\].pattern must be a regex .* got 1"),
+        (
+            "[[rules]]\npattern = 'a'\nmemory_kind = 'hbm'",
+            r"rules\[0\].memory_kind is 'hbm'; it must be one of 'device', 'pinned_h",
+        ),
+        ("window_bytes = '1GB'\n[[rules]]\npattern = 'a'", "window_bytes is '1GB'"),
+    ],
+)
+def test_bad_file(tmp_path, text, message):
+    """The error names the file, the key, what was found and what is allowed."""
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=f"bad.toml: {message}"):
+        oo.load_config(file)
+
+
+def test_missing_file(tmp_path):
+    """A file that is not there is the operating system's error."""
+    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+        oo.load_config(tmp_path / "none.toml")
+
+
+names = st.text("abc_/0123456789", min_size=1, max_size=8)
+
+
+@given(st.lists(names, min_size=1, unique=True), st.lists(names, min_size=1), st.data())
+def test_placement_is_the_first_match(paths, patterns, data):
+    """Against the definition, for random paths and rules."""
+    rules = [
+        oo.Rule(
+            re.escape(p) if data.draw(st.booleans()) else f".*{re.escape(p)}.*",
+            data.draw(st.sampled_from(["device", "pinned_host"])),
+            min_bytes=0,
+            optional=True,
+        )
+        for p in patterns
+    ]
+    want = [
+        next((r.memory_kind for r in rules if r.matches(path)), "device")
+        for path in paths
+    ]
+    assert kinds(rules, paths) == want

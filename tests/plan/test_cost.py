@@ -1,0 +1,67 @@
+"""The arithmetic of a plan's cost."""
+
+import pytest
+
+from optax_offload._plan import cost
+from optax_offload.aot import targets
+
+COST = cost.Cost(
+    bytes_each_way=40 * 10**9,
+    link_bytes_per_second=50e9,
+    link_source="measured",
+    flops=200e12,
+    flops_per_second=1000e12,
+    flops_source="a document",
+    tokens=4096,
+    link_utilization=0.8,
+    compute_utilization=0.4,
+)
+
+
+def test_by_hand():
+    """40 GB at 40 GB/s is a second, 200 TFLOP at 400 TFLOP/s half of one."""
+    assert COST.link_seconds == pytest.approx(1.0)
+    assert COST.compute_seconds == pytest.approx(0.5)
+    assert COST.slowdown() == pytest.approx(3.0)
+    assert COST.slowdown_if_hidden() == pytest.approx(2.0)
+
+
+def test_larger_batches_make_it_vanish():
+    """The link does not grow with the batch."""
+    assert COST.slowdown(10) == pytest.approx(1.2)
+    assert COST.slowdown_if_hidden(10) == 1.0
+    slowdowns = [now for _, now, _ in COST.table()]
+    assert slowdowns == sorted(slowdowns, reverse=True)
+
+
+def test_each_line_has_its_inputs():
+    """So that a person can follow it."""
+    link, compute, now, hidden = COST.lines()
+    for text in ("37.25 GiB each way", "50 GB/s", "0.80", "1.000 s", "measured"):
+        assert text in link
+    for text in ("200.0 TFLOP", "1000 TFLOP/s", "0.40", "0.500 s", "a document"):
+        assert text in compute
+    assert "(0.500 + 1.000) s" in now
+    assert "3.00 times" in now
+    assert "max(0.500, 1.000) s: 2.00 times" in hidden
+
+
+def test_nothing_moved_costs_nothing():
+    """And a step of no products is all link."""
+    still = cost.Cost(0, 1.0, "", 1.0, 1.0, "")
+    assert (still.slowdown(), still.slowdown_if_hidden()) == (1.0, 1.0)
+    assert "nothing is moved" in str(still)
+    assert cost.Cost(1, 1.0, "", 0.0, 1.0, "").slowdown() == float("inf")
+    assert cost.Cost(0, 1.0, "", 0.0, 1.0, "").slowdown() == 1.0
+
+
+def test_every_chip_has_figures():
+    """With their sources, and of a plausible size."""
+    chips = {*targets.TPUS, *targets.GPUS}
+    assert set(chips.FIGURES) == chips
+    for chip in chips:
+        found = chips.figures(f"{chip}:2x2")
+        assert 1e9 < found.link_bytes_per_second < 1e12
+        assert 1e13 < found.flops_per_second < 1e16
+        assert found.link_source
+        assert found.flops_source

@@ -1,0 +1,92 @@
+"""The examples: real text, the same losses with offload and without."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
+
+
+def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
+    return subprocess.run(
+        [sys.executable, ROOT / "examples" / program, *sizes, *flags],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["train_lm.py", "train_nnx.py"])
+def test_losses_are_those_without_offload(program, tmp_path):
+    """To the last digit printed; the table shows where every leaf is."""
+    with_, without = (
+        run(program, flag, cwd=tmp_path) for flag in ("--offload", "--nooffload")
+    )
+    assert with_.returncode == without.returncode == 0, with_.stderr + without.stderr
+
+    def losses(text):
+        return [line for line in text.splitlines() if "loss " in line]
+
+    assert len(losses(with_.stdout)) == 5
+    assert losses(with_.stdout) == losses(without.stdout)
+    rows = [line.split() for line in with_.stdout.splitlines() if "float32" in line]
+    assert rows
+    for row in rows:
+        nbytes, planned, actual = int(row[3].replace(",", "")), row[5], row[6]
+        moment = "mu" in row[0].split("/") or "nu" in row[0].split("/")
+        kind = "pinned_host" if moment and nbytes >= 65536 else "device"
+        assert (planned, actual) == (kind, kind)
+    assert {row[6] for row in rows} == {"device", "pinned_host"}
+    assert "pinned_host" not in without.stdout
+    assert (tmp_path / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
+
+
+@pytest.mark.slow
+def test_resume(tmp_path):
+    """Where it was, here with offload after without; `test_faults.py` kills it."""
+    first, second = (
+        run("resume.py", "--save_every=2", flag, cwd=tmp_path)
+        for flag in ("--nooffload", "--offload")
+    )
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    assert first.stdout.startswith("at step 0\n")
+    assert second.stdout.startswith("at step 4\nheld-out loss ")
+    assert second.stdout.splitlines()[1] in first.stdout.splitlines()
+    assert "opt_state  pinned_host" not in first.stdout
+    assert "opt_state  pinned_host" in second.stdout
+    assert (tmp_path / "out/resume.png").stat().st_size
+
+
+def test_unknown_rule_file(tmp_path):
+    """The error names the file."""
+    result = run("train_lm.py", "--config=none.toml", cwd=tmp_path)
+    assert result.returncode
+    assert "none.toml" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["pinned_host", "disk"])
+def test_two_models_take_turns(kind, tmp_path):
+    """One is on the device, the other is not; the program compares the losses."""
+    sizes = ["--turns=2", "--steps=2", "--width=64", "--batch=4", "--context=16"]
+    flags = [f"--memory_kind={kind}", f"--directory={tmp_path}"]
+    result = run("two_models.py", *flags, cwd=tmp_path, sizes=sizes)
+    assert result.returncode == 0, result.stderr
+    *turns, equal, learned = result.stdout.splitlines()
+    assert equal == "all 8 losses are those of both models on the device all the time"
+    assert learned.startswith("from ")
+    for begin in range(0, len(turns), 4):
+        head, *rows, loss = turns[begin : begin + 4]
+        assert loss.startswith("  loss ")
+        for row in rows:
+            name = row.split()[0]
+            assert ("in device" in row) == (f"{name} on the device" in head), row
+            assert f"in {kind}" in row or f"{name} on the device" in head
+    assert len(turns) == 2 * 2 * 4
