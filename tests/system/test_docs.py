@@ -1,0 +1,43 @@
+"""What the documents show runs, and what code cites is there."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
+FINDINGS = ROOT / "docs" / "compiler-findings.md"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_blocks_run(document, tmp_path, monkeypatch):
+    """In order, in one namespace; what is to fail says so with try and except."""
+    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{document.name}, block {number}", "exec"), namespace)
+
+
+def test_findings_are_in_their_index():
+    """In order, without gaps, each with a place to go to."""
+    text = FINDINGS.read_text()
+    entries = re.findall(r"^### (F\d\d)$", text, re.MULTILINE)
+    assert entries == [f"F{n:02}" for n in range(1, len(entries) + 1)]
+    indexed = re.findall(r"^\| \[(F\d\d)\]\(#(f\d\d)\) \|", text, re.MULTILINE)
+    assert indexed == [(entry, entry.lower()) for entry in entries]
+
+
+def test_cited_findings_exist():
+    """Every id in the code and in the other documents."""
+    known = set(re.findall(r"^### (F\d\d)$", FINDINGS.read_text(), re.MULTILINE))
+    folders = "optax_offload", "benchmarks", "tests", "examples", "docs"
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    paths += [*ROOT.glob("*.md"), *DOCUMENTS]
+    cited = {
+        (path.relative_to(ROOT), finding)
+        for path in paths
+        for finding in re.findall(r"\bF\d\d\b", path.read_text())
+    }
+    assert not {(path, finding) for path, finding in cited if finding not in known}
