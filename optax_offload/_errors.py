@@ -10,13 +10,19 @@ class OffloadWarning(UserWarning):
 
 
 class OffloadError(RuntimeError):
-    """A move of a state stopped half way. Nothing is lost.
+    """A transfer of a state stopped half way. Its message says what is lost, if any is.
+
+    Args:
+      message: What stopped the transfer, and what to do.
+      tree: The whole tree as it is now.
 
     Attributes:
-      tree: the whole tree as it is now, with what was moved and what was not.
+      tree: The whole tree as it is now, with the leaves that were transferred where
+        they were to go, and all others where they were.
     """
 
     def __init__(self, message: str, tree: Any):
+        """Keeps the tree beside the message."""
         super().__init__(message)
         self.tree = tree
 

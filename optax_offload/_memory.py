@@ -1,6 +1,6 @@
-"""Moving values between memory kinds, and keeping the kind in templates.
+"""Where values are: memory kinds, sizes on each device, transfers.
 
-The only module that knows JAX's names for memories and how JAX versions differ.
+The only module that knows JAX's names for memories.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from optax_offload import _rules, _trees
 
 T = TypeVar("T")
 
-# What the type of a traced value carries. There are two spaces for three kinds: a
-# traced value on the host is pinned.
+# The memory space in the type of a traced value, for each kind. There are two spaces
+# for three kinds: a traced value on the host is pinned (F31).
 _SPACES = {
     "device": jax.memory.Space.Device,
     "pinned_host": jax.memory.Space.Host,
@@ -65,8 +65,8 @@ def nbytes(x: Any) -> int:
 def nbytes_on_each_device(x: Any) -> int:
     """The bytes of a value or type on each device of its mesh.
 
-    In Auto mode a type does not say how a value is sharded: it is taken to be sharded
-    over the whole mesh, as state that is worth offloading is.
+    In Auto mode a type does not say how a value is sharded (F30): it is taken to be
+    sharded over the whole mesh, as state that is worth offloading is.
     """
     sharding = _aval(x).sharding
     shards = 1
@@ -106,9 +106,10 @@ def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
 def slice_axis(x: Any) -> int | None:
     """The axis along which a value or type can be sliced within every shard.
 
-    In Explicit mode the first that is not sharded. In Auto mode a type does not say:
-    on a mesh of several devices the leading axis of three or more is taken for a layer
-    axis, which is not sharded; of fewer none is. On a single device the leading axis.
+    In Explicit mode the first that is not sharded. In Auto mode a type does not say
+    (F30): on a mesh of several devices the leading axis of three or more is taken for a
+    layer axis, which is not sharded; of fewer none is. On a single device the leading
+    axis.
     """
     aval = _aval(x)
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
@@ -126,7 +127,7 @@ def slice_axis(x: Any) -> int | None:
 def movable_nbytes(x: Any) -> int | None:
     """The bytes of a value or type that can be on the host, None for one that cannot.
 
-    A random key can be put there, but JAX (0.10 to 0.12) traces it as a device value.
+    A random key can be put there, but JAX traces it as a device value (F32).
     """
     extended = jnp.issubdtype(_aval(x).dtype, jax.dtypes.extended)
     return None if extended else nbytes(x)
@@ -144,8 +145,8 @@ def array_from(
 ) -> jax.Array:
     """An array whose value at an index, as each device asks for it, is given."""
     if isinstance(sharding, SingleDeviceSharding):
-        # With JAX 0.10 to 0.12 the call below makes an array that is in host memory
-        # and is traced as a device value.
+        # The call below makes an array that is in host memory and is traced as a
+        # device value (F28).
         (index,) = sharding.devices_indices_map(shape).values()
         return jax.device_put(value(index), sharding)
     return jax.make_array_from_callback(shape, sharding, value)
@@ -187,19 +188,20 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
     not match, and leaves that are there already, come back as they are.
 
     Args:
-      tree: a pytree of arrays (which are moved, keeping their sharding), of
+      tree: A pytree of arrays (which are transferred, keeping their sharding), of
         `jax.ShapeDtypeStruct` or of shardings (which are retyped). A struct without
         a sharding gets one, on the first local device.
-      pattern: a regex that matches a leaf's whole path, as in `Rule`.
+      pattern: A regex that matches a leaf's whole path, as in `Rule`.
       memory_kind: ``"device"``, ``"pinned_host"`` or ``"unpinned_host"``.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      ValueError: the pattern matches no leaf, the kind is unknown, or the devices
+      ValueError: The pattern matches no leaf, the kind is unknown, or the devices
         of a leaf have no such memory.
-      TypeError: a leaf that matches has no memory kind (a Python or NumPy value).
+      TypeError: A leaf that matches has no memory kind (a Python or NumPy value, a
+        `PartitionSpec`).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -222,7 +224,7 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
             "only jax.Array, jax.ShapeDtypeStruct and shardings have a memory kind; "
             f"{regex.pattern!r} also matches "
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
-            + ". Narrow the pattern, or make them arrays with jnp.asarray"
+            + f". {_remedy([x for _, x in strangers])}"
         )
     on_disk = [path for path, x in chosen if memory_kind_of(x) == "disk"]
     if on_disk:
@@ -235,6 +237,20 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
         for path, x in leaves
     ]
     return jax.tree_util.tree_unflatten(treedef, retyped)
+
+
+def _remedy(strangers: list[Any]) -> str:
+    """What to do about leaves that have no memory kind."""
+    specs = [isinstance(x, PartitionSpec) for x in strangers]
+    remedies = ["Narrow the pattern"]
+    if any(specs):
+        remedies.append(
+            "give jax.NamedSharding(mesh, spec) for each PartitionSpec, which names no "
+            "devices"
+        )
+    if not all(specs):
+        remedies.append("make values arrays with jnp.asarray")
+    return ", or ".join(remedies)
 
 
 def _retype(path: str, x: Any, memory_kind: str) -> Any:
@@ -266,6 +282,7 @@ def with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
 
 
 def first_device_sharding() -> Sharding:
+    """Where a value goes of which nothing else says so."""
     return SingleDeviceSharding(jax.local_devices()[0])
 
 
@@ -282,9 +299,9 @@ def struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
 def on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
     """The sharding with this kind, on a mesh of one device where it names a device.
 
-    JAX (0.10 to 0.12) types a struct with a single-device sharding as a device value,
-    whatever the sharding's kind; and so the arrays that Orbax makes with one (by
-    `jax.make_array_from_single_device_arrays`). A NamedSharding is believed.
+    JAX types a struct with a single-device sharding as a device value, whatever the
+    sharding's kind; and so the arrays that Orbax makes with one (by
+    `jax.make_array_from_single_device_arrays`). A NamedSharding is believed (F28).
     """
     if not isinstance(sharding, NamedSharding) and sharding.num_devices == 1:
         (device,) = sharding.device_set

@@ -16,7 +16,11 @@ DEFAULT_MIN_BYTES = 64 * 1024
 
 
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """Compiles a pattern, or says what is wrong with it and where."""
+    """Compiles a pattern, or says what is wrong with it and where.
+
+    A ``.`` matches a newline too, also in a pattern that the user compiled without
+    `re.DOTALL`: paths may hold one, and ``.*`` means every leaf. All other flags stay.
+    """
     if not isinstance(pattern, (str, re.Pattern)):
         raise TypeError(
             f"pattern must be a regex (a string or re.compile(...)), got {pattern!r}"
@@ -27,10 +31,13 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         raise ValueError(f"pattern {pattern!r} is no regex: {e}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
-    return compiled
+    if compiled.flags & re.DOTALL:
+        return compiled
+    return re.compile(compiled.pattern, compiled.flags | re.DOTALL)
 
 
 def check_memory_kind(memory_kind: str) -> None:
+    """Raises a ValueError that names the kinds there are."""
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
             f"memory_kind is {memory_kind!r}; it must be one of "
@@ -50,22 +57,23 @@ class Rule:
     r"""Where the leaves whose path matches ``pattern`` are kept between updates.
 
     Args:
-      pattern: a regex that matches the leaf's whole path (``re.fullmatch``), as in
-        ``0/mu/decoder/layers/kernel``.
+      pattern: A regex that matches the leaf's whole path (``re.fullmatch``), as in
+        ``0/mu/decoder/layers/kernel``. A ``.`` matches newlines too, as with
+        ``re.DOTALL``.
       memory_kind: ``"pinned_host"``, or ``"device"`` to keep the leaf where it is.
-      min_bytes: leaves smaller than this stay on the device. Moving a few bytes
+      min_bytes: Leaves smaller than this stay on the device. Moving a few bytes
         takes as long as moving half a megabyte, and a step counter in host memory
         costs a synchronization.
-      slice_axis: the axis along which a leaf may be streamed in slices, which must not
+      slice_axis: The axis along which a leaf may be streamed in slices, which must not
         be sharded; None forbids slices. By default the library looks for one: in JAX's
         Explicit mode the first that is not sharded; in Auto mode, which does not tell,
         the leading axis of leaves with three or more dimensions, as `nn.scan` makes
         them; on a single device the leading axis of any leaf.
-      optional: allows the rule to match nothing. Without it that is an error, since
+      optional: Whether the rule may match nothing. Otherwise that is an error, since
         it is most often a typing mistake.
 
     Raises:
-      TypeError, ValueError: an argument is not as above.
+      TypeError, ValueError: An argument is not as above.
 
     Example:
       >>> rule = Rule(r".*/(mu|nu)/.*")
@@ -110,12 +118,12 @@ class OffloadConfig:
     """Rules in order, the first that matches decides, and the window they share.
 
     Args:
-      rules: one or more `Rule`.
-      window_bytes: how many bytes of state may be on the device at once during an
+      rules: One or more `Rule`.
+      window_bytes: How many bytes of state may be on the device at once during an
         update; None lets `offload` choose.
 
     Raises:
-      TypeError, ValueError: an argument is not as above.
+      TypeError, ValueError: An argument is not as above.
 
     Example:
       >>> config = OffloadConfig((Rule(".*/embed.*", "device"), Rule(".*")))
@@ -176,15 +184,15 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     for None, which TOML cannot say.
 
     Args:
-      path: the file.
+      path: The file.
 
     Returns:
       The configuration; `offload` takes it for its ``rules``.
 
     Raises:
-      OSError: the file cannot be read.
-      ValueError: it is not TOML, or a key or value is wrong. The message names the
-        file, the key, what was found and what is allowed.
+      OSError: The file cannot be read.
+      ValueError: The file is not TOML, or a key or value is wrong. The message names
+        the file, the key, what was found and what is allowed.
 
     Example:
       >>> import pathlib, tempfile
@@ -205,7 +213,7 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
         raise ValueError(
             f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or more"
         )
-    rules = []
+    rules: list[Rule] = []
     for position, entries in enumerate(tables):
         where = f"rules[{position}]"
         _check_keys(file, f"{where}.", entries, Rule)
@@ -236,7 +244,13 @@ def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> Non
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The decision for one leaf: where it is kept, by which rule, and why."""
+    """The decision for one leaf.
+
+    Attributes:
+      memory_kind: The memory kind that the leaf is kept in between updates.
+      why: The reason, for people to read.
+      rule: The rule that decided, None where none matches.
+    """
 
     memory_kind: str
     why: str
@@ -248,13 +262,13 @@ def place(
 ) -> list[Placement]:
     """Decides for each leaf, given as (path, bytes), where it is kept.
 
-    The bytes are None for a leaf that cannot move.
+    The bytes are None for a leaf that cannot be in host memory.
 
     Raises:
-      ValueError: a rule that is not optional decides no leaf.
+      ValueError: A rule that is not optional decides no leaf.
     """
-    placements = []
-    decided = set()
+    placements: list[Placement] = []
+    decided: set[int | None] = set()
     for path, nbytes in leaves:
         position = next(
             (i for i, rule in enumerate(config.rules) if rule.matches(path)), None

@@ -14,7 +14,7 @@ from optax_offload import _memory, _trees
 def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
     """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
 
-    `jax.eval_shape` forgets where a result lives (before JAX 0.11 its memory kind
+    `jax.eval_shape` forgets where a result lives (F29: before JAX 0.11 its memory kind
     too), and a template made with it makes a checkpoint library restore offloaded
     state to the device. Here the memory kind is the one that ``fn`` gives the result,
     and the sharding is, in this order:
@@ -27,10 +27,10 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
       `jax.set_mesh`, or of the first local device.
 
     Args:
-      fn: the function, for instance the ``init`` of an optimizer, or one that makes a
+      fn: The function, for instance the ``init`` of an optimizer, or one that makes a
         whole Flax ``TrainState`` or `flax.nnx.state`.
-      *args: pytrees of arrays or `jax.ShapeDtypeStruct`.
-      out_shardings: shardings of the results, a tree or a prefix of it as in
+      *args: Pytrees of arrays or `jax.ShapeDtypeStruct`.
+      out_shardings: Shardings of the results, a tree or a prefix of it as in
         `jax.jit`, None where the library decides. Flax makes them from metadata:
         ``nn.get_sharding(jax.eval_shape(fn), mesh)`` and
         ``nnx.get_named_sharding(jax.eval_shape(fn), mesh)``. Their memory kinds do not
@@ -41,7 +41,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
 
     Raises:
       ValueError: ``out_shardings`` is no prefix of the result.
-      TypeError: it has a leaf that is no sharding.
+      TypeError: ``out_shardings`` has a leaf that is no sharding.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo

@@ -17,9 +17,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from optax_offload import _memory
 
+# The rows and columns of a vector register, which are those of a tile of 4-byte values.
 SUBLANES = 8
 LANES = 128
-# Of an array with a single axis.
+# The tile of an array with a single axis: all values of a vector register.
 LINEAR_TILE = 1024
 
 
@@ -28,8 +29,8 @@ def order(x: Any) -> tuple[int, ...]:
 
     Tiles are filled by the two axes that take the least padding; of equals by the last,
     as in row-major order. The others keep theirs. This is the layout of arguments and
-    results, in device and in host memory, and each device's part decides: in Auto mode
-    a type does not say what that is, and the whole is taken for it.
+    results, in device and in host memory, and each device's part decides (F23): in Auto
+    mode a type does not say what that is, and the whole is taken for it.
     """
     return _order(_memory.shape_on_each_device(x), _memory.itemsize(x))
 
@@ -60,11 +61,14 @@ def _padding(size: int, tile: int) -> float:
 
 def unit(x: Any, axis: int) -> int:
     """What the sizes of slices along an axis must be multiples of."""
-    *_, rows, columns = (None, *order(x))
+    axes = order(x)
+    if len(axes) == 1:
+        return LINEAR_TILE
+    rows, columns = axes[-2:]
     if axis == columns:
         # "Slicing lane dimension is only supported when the lane slice size is a
-        # multiple of LaneCount"
-        return LANES if rows is not None else LINEAR_TILE
+        # multiple of LaneCount" (F24)
+        return LANES
     rows_in_tile = 32 // min(_memory.itemsize(x), 4)
     size = _memory.shape_on_each_device(x)[rows]
     if axis == rows or (rows_in_tile > SUBLANES and size % rows_in_tile):
@@ -76,7 +80,7 @@ def constrain(x: jax.Array, of: Any) -> jax.Array:
     """Asks a TPU's compiler to lay out a part of an array as it does all of it.
 
     Left to itself it takes the body of a loop for row-major, and then copies on the
-    host what is laid out in another way.
+    host what is laid out in another way (F25).
     """
     axes = order(of)
     if axes == tuple(range(len(axes))):

@@ -11,7 +11,11 @@ import jax
 
 
 def path_string(keys: Sequence[Any]) -> str:
-    """The path of a leaf as rules see it, such as ``0/mu/decoder/layers/kernel``."""
+    """The path of a leaf as rules see it, such as ``0/mu/decoder/layers/kernel``.
+
+    Each key is its own text. Two leaves can have the same path, as in
+    ``{"a/b": x, "a": {"b": y}}``, and a path can hold a newline.
+    """
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
@@ -22,18 +26,22 @@ def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
 
 
 def listed(paths: Sequence[str], most: int = 5) -> str:
-    """Names leaves in a message: the first, and how many more there are."""
+    """Names leaves in a message: the first ``most``, and how many more there are."""
     rest = len(paths) - most
     shown = ", ".join(map(repr, paths[:most]))
     return shown + (f" and {rest} more" if rest > 0 else "")
 
 
 def no_match_message(pattern: str, paths: list[str]) -> str:
+    """Says that a pattern matches none of the paths, and names the nearest."""
     return f"pattern {pattern!r} matches no leaf. {nearest(pattern, paths)}"
 
 
 def nearest(pattern: str, paths: list[str], most: int = 5) -> str:
-    """Names the paths that look most like what the pattern was meant to match."""
+    """Names the ``most`` paths that look most like what a pattern was meant to match.
+
+    A path is near if the words of the pattern are like words of the path.
+    """
     if not paths:
         return "The tree has no leaves"
     words = re.findall(r"\w+", re.sub(r"\\.", " ", pattern))

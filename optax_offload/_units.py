@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import fractions
 import re
 
+# The unit of the tables that people read.
 MIB = 2**20
+# The unit of device memory, as chips are sold with.
 GIB = 2**30
 
 
 def size_text(size_bytes: int) -> str:
-    """Bytes for a person to read, as in `15.75 GiB`."""
+    """Bytes for a person to read.
+
+    Args:
+      size_bytes: A number of bytes; it may be negative, as differences are.
+
+    Returns:
+      The number in the largest unit that it fills, up to TiB, with two decimals.
+
+    Example:
+      >>> size_text(16911433728), size_text(512)
+      ('15.75 GiB', '512 B')
+    """
     power = min(max(size_bytes.bit_length() - 1, 0) // 10, 4)
     if power == 0:
         return f"{size_bytes} B"
@@ -17,10 +31,21 @@ def size_text(size_bytes: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """The bytes of `70GiB`, `24 GB` or `1000000`.
+    """The bytes that a person means.
+
+    Args:
+      text: A number, with a unit or without: B, K, M, G, T (powers of 1000) or Ki, Mi,
+        Gi, Ti (powers of 1024), each with or without a B, in upper or lower case.
+
+    Returns:
+      The whole number of bytes; what is less than a byte is dropped.
 
     Raises:
-      ValueError: it is nothing of the kind.
+      ValueError: The text is nothing of the kind.
+
+    Example:
+      >>> parse_size("70GiB"), parse_size("24 GB"), parse_size("1000000")
+      (75161927680, 24000000000, 1000000)
     """
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE
@@ -32,4 +57,6 @@ def parse_size(text: str) -> int:
         )
     number, unit, binary = match.groups()
     base = 1024 if binary else 1000
-    return int(float(number) * base ** " KMGT".index((unit or " ").upper()))
+    # A float would round numbers of more than 53 bits.
+    exact = fractions.Fraction(number)
+    return int(exact * base ** " KMGT".index((unit or " ").upper()))

@@ -38,6 +38,24 @@ def test_patterns_match_the_whole_path():
     assert oo.Rule(re.compile("0/MU/w", re.IGNORECASE)).matches("0/mu/w")
 
 
+@pytest.mark.parametrize("pattern", [".*/w", re.compile(".*/w"), "(?i).*/W"])
+def test_a_dot_matches_a_newline(pattern):
+    """A path may hold one, and `.*` means every leaf, in the user's own pattern too."""
+    assert oo.Rule(pattern).matches("mu/a\nb/w")
+    assert oo.Rule(pattern).regex == getattr(pattern, "pattern", pattern)
+    assert kinds(pattern, ["mu/a\nb/w"]) == ["pinned_host"]
+
+
+def test_flags_of_a_compiled_pattern_stay():
+    """Only `re.DOTALL` is added, once; and equal rules stay equal."""
+    pattern = re.compile("a . b", re.VERBOSE | re.IGNORECASE)
+    compiled = _rules.compile_pattern(pattern)
+    assert compiled.flags == pattern.flags | re.DOTALL
+    assert _rules.compile_pattern(compiled) is compiled
+    assert compiled.fullmatch("A\nB")
+    assert oo.Rule("a.b") == oo.Rule(re.compile("a.b"))
+
+
 @pytest.mark.parametrize(
     ("nbytes", "kind"), [(0, "device"), (65535, "device"), (65536, "pinned_host")]
 )

@@ -1,0 +1,63 @@
+"""Bytes, written for a person and read from one."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optax_offload import _units
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (1536, "1.50 KiB"),
+        (_units.MIB, "1.00 MiB"),
+        (15 * _units.GIB + 3 * _units.GIB // 4, "15.75 GiB"),
+        (5 * 2**40, "5.00 TiB"),
+        (2**60, "1048576.00 TiB"),
+        (-1536, "-1.50 KiB"),
+    ],
+)
+def test_size_text(size_bytes, text):
+    """The largest unit that the number fills, up to TiB; two decimals."""
+    assert _units.size_text(size_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        ("1000000", 10**6),
+        ("0", 0),
+        ("12 B", 12),
+        ("70GiB", 70 * 2**30),
+        ("70gib", 70 * 2**30),
+        ("70Gi", 70 * 2**30),
+        (" 24 GB ", 24 * 10**9),
+        ("24G", 24 * 10**9),
+        ("1.5KiB", 1536),
+        ("0.5 T", 5 * 10**11),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_parse_size(text, size_bytes):
+    """Powers of 1024 with an i, of 1000 without; whole bytes to the last one."""
+    assert _units.parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "-1", "1e9", "inf", "70 XB", "7 0", "70GiB more", "1.5.1", "i"]
+)
+def test_text_that_is_no_size(text):
+    """What came, and how to write it."""
+    with pytest.raises(ValueError, match=r"is no size; write it as 70GiB \(2\*\*30"):
+        _units.parse_size(text)
+
+
+@given(st.integers(0, 2**60))
+def test_sizes_come_back(size_bytes):
+    """To within the two decimals that are shown."""
+    back = _units.parse_size(_units.size_text(size_bytes))
+    assert abs(back - size_bytes) <= 0.005 * max(size_bytes, 1) + 1
