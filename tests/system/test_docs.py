@@ -41,3 +41,25 @@ def test_cited_findings_exist():
         for finding in re.findall(r"\bF\d\d\b", path.read_text())
     }
     assert not {(path, finding) for path, finding in cited if finding not in known}
+
+
+def test_links_lead_somewhere():
+    """Every relative link of a document, to a file and to a heading in it."""
+    broken = []
+    for document in (*ROOT.glob("*.md"), *DOCUMENTS):
+        for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            if link.startswith("http"):
+                continue
+            name, _, heading = link.partition("#")
+            target = document.parent / name if name else document
+            if not target.exists() or (heading and heading not in headings(target)):
+                broken.append((document.name, link))
+    assert broken == []
+
+
+def headings(document):
+    """As GitHub makes links of them."""
+    titles = re.findall(r"^#+ (.*)$", document.read_text(), re.MULTILINE)
+    return {
+        re.sub(r"[^\w\s-]", "", title).lower().replace(" ", "-") for title in titles
+    }
