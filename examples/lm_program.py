@@ -55,12 +55,12 @@ flags.DEFINE_integer("heads", Settings.heads, "Attention heads.", lower_bound=1)
 flags.DEFINE_integer("context", Settings.context, "Bytes in a window.", lower_bound=1)
 flags.DEFINE_integer("batch", Settings.batch, "Windows in a batch.", lower_bound=1)
 flags.DEFINE_float(
-    "learning_rate", Settings.learning_rate, "Its peak, after the warmup."
+    "learning_rate", Settings.learning_rate, "Learning rate after the warmup, its peak."
 )
 flags.DEFINE_integer(
     "log_every", Settings.log_every, "Steps between printed losses.", lower_bound=1
 )
-flags.DEFINE_integer("seed", Settings.seed, "Of the parameters and the batches.")
+flags.DEFINE_integer("seed", Settings.seed, "Seed of the parameters and the batches.")
 
 
 def read_flags(

@@ -46,16 +46,17 @@ class Shape:
     """The sizes of a Transformer, and what kind of it.
 
     Attributes:
-      layers: scanned blocks.
-      width: features of a token.
-      heads: of the queries.
-      kv_heads: of the keys and values, each shared by some of the queries'.
-      head_dim: features of a head.
-      mlp: features inside the MLP.
-      vocabulary: tokens, or classes of a ViT.
-      gated: the activation of a gated MLP (SwiGLU, GeGLU); None for GPT-2's own.
-      tied: the embedding is also the output layer.
-      learned_positions: how many; 0 for rotary ones, which have no parameters.
+      layers: Number of scanned blocks.
+      width: Number of features of a token.
+      heads: Number of heads of the queries.
+      kv_heads: Number of heads of keys and values, each shared by several queries'.
+      head_dim: Number of features of a head.
+      mlp: Number of features inside the MLP.
+      vocabulary: Number of tokens, or of classes of a ViT.
+      gated: Activation of a gated MLP (SwiGLU, GeGLU); None for GPT-2's own.
+      tied: Whether the embedding is also the output layer.
+      learned_positions: Number of learned positions; 0 for rotary ones, which have
+        no parameters.
     """
 
     layers: int

@@ -51,7 +51,9 @@ def write_digests(checkpoint: Path) -> None:
 
 
 def check_digests(checkpoint: Path) -> None:
-    """Compares them. There are none if the program was killed before it wrote them.
+    """Compares the files of a checkpoint with their digests, if it has any.
+
+    There are none if the program was killed before it wrote them.
 
     Raises:
         RuntimeError: Files have changed or are gone.

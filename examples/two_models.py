@@ -40,12 +40,12 @@ flags.DEFINE_enum(
     "Where a model waits for its turn.",
 )
 flags.DEFINE_string(
-    "directory", None, "For --memory_kind=disk: where to [default: a temporary one]."
+    "directory", None, "Where to write with --memory_kind=disk [default: temporary]."
 )
 flags.DEFINE_bool(
     "offload", True, "Keep Adam's moments in host memory also during a model's turn."
 )
-flags.DEFINE_integer("seed", 0, "Of the parameters and the batches.")
+flags.DEFINE_integer("seed", 0, "Seed of the parameters and the batches.")
 
 Step = Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
 
