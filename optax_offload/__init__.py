@@ -3,9 +3,11 @@
 from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
 from optax_offload._memory import set_memory_kind
 from optax_offload._offload import offload
+from optax_offload._place import place
 from optax_offload._plan import Plan, Step, measure_link, plan
 from optax_offload._report import MemoryReport, memory_report
 from optax_offload._rules import OffloadConfig, Rule, load_config
+from optax_offload._shardings import state_shardings
 from optax_offload._states import offload_states, reload_states
 from optax_offload._templates import eval_shape
 
@@ -24,9 +26,11 @@ __all__ = [
     "memory_report",
     "offload",
     "offload_states",
+    "place",
     "plan",
     "reload_states",
     "set_memory_kind",
+    "state_shardings",
 ]
 
 __version__ = "0.1.0"

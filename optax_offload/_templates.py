@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,8 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
     - what ``out_shardings`` says;
     - that of an argument of the same shape whose path ends the result's path (as
       ``dense/kernel`` ends ``0/mu/dense/kernel``);
+    - what ``out_shardings`` says of a leaf of the same shape whose path ends alike (as
+      ``params/dense/kernel`` and ``opt_state/0/mu/dense/kernel`` do);
     - that of the result's own type, which has one in JAX's Explicit mode;
     - replicated over the devices of the shardings above, of the mesh set with
       `jax.set_mesh`, or of the first local device.
@@ -50,54 +53,137 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
       >>> template[0].trace["w"].sharding.memory_kind
       'pinned_host'
     """
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(shapes)
-    paths = [_trees.path_string(keys) for keys, _ in flat]
-    avals = closed.out_avals
-    given = _given_shardings(out_shardings, shapes, paths)
-    like = shardings_like(list(zip(paths, avals, strict=True)), args)
-    rest = _replicated([given, args])
+    result = trace(fn, args)
+    given = spread("out_shardings", out_shardings, result)
+    check_shardings("out_shardings", given, result)
+    shardings = choose(result, given, args)
     structs = [
-        _memory.struct(
-            aval,
-            _memory.on_mesh(
-                here or there or _own_sharding(aval, rest) or rest,
-                _memory.kind_of_type(aval),
-            ),
-        )
-        for aval, here, there in zip(avals, given, like, strict=True)
+        _memory.struct(x, s) for x, s in zip(result.types, shardings, strict=True)
     ]
-    return jax.tree_util.tree_unflatten(treedef, structs)
+    return jax.tree.unflatten(jax.tree.structure(result.shapes), structs)
 
 
-def _given_shardings(
-    out_shardings: Any, shapes: Any, paths: list[str]
-) -> list[Sharding | None]:
-    """For each leaf what a prefix tree of shardings says, None for nothing."""
-    given: list[Sharding | None] = []
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a function returns, traced. Nothing is computed.
 
-    def give(sharding: Sharding | None, part: Any) -> None:
-        given.extend([sharding] * len(jax.tree.leaves(part)))
+    Attributes:
+      shapes: The tree that the function returns, of `jax.ShapeDtypeStruct`.
+      paths: The path of each leaf.
+      types: The type of each leaf, which says its memory kind too.
+    """
+
+    shapes: Any
+    paths: list[str]
+    types: list[Any]
+
+
+def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Result:
+    """Traces ``fn(*args)``."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    paths = [path for path, _ in _trees.leaves_with_paths(shapes)]
+    return Result(shapes, paths, list(closed.out_avals))
+
+
+def spread(
+    name: str,
+    prefix: Any,
+    result: Result,
+    is_leaf: Callable[[Any], bool] = lambda x: False,
+) -> list[Any]:
+    """What a prefix tree, the argument ``name``, has for each leaf of a result.
+
+    None, and what ``is_leaf`` says, are leaves of the prefix tree.
+    """
+    given: list[Any] = []
+
+    def give(x: Any, part: Any) -> None:
+        given.extend([x] * len(jax.tree.leaves(part)))
 
     try:
         # Not jax.tree.broadcast: to tell None apart it takes the result's for leaves.
-        jax.tree.map(give, out_shardings, shapes, is_leaf=lambda x: x is None)
+        jax.tree.map(
+            give, prefix, result.shapes, is_leaf=lambda x: x is None or is_leaf(x)
+        )
     except ValueError as e:
         raise ValueError(
-            f"out_shardings is no tree prefix of what the function returns: {e}"
+            f"{name} is no tree prefix of what the function returns: {e}"
         ) from e
+    return given
+
+
+def check_shardings(name: str, given: Sequence[Any], result: Result) -> None:
+    """Raises unless what was given for each leaf is a sharding or None."""
     strangers = [
         (path, x)
-        for path, x in zip(paths, given, strict=True)
+        for path, x in zip(result.paths, given, strict=True)
         if not (x is None or isinstance(x, Sharding))
     ]
     if strangers:
         raise TypeError(
-            "out_shardings has leaves that are no jax.sharding.Sharding: "
+            f"{name} has leaves that are no jax.sharding.Sharding: "
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + ". For a PartitionSpec give jax.NamedSharding(mesh, spec)"
         )
-    return given
+
+
+def choose(
+    result: Result,
+    given: Sequence[Sharding | None],
+    args: Sequence[Any],
+    rest: Sharding | None = None,
+) -> list[Sharding]:
+    """The sharding of each leaf of a result, with the kind that its type says.
+
+    ``rest`` is for leaves of which nothing else says how they are sharded.
+    """
+    with_paths = list(zip(result.paths, result.types, strict=True))
+    candidates = zip(
+        given,
+        shardings_like(with_paths, args),
+        like_those_given(with_paths, given),
+        strict=True,
+    )
+    rest = rest or replicated([given, args])
+    return [
+        _memory.on_mesh(
+            next((s for s in said if s is not None), None)
+            or _own_sharding(aval, rest)
+            or rest,
+            _memory.kind_of_type(aval),
+        )
+        for said, aval in zip(candidates, result.types, strict=True)
+    ]
+
+
+def like_those_given(
+    leaves: Sequence[tuple[str, Any]], given: Sequence[Sharding | None]
+) -> list[Sharding | None]:
+    """For each leaf the sharding given for one of the same shape and a like path.
+
+    ``opt_state/0/mu/dense/kernel`` goes with ``params/dense/kernel``: they share the
+    longest tail, ``dense/kernel``. Where those that share it differ, nothing is said.
+    """
+    known: dict[tuple[str, tuple[int, ...]], set[Sharding]] = {}
+    for (path, aval), sharding in zip(leaves, given, strict=True):
+        if sharding is not None:
+            for tail in _tails(path)[:-1]:
+                known.setdefault((tail, aval.shape), set()).add(sharding)
+
+    def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
+        if not shape:
+            return None
+        found = (known.get((tail, shape)) for tail in _tails(path)[:-1])
+        first = next((shardings for shardings in found if shardings), set())
+        return next(iter(first)) if len(first) == 1 else None
+
+    return [match(path, aval.shape) for path, aval in leaves]
+
+
+def _tails(path: str) -> list[str]:
+    """The ends of a path, the whole of it first and the empty one last."""
+    parts = path.split("/") if path else []
+    return ["/".join(parts[i:]) for i in range(len(parts) + 1)]
 
 
 def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
@@ -129,15 +215,13 @@ def shardings_like(
     def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
         if not shape:
             return None
-        parts = path.split("/") if path else []
-        tails = ("/".join(parts[i:]) for i in range(len(parts) + 1))
-        found = (known.get((tail, shape)) for tail in tails)
+        found = (known.get((tail, shape)) for tail in _tails(path))
         return next((sharding for sharding in found if sharding is not None), None)
 
     return [match(path, aval.shape) for path, aval in leaves]
 
 
-def _replicated(shardings_and_args: Any) -> Sharding:
+def replicated(shardings_and_args: Any) -> Sharding:
     """The sharding of a value that all devices in sight hold whole."""
     leaves = jax.tree.leaves(shardings_and_args)
     shardings = [

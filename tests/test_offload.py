@@ -38,9 +38,11 @@ def test_public_names():
         "memory_report",
         "offload",
         "offload_states",
+        "place",
         "plan",
         "reload_states",
         "set_memory_kind",
+        "state_shardings",
     }
 
 

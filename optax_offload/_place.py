@@ -1,0 +1,272 @@
+"""Putting every leaf of a restored state where it belongs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec, Sharding
+
+from optax_offload import _compat, _flax_metadata, _memory, _rules, _templates, _trees
+
+T = TypeVar("T")
+
+
+def place(state: T, like: Any, *, under: str = "") -> T:
+    """Puts every leaf of a state where it belongs, after a loader that forgets kinds.
+
+    Many loaders give NumPy arrays, or arrays that are all on the device. A step that
+    has state of `offload` then has all of it on the device in its first update. This
+    puts each leaf in its memory and on its devices, one leaf after the other: what
+    goes from NumPy to the host does not pass through the device, and no more than one
+    leaf is under way at a time. It is for values, outside of `jax.jit`.
+
+    Args:
+      state: A pytree of arrays, of `jax.Array` or NumPy.
+      like: Where the leaves belong, as one of
+
+        - a template, a tree like ``state`` as `eval_shape` makes it, or another state;
+        - shardings, a tree or a prefix of it, as `state_shardings` makes it. None
+          leaves a leaf, or a part of the tree, as it is;
+        - the rules that `offload` was given: a regex, a `Rule`, a sequence of them or
+          an `OffloadConfig`. Arrays keep their sharding. NumPy arrays get that of an
+          array in the state of the same shape whose path ends alike, or are
+          replicated.
+      under: With rules, the path of the state they are for, such as ``"opt_state/1"``
+        in a ``TrainState``. What is not under it is left as it is.
+
+    Returns:
+      A tree like ``state``. Leaves that were in place are the same objects, and so are
+      leaves that are no arrays. Python numbers become arrays if ``like`` is a template.
+
+    Raises:
+      ValueError: ``state`` has another structure, other shapes or other dtypes than
+        ``like``; all such leaves are named. Or ``like`` does not say where a leaf
+        belongs, a leaf is on disk, or a rule matches nothing.
+      TypeError: A leaf is traced, or ``like`` has a `PartitionSpec`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.offload(optax.adam(1e-3), ".*/(mu|nu)/.*")
+      >>> params = {"w": jnp.ones((256, 128))}
+      >>> loaded = jax.device_get(tx.init(params))  # as pickle would give it
+      >>> state = oo.place(loaded, oo.eval_shape(tx.init, params))
+      >>> state[0].mu["w"].sharding.memory_kind
+      'pinned_host'
+    """
+    leaves = _trees.leaves_with_paths(state)
+    _check_values(leaves)
+    if _are_rules(like):
+        belongs = _by_rules(leaves, like, under)
+    elif under:
+        raise ValueError(f"under={under!r} says where rules begin: give the rules")
+    else:
+        belongs = _by_example(state, leaves, like)
+    placed = [
+        x if at is None else _placed(path, x, at)
+        for (path, x), at in zip(leaves, belongs, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(state), placed)
+
+
+def _check_values(leaves: Sequence[tuple[str, Any]]) -> None:
+    traced = [path for path, x in leaves if isinstance(x, jax.core.Tracer)]
+    if traced:
+        raise TypeError(
+            f"{_trees.listed(traced)}: traced. place is for values, outside of "
+            "jax.jit; within it use optax_offload.set_memory_kind"
+        )
+    on_disk = [path for path, x in leaves if _memory.memory_kind_of(x) == "disk"]
+    if on_disk:
+        raise ValueError(
+            f"{_trees.listed(on_disk)}: on disk. Bring them back first, with "
+            "optax_offload.reload_states"
+        )
+
+
+def _are_rules(like: Any) -> bool:
+    if isinstance(like, (str, re.Pattern, _rules.Rule, _rules.OffloadConfig)):
+        return True
+    is_sequence = isinstance(like, (list, tuple)) and len(like) > 0
+    return is_sequence and all(isinstance(x, _rules.Rule) for x in like)
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+
+
+def _by_rules(
+    leaves: Sequence[tuple[str, Any]], rules: _rules.Rules, under: str
+) -> list[Sharding | None]:
+    """Where rules send each leaf, None for one that is left as it is."""
+    prefix = under and under + "/"
+    inside = [i for i, (path, _) in enumerate(leaves) if path.startswith(prefix)]
+    if under and not inside:
+        paths = [path for path, _ in leaves]
+        raise ValueError(_trees.no_match_message(under + "/.*", paths))
+    sizes = [
+        (path.removeprefix(prefix), _memory.movable_nbytes(x) if _is_array(x) else None)
+        for path, x in (leaves[i] for i in inside)
+    ]
+    placements = _rules.place(_rules.as_config(rules), sizes)
+    arrays = [(i, path, x) for i, (path, x) in enumerate(leaves) if _is_array(x)]
+    kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
+    nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)
+    rest = _templates.replicated(kept)
+    shardings = {
+        i: own or near or rest
+        for (i, _, _), own, near in zip(arrays, kept, nearby, strict=True)
+    }
+    belongs: list[Sharding | None] = [None] * len(leaves)
+    for i, placement in zip(inside, placements, strict=True):
+        if i in shardings:
+            path, kind = leaves[i][0], placement.memory_kind
+            belongs[i] = _memory.with_kind(path, shardings[i], kind)
+    return belongs
+
+
+def _by_example(
+    state: Any, leaves: Sequence[tuple[str, Any]], like: Any
+) -> list[Any | None]:
+    """What in ``like`` says where each leaf belongs, None for one left as it is."""
+    examples = _paired(state, leaves, like)
+    wrong: list[str] = []
+    specs: list[str] = []
+    nowhere: list[str] = []
+    for (path, x), example in zip(leaves, examples, strict=True):
+        if isinstance(example, PartitionSpec):
+            specs.append(path)
+        elif isinstance(example, (jax.Array, jax.ShapeDtypeStruct)):
+            if not isinstance(example.sharding, Sharding):
+                nowhere.append(path)
+            wrong += _differences(path, x, example)
+    if specs:
+        raise TypeError(
+            f"like has a PartitionSpec, which names no devices, at "
+            f"{_trees.listed(specs)}. Make shardings with "
+            "optax_offload.state_shardings(fn, *args, shardings=like, mesh=mesh)"
+        )
+    if nowhere:
+        raise ValueError(
+            "like does not say where these belong, as jax.eval_shape forgets it: "
+            f"{_trees.listed(nowhere)}. Make it with optax_offload.eval_shape"
+        )
+    if wrong:
+        raise ValueError(
+            "state and like differ in shape or dtype:\n  " + "\n  ".join(wrong)
+        )
+    says_where = (jax.Array, jax.ShapeDtypeStruct, Sharding)
+    return [
+        example
+        if isinstance(example, says_where)
+        and (_is_array(x) or isinstance(x, (bool, int, float, complex)))
+        else None
+        for (_, x), example in zip(leaves, examples, strict=True)
+    ]
+
+
+def _paired(state: Any, leaves: Sequence[tuple[str, Any]], like: Any) -> list[Any]:
+    """The leaf of ``like`` for each leaf of the state, or an error that names all."""
+
+    def is_leaf(x: Any) -> bool:
+        return x is None or _flax_metadata.is_box_of_one(x)
+
+    examples: list[Any] = []
+    whole: list[bool] = []
+
+    def pair(example: Any, part: Any) -> None:
+        (example,) = jax.tree.leaves(example) or [None]
+        count = len(jax.tree.leaves(part))
+        examples.extend([example] * count)
+        # Of a prefix only shardings and None stand for more than a leaf.
+        may_cover = example is None or isinstance(example, Sharding)
+        whole.append(may_cover or count == 1)
+
+    try:
+        jax.tree.map(pair, like, state, is_leaf=is_leaf)
+        if all(whole):
+            return examples
+        reason = "an array or struct stands where the state has a subtree"
+    except ValueError as e:
+        reason = str(e)
+    like_paths = [path for path, _ in _trees.leaves_with_paths(like)]
+    paths = [path for path, _ in leaves]
+    lines = [
+        *(f"only in like: {path}" for path in like_paths if not _above(path, paths)),
+        *(f"only in state: {path}" for path in paths if not _below(path, like_paths)),
+    ] or [
+        "the leaves have the same paths, and the containers are of other types: "
+        "jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)) changes "
+        "them"
+    ]
+    raise ValueError(
+        "state and like have different structures:\n  "
+        + "\n  ".join(lines)
+        + f"\nJAX says: {reason}"
+    )
+
+
+def _above(path: str, paths: Sequence[str]) -> bool:
+    """Whether a path is one of the paths, or that of a subtree that has one."""
+    return any(_is_within(p, path) for p in paths)
+
+
+def _below(path: str, paths: Sequence[str]) -> bool:
+    """Whether a path is one of the paths, or in the subtree of one."""
+    return any(_is_within(path, p) for p in paths)
+
+
+def _is_within(path: str, subtree: str) -> bool:
+    return not subtree or path == subtree or path.startswith(subtree + "/")
+
+
+def _differences(path: str, x: Any, example: Any) -> list[str]:
+    if _is_array(x):
+        got, wanted = (tuple(x.shape), x.dtype), (tuple(example.shape), example.dtype)
+    elif isinstance(x, (bool, int, float, complex)):
+        got = ((), type(x).__name__)
+        wanted = (tuple(example.shape), example.dtype if example.shape else got[1])
+    else:
+        return []  # Not an array, such as a function: left as it is.
+    if got == wanted:
+        return []
+
+    def text(shape: tuple[int, ...], dtype: Any) -> str:
+        return f"{dtype}[{','.join(map(str, shape))}]"
+
+    return [f"{path}: state has {text(*got)}, like has {text(*wanted)}"]
+
+
+def _placed(path: str, x: Any, example: Any) -> jax.Array:
+    """One leaf where it belongs. Waits, so that leaves move one after the other."""
+    is_sharding = isinstance(example, Sharding)
+    sharding = example if is_sharding else example.sharding
+    kind = _memory.memory_kind_of(sharding) or "device"
+    weak = not is_sharding and jax.typeof(example).weak_type
+    if not isinstance(x, jax.Array):
+        dtype = None if is_sharding or _is_array(x) else example.dtype
+        value = np.asarray(x, dtype)
+        x = _memory.array_from(value.shape, sharding, lambda index: value[index])
+    elif not (x.sharding.is_equivalent_to(sharding, x.ndim) and _typed(x, kind)):
+        there = jax.device_put(x, _memory.with_kind(path, sharding, kind))
+        # Some loaders make arrays that are in host memory and are traced as device
+        # values, and JAX sees nothing to do (F28).
+        x = (
+            there
+            if _typed(there, kind)
+            else jax.device_put(x, _memory.on_mesh(sharding, kind))
+        )
+    if weak and not x.weak_type:
+        x = _compat.weakly_typed(x)
+    return x.block_until_ready()
+
+
+def _typed(x: jax.Array, kind: str) -> bool:
+    """Whether an array is traced as being in its memory. Keys never are (F32)."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return kind != "pinned_host" or is_key or _memory.on_host(x)
