@@ -122,3 +122,21 @@ def test_weak_types_stay():
     """A counter that gives way to other dtypes is restored as one."""
     template = oo.eval_shape(lambda: (jnp.asarray(1.0), jnp.ones(())))
     assert [x.weak_type for x in template] == [True, False]
+
+
+def test_moments_go_with_parameters_whose_shardings_are_given():
+    """Of the same result; where two parameters end alike and differ, with none."""
+    mesh = mesh_of(4)
+    rows, columns = NamedSharding(mesh, P("x")), NamedSharding(mesh, P(None, "x"))
+
+    def make():
+        params = {name: {"w": jnp.ones((8, 4))} for name in ("a", "b")}
+        others = {"c": {"w": jnp.ones((8, 4))}, "d": {"w": jnp.ones(4)}}
+        return {"params": params, "mu": [params], "others": others}
+
+    given = {"params": {"a": rows, "b": columns}, "mu": None, "others": None}
+    template = oo.eval_shape(make, out_shardings=given)
+    assert template["mu"][0]["a"]["w"].sharding.spec == rows.spec
+    assert template["mu"][0]["b"]["w"].sharding.spec == columns.spec
+    assert template["others"]["c"]["w"].sharding.spec == P()
+    assert template["others"]["d"]["w"].sharding.spec == P()
