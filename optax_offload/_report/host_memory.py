@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from optax_offload._units import GIB
+
+# Where the kernel's own files are; tests have others.
 ROOT = Path("/")
-GIB = 2**30
 
 # XLA (xla/pjrt/gpu/gpu_helpers.cc) reads the first as whole GiB, an unreadable value as
 # none, and lowers its default where the second makes it allocate all of it at once.
@@ -17,6 +20,9 @@ PLUGIN_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PLUGIN_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 PLUGIN_DEFAULT_BYTES = 64 * GIB
 PLUGIN_PREALLOCATED_BYTES = 16 * GIB
+# Batches on their way and results are pinned beside the state: so much more is asked
+# for, and so near its default the plugin is still left alone.
+PLUGIN_HEADROOM_PERCENT = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,9 +30,9 @@ class Limit:
     """Something that bounds the host memory of a process.
 
     Attributes:
-      name: what it is.
-      total_bytes: how much there is.
-      free_bytes: how much of it is left.
+      name: What sets the bound: "machine", "cgroup" or "GPU plugin".
+      total_bytes: The bytes that it allows in all.
+      free_bytes: The bytes of them that are left.
     """
 
     name: str
@@ -50,14 +56,26 @@ class Limit:
 
 
 def limits(*, gpu: bool, pinned_bytes: int) -> list[Limit]:
-    """What is known of this machine.
+    """The limits that are known of this machine.
 
     Args:
-      gpu: whether the state belongs to GPUs, whose plugin has a cap of its own.
-      pinned_bytes: what this process has in pinned memory already.
+      gpu: Whether the state belongs to GPUs, whose plugin has a cap of its own.
+      pinned_bytes: The bytes that this process has in pinned memory already.
     """
     found = [_machine(), _cgroup(), _plugin(pinned_bytes) if gpu else None]
     return [limit for limit in found if limit is not None]
+
+
+def gpu_plugin_settings(pinned_bytes: int) -> dict[str, str]:
+    """The variables that let the GPU plugin pin so much; none where its default does.
+
+    Args:
+      pinned_bytes: The bytes that one process is to have in pinned memory.
+    """
+    if 100 * pinned_bytes <= (100 - PLUGIN_HEADROOM_PERCENT) * PLUGIN_DEFAULT_BYTES:
+        return {}
+    gib = math.ceil(pinned_bytes * (100 + PLUGIN_HEADROOM_PERCENT) / 100 / GIB)
+    return {PLUGIN_LIMIT: str(gib)}
 
 
 def _machine() -> Limit | None:
@@ -138,10 +156,10 @@ class HostMemory:
     """What a tree takes of the host memory of this process, beside what there is.
 
     Attributes:
-      needed_bytes: for each kind of host memory, what the tree takes where it is
-        planned to be, or is, of the devices of this process.
-      missing_bytes: what of it is not there yet, and is still to be allocated.
-      limits: what is known of this machine; nothing for devices that are not attached.
+      needed_bytes: For each kind of host memory, the bytes that the tree takes where
+        it is planned to be, or is, of the devices of this process.
+      missing_bytes: For each kind, the bytes that are still to be allocated.
+      limits: The limits of this machine; none for devices that are not attached.
     """
 
     needed_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -150,7 +168,7 @@ class HostMemory:
 
     @property
     def shortages(self) -> list[str]:
-        """What there is not enough room in, and the line that mends it."""
+        """A message for each limit that is too low, with the line that mends it."""
         messages = []
         for limit in self.limits:
             # The plugin allocates pinned memory alone.

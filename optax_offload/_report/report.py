@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import warnings
 from collections import Counter
 from typing import Any
 
 import jax
-import numpy as np
 
 from optax_offload import _memory, _rules, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
 from optax_offload._report import host_memory as _host
+from optax_offload._report import rendering
+from optax_offload._report.rows import Row, row_of
 
 # What a value without a memory kind is filed under.
 NO_KIND = "no memory kind"
@@ -22,46 +22,12 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
-    """One leaf.
-
-    Attributes:
-      path: its path.
-      shape: its global shape.
-      dtype: its dtype.
-      nbytes: its bytes, each element counted once however often it is replicated.
-      nbytes_per_device: the bytes of the largest shard, whichever memory of a device
-        it belongs to.
-      nbytes_per_host: the bytes of all shards that belong to this process' devices:
-        a replicated leaf counts once for each of them.
-      planned: the memory kind that the rules give it; None without rules.
-      actual: the memory kind it has; None for a value that is no array, which has none.
-      why: what decided where it was planned.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    nbytes: int
-    nbytes_per_device: int
-    nbytes_per_host: int
-    planned: str | None
-    actual: str | None
-    why: str
-
-    @property
-    def misplaced(self) -> bool:
-        """Whether the leaf is not where it was planned."""
-        return self.planned not in (None, self.actual)
-
-
-@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """Where every leaf of a tree is; ``str()`` of it is a table.
 
     Attributes:
-      rows: one for each leaf, in the order of the tree.
-      host: what the tree takes of this process' host memory, beside what there is;
+      rows: A row for each leaf, in the order of the tree.
+      host: What the tree takes of this process' host memory, beside what there is;
         nothing in the reports of `subtrees`.
     """
 
@@ -90,7 +56,11 @@ class MemoryReport:
         return dict(totals)
 
     def subtrees(self, depth: int = 1) -> dict[str, MemoryReport]:
-        """The report of each subtree, by the first ``depth`` parts of its path."""
+        """The report of each subtree, by the first ``depth`` parts of its path.
+
+        Raises:
+          ValueError: ``depth`` is less than 1.
+        """
         if depth < 1:
             raise ValueError(f"depth is {depth}; it must be at least 1")
         parts: dict[str, list[Row]] = {}
@@ -102,7 +72,7 @@ class MemoryReport:
         """The report as plain values, ready for `json.dumps`.
 
         Args:
-          depth: as in `subtrees`.
+          depth: As in `subtrees`.
 
         Returns:
           ``rows``; ``totals`` and, for each of ``subtrees``, the bytes of each memory
@@ -136,35 +106,17 @@ class MemoryReport:
         """Writes a bar chart: the bytes of each subtree, by memory kind.
 
         Args:
-          path: the picture; its ending says the format, such as ``.png`` or ``.svg``.
-          depth: as in `subtrees`.
+          path: The picture; its ending says the format, such as ``.png`` or ``.svg``.
+          depth: As in `subtrees`.
 
         Raises:
           ImportError: matplotlib is not installed.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as e:
-            raise ImportError(
-                "MemoryReport.plot draws with matplotlib: "
-                "pip install 'optax-offload[plot]'"
-            ) from e
         named = [*self.subtrees(depth).items(), ("total", self)]
-        figure = Figure(figsize=(7, 1.5 + 0.4 * len(named)), layout="constrained")
-        axes = figure.subplots()
-        left = np.zeros(len(named))
-        for kind in self.totals:
-            mib = np.array([part.totals.get(kind, 0) / 2**20 for _, part in named])
-            axes.barh(range(len(named)), mib, left=left, label=kind or NO_KIND)
-            left = left + mib
-        axes.set_yticks(
-            range(len(named)), [name or "(the tree itself)" for name, _ in named]
-        )
-        axes.set(xlabel="MiB, over all devices")
-        axes.invert_yaxis()
-        if self.rows:
-            axes.legend()
-        figure.savefig(os.fspath(path), dpi=150)
+        rendering.plot([(name, part._kinds()) for name, part in named], path)
+
+    def _kinds(self) -> dict[str, int]:
+        return {kind or NO_KIND: nbytes for kind, nbytes in self.totals.items()}
 
     def check(self) -> MemoryReport:
         """Raises unless every leaf is where it was planned.
@@ -197,46 +149,14 @@ class MemoryReport:
         return self
 
     def __str__(self) -> str:
-        leaves = [["path", "shape", "dtype", "bytes", "bytes/device"]]
-        leaves[0] += ["planned", "actual", "why"]
-        leaves += [
-            [
-                row.path or "(the tree itself)",
-                "x".join(map(str, row.shape)) or "scalar",
-                row.dtype,
-                f"{row.nbytes:,}",
-                f"{row.nbytes_per_device:,}",
-                row.planned or "-",
-                (row.actual or "-") + (" (!)" if row.misplaced else ""),
-                row.why,
-            ]
-            for row in self.rows
-        ]
-        sums = [["subtree", "kind", "bytes", "bytes/device", "bytes/host"]]
         parts = self.subtrees()
-        for name, part in [*(parts.items() if len(parts) > 1 else ()), ("total", self)]:
-            for kind, totals in part._totals_as_dict().items():
-                sums.append(
-                    [name, kind, *(f"{nbytes:,}" for nbytes in totals.values())]
-                )
-        tables = [_table(leaves, right=(3, 4)), _table(sums, right=(2, 3, 4))]
-        host = str(self.host)
-        return "\n\n".join([*tables, host] if host else tables)
-
-
-def _table(lines: list[list[str]], right: tuple[int, ...]) -> str:
-    """Lines of cells as text: the first is the header, ``right`` are numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-
-    def text(cells: list[str]) -> str:
-        padded = (
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-        )
-        return "  ".join(padded).rstrip()
-
-    header, *body = map(text, lines)
-    return "\n".join([header, "-" * len(header), *body])
+        named = [*(parts.items() if len(parts) > 1 else ()), ("total", self)]
+        totals = [
+            [name, kind, *(f"{nbytes:,}" for nbytes in columns.values())]
+            for name, part in named
+            for kind, columns in part._totals_as_dict().items()
+        ]
+        return rendering.text(self.rows, totals, str(self.host))
 
 
 def memory_report(
@@ -250,10 +170,10 @@ def memory_report(
     share a machine share its memory, and each counts only its own needs.
 
     Args:
-      tree: arrays, or `jax.ShapeDtypeStruct` of them as from `eval_shape`: the state
+      tree: Arrays, or `jax.ShapeDtypeStruct` of them as from `eval_shape`: the state
         that the rules were given for, or a larger tree that has it ``under`` a path.
-      rules: as in `offload`; None to report only what is.
-      under: the path of the state that the rules were given for, as
+      rules: As in `offload`; None to report only what is.
+      under: The path of the state that the rules were given for, as
         ``"opt_state/1"`` in a Flax ``TrainState`` whose optimizer is
         ``optax.chain(clip, offload(...))``. What is not under it has no plan.
 
@@ -276,22 +196,10 @@ def memory_report(
     """
     leaves = _trees.leaves_with_paths(tree)
     placements = _placements(leaves, rules, under)
-    rows = []
-    for (path, x), placement in zip(leaves, placements, strict=True):
-        nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
-        rows.append(
-            Row(
-                path=path,
-                shape=tuple(np.shape(x)),
-                dtype=str(jax.typeof(x).dtype),
-                nbytes=nbytes,
-                nbytes_per_device=nbytes_per_device,
-                nbytes_per_host=nbytes_per_host,
-                planned=placement.memory_kind or None,
-                actual=_memory.memory_kind_of(x),
-                why=placement.why,
-            )
-        )
+    rows = [
+        row_of(path, x, placement)
+        for (path, x), placement in zip(leaves, placements, strict=True)
+    ]
     host = _host_memory(rows, [x for _, x in leaves])
     for shortage in host.shortages:
         warnings.warn(shortage, OffloadWarning, stacklevel=2)
@@ -320,25 +228,6 @@ def _placements(
     placed = iter(_rules.place(_rules.as_config(rules), sizes))
     elsewhere = _rules.Placement("", f"not under {under!r}")
     return [next(placed) if i in inside else elsewhere for i in range(len(leaves))]
-
-
-def _sizes(x: Any) -> tuple[int, int, int]:
-    """The bytes of a leaf in all, of its shard on a device, and of those here."""
-    nbytes = _memory.nbytes(x)
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, jax.sharding.Sharding) or not nbytes:
-        return nbytes, nbytes, nbytes
-    shard = math.prod(sharding.shard_shape(x.shape))
-    shard_bytes = shard * (nbytes // math.prod(x.shape))
-    return nbytes, shard_bytes, shard_bytes * _devices_here(sharding)
-
-
-def _devices_here(sharding: jax.sharding.Sharding) -> int:
-    """How many of a sharding's devices are this process'; all of an abstract mesh."""
-    mesh = getattr(sharding, "mesh", None)
-    if isinstance(mesh, jax.sharding.AbstractMesh):
-        return mesh.size
-    return len(sharding.addressable_devices)
 
 
 def _host_memory(rows: list[Row], leaves: list[Any]) -> _host.HostMemory:

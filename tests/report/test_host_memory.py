@@ -141,3 +141,13 @@ def test_this_machine():
     total, free = found()["machine"]
     assert GIB // 2 < total < 2**60
     assert 0 < free <= total
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"), [(57, {}), (58, "64"), (64, "71"), (90, "99"), (0, {})]
+)
+def test_what_the_plugin_has_to_be_told(gib, expected):
+    """A tenth more than is pinned, where that comes near its default of 64 GiB."""
+    if expected:
+        expected = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": expected}
+    assert host_memory.gpu_plugin_settings(gib * GIB) == expected

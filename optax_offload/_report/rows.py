@@ -1,0 +1,83 @@
+"""One row of a report: a leaf, its bytes, where it is and where it was planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_offload import _memory, _rules
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf of a tree.
+
+    Attributes:
+      path: The path that rules match.
+      shape: The global shape.
+      dtype: The name of the dtype.
+      nbytes: The bytes of the leaf, each element counted once however often it is
+        replicated.
+      nbytes_per_device: The bytes of the largest shard, whichever memory of a device
+        it belongs to.
+      nbytes_per_host: The bytes of all shards that belong to this process' devices:
+        a replicated leaf counts once for each of them.
+      planned: The memory kind that the rules give the leaf; None without rules.
+      actual: The memory kind that the leaf has; None for a value that is no array,
+        which has none.
+      why: What decided where the leaf was planned.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    nbytes_per_device: int
+    nbytes_per_host: int
+    planned: str | None
+    actual: str | None
+    why: str
+
+    @property
+    def misplaced(self) -> bool:
+        """Whether the leaf is not where it was planned."""
+        return self.planned not in (None, self.actual)
+
+
+def row_of(path: str, x: Any, placement: _rules.Placement) -> Row:
+    """The row of a leaf: an array, a `jax.ShapeDtypeStruct` or a Python number."""
+    nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
+    return Row(
+        path=path,
+        shape=tuple(np.shape(x)),
+        dtype=str(jax.typeof(x).dtype),
+        nbytes=nbytes,
+        nbytes_per_device=nbytes_per_device,
+        nbytes_per_host=nbytes_per_host,
+        planned=placement.memory_kind or None,
+        actual=_memory.memory_kind_of(x),
+        why=placement.why,
+    )
+
+
+def _sizes(x: Any) -> tuple[int, int, int]:
+    """The bytes of a leaf in all, of its shard on a device, and of those here."""
+    nbytes = _memory.nbytes(x)
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding) or not nbytes:
+        return nbytes, nbytes, nbytes
+    shard = math.prod(sharding.shard_shape(x.shape))
+    shard_bytes = shard * (nbytes // math.prod(x.shape))
+    return nbytes, shard_bytes, shard_bytes * _devices_here(sharding)
+
+
+def _devices_here(sharding: jax.sharding.Sharding) -> int:
+    """How many of a sharding's devices are this process'; all of an abstract mesh."""
+    mesh = getattr(sharding, "mesh", None)
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh.size
+    return len(sharding.addressable_devices)
