@@ -78,7 +78,7 @@ class Prober:
 def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
     """Compiles a step, unless it is plain that it cannot fit."""
     budget = _plan.default_budget_bytes(target)
-    step = _plan.make(make_step, MODES[mode], target)
+    step = _plan.StepFactory(make_step, target).step(MODES[mode])
     least = least_bytes(step)
     if least > budget:
         return {"least_bytes": least, "fits": False, "seconds": 0.0}

@@ -1,25 +1,24 @@
 """Choosing rules for a memory budget."""
 
+from optax_offload._plan.budget import default_budget_bytes
+from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.link import measure_link
-from optax_offload._plan.planner import (
-    Compiled,
-    Plan,
-    Step,
-    compile_step,
-    default_budget_bytes,
-    make,
-    plan,
-    record,
-)
+from optax_offload._plan.planner import plan
+from optax_offload._plan.plot import check_can_plot, save_plot
+from optax_offload._plan.recording import record
+from optax_offload._plan.result import Plan
+from optax_offload._plan.step import Step, StepFactory, compile_step
 
 __all__ = [
-    "Compiled",
+    "CompiledCandidate",
     "Plan",
     "Step",
+    "StepFactory",
+    "check_can_plot",
     "compile_step",
     "default_budget_bytes",
-    "make",
     "measure_link",
     "plan",
     "record",
+    "save_plot",
 ]

@@ -5,7 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+
+from optax_offload import aot
+from optax_offload._plan import flops as _flops
+from optax_offload._plan.step import StepFactory
 from optax_offload._units import size_text
+from optax_offload.aot import chips
 
 # The share of the link that a step's transfers use: 0.86 to 0.94 on an H100 by the
 # model of `benchmarks/census.py` (BUILD_NOTES.md, "Link efficiency"), and somewhat less
@@ -14,6 +20,9 @@ LINK_UTILIZATION = 0.8
 # The share of the peak that whole training steps are reported to reach: Llama 3 had 38
 # to 43 % on H100s (arXiv:2407.21783, table 4).
 COMPUTE_UTILIZATION = 0.4
+# The batches that a table of the cost goes through: from as given to so large that
+# transfers are a few percent of most steps.
+TABLE_BATCHES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +30,16 @@ class Cost:
     """The time that a step takes longer for its transfers, and from what that follows.
 
     Attributes:
-      bytes_each_way: loaded to each device in a step, and stored again.
-      link_bytes_per_second: of a device, each way; loads and stores run at once.
-      link_source: where that figure is from.
-      link_utilization: the share of it that is reached.
-      flops: matrix products of a step, on each device.
-      flops_per_second: the peak of a device.
-      flops_source: where that figure is from.
-      compute_utilization: the share of it that is reached (assumed).
-      tokens: in a step, on all devices; None if it was not told.
+      bytes_each_way: The bytes that each device loads in a step, and stores again.
+      link_bytes_per_second: The bandwidth of a device's link to its host, each way;
+        loads and stores run at once.
+      link_source: Where that figure is from.
+      flops: The operations of matrix products in a step, on each device.
+      flops_per_second: The peak of a device.
+      flops_source: Where that figure is from.
+      tokens: The number of tokens in a step, on all devices; None if it was not told.
+      link_utilization: The share of the link's bandwidth that is reached.
+      compute_utilization: The share of the device's peak that is reached (assumed).
     """
 
     bytes_each_way: int
@@ -44,32 +54,37 @@ class Cost:
 
     @property
     def link_seconds(self) -> float:
-        """All loads; the stores run beside them."""
+        """The time of all loads, in seconds; the stores run beside them."""
         return self.bytes_each_way / self.link_bytes_per_second / self.link_utilization
 
     @property
     def compute_seconds(self) -> float:
-        """The step without transfers."""
+        """The time of a step without transfers, in seconds."""
         return self.flops / self.flops_per_second / self.compute_utilization
 
     def slowdown(self, batches: float = 1.0) -> float:
-        """The step over one without transfers: they are at its end, and none is hidden.
+        """How many times as long a step takes whose transfers come after all else.
 
         Args:
-          batches: of a step with so many times the tokens.
+          batches: The size of a step's batch, in batches of the step that was counted.
         """
         compute = self.compute_seconds * batches
         return _ratio(compute + self.link_seconds, compute)
 
     def slowdown_if_hidden(self, batches: float = 1.0) -> float:
-        """The same, if all transfers could run beside the computation."""
+        """How many times as long it would take if the computation hid all transfers.
+
+        Args:
+          batches: The size of a step's batch, in batches of the step that was counted.
+        """
         compute = self.compute_seconds * batches
         return _ratio(max(compute, self.link_seconds), compute)
 
     def table(self) -> list[tuple[float, float, float]]:
-        """Rows of (times the tokens, slowdown, slowdown if hidden)."""
-        scales = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-        return [(x, self.slowdown(x), self.slowdown_if_hidden(x)) for x in scales]
+        """Rows of (batches, slowdown, slowdown if hidden)."""
+        return [
+            (x, self.slowdown(x), self.slowdown_if_hidden(x)) for x in TABLE_BATCHES
+        ]
 
     def lines(self) -> list[str]:
         """The arithmetic, each line with its inputs."""
@@ -92,7 +107,7 @@ class Cost:
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """The cost as plain values, ready for `json.dumps`."""
         return dataclasses.asdict(self) | {
             "link_seconds": self.link_seconds,
             "compute_seconds": self.compute_seconds,
@@ -102,6 +117,37 @@ class Cost:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def cost_of_step(
+    factory: StepFactory, bytes_each_way: int, link_bytes_per_second: float | None
+) -> Cost:
+    """Counts the matrix products of a step, and takes the rest from its target's chip.
+
+    Args:
+      factory: Makes the step.
+      bytes_each_way: The state that each device loads in a step, and stores again.
+      link_bytes_per_second: The measured bandwidth of the link, each way; None to take
+        what is documented.
+    """
+    target = factory.target
+    step = factory.plain_step()
+    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
+        flops = _flops.count(step.fn, *step.args) / target.device_count
+    documented = chips.figures(target.name)
+    measured = link_bytes_per_second is not None
+    return Cost(
+        bytes_each_way=bytes_each_way,
+        link_bytes_per_second=(
+            link_bytes_per_second if measured else documented.link_bytes_per_second
+        ),
+        link_source="measured" if measured else documented.link_source,
+        link_utilization=1.0 if measured else LINK_UTILIZATION,
+        flops=flops,
+        flops_per_second=documented.flops_per_second,
+        flops_source=documented.flops_source,
+        tokens=step.tokens,
+    )
 
 
 def _ratio(a: float, b: float) -> float:

@@ -24,8 +24,8 @@ def count(fn: Callable[..., Any], *args: Any) -> int:
     on its grid) is not seen.
 
     Args:
-      fn: a function that JAX can trace.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`.
+      fn: A function that JAX can trace.
+      *args: Its arguments: arrays or `jax.ShapeDtypeStruct`.
     """
     return _of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING
+
+from optax_offload._plan.result import Plan
+from optax_offload._units import GIB
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = {
     "parameters": "#4269d0",
@@ -14,30 +20,43 @@ COLORS = {
 }
 
 
-def save(plan: Any, path: str | os.PathLike[str]) -> None:
-    """Writes the peaks before and after as stacked bars, beside the budget, as PNG.
-
-    Args:
-      plan: a `Plan`.
-      path: the file.
+def check_can_plot() -> type[Figure]:
+    """What draws a figure; asked for ahead of what takes long.
 
     Raises:
       ImportError: matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "a plan is drawn with matplotlib: pip install 'optax-offload[plot]'"
+        ) from error
+    return Figure
 
-    gib = 2**30
-    figure = Figure(figsize=(5, 4.5), layout="constrained")
+
+def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes the peaks before and after as stacked bars, beside the budget, as PNG.
+
+    Args:
+      plan: What planning found.
+      path: The picture.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    figure_class = check_can_plot()
+    figure = figure_class(figsize=(5, 4.5), layout="constrained")
     axes = figure.subplots()
     bars = {"as given": plan.before.parts, "with the plan": plan.after.parts}
     bottoms = [0.0] * len(bars)
     for part, color in COLORS.items():
-        heights = [parts[part] / gib for parts in bars.values()]
+        heights = [parts[part] / GIB for parts in bars.values()]
         axes.bar(list(bars), heights, 0.6, bottoms, label=part, color=color)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     for x, total in enumerate(bottoms):
         axes.annotate(f"{total:.1f}", (x, total), ha="center", va="bottom")
-    budget = plan.budget_bytes / gib
+    budget = plan.budget_bytes / GIB
     axes.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
     axes.set(ylabel="peak of each device (GiB)", title=plan.target.name)
     axes.set_ylim(0, 1.1 * max(*bottoms, budget))

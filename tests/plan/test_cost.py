@@ -3,7 +3,7 @@
 import pytest
 
 from optax_offload._plan import cost
-from optax_offload.aot import targets
+from optax_offload.aot import chips, targets
 
 COST = cost.Cost(
     bytes_each_way=40 * 10**9,
@@ -57,9 +57,9 @@ def test_nothing_moved_costs_nothing():
 
 def test_every_chip_has_figures():
     """With their sources, and of a plausible size."""
-    chips = {*targets.TPUS, *targets.GPUS}
-    assert set(chips.FIGURES) == chips
-    for chip in chips:
+    names = {*targets.TPUS, *targets.GPUS}
+    assert set(chips.FIGURES) == names
+    for chip in names:
         found = chips.figures(f"{chip}:2x2")
         assert 1e9 < found.link_bytes_per_second < 1e12
         assert 1e13 < found.flops_per_second < 1e16

@@ -1,0 +1,137 @@
+"""What planning finds: rules, what they save, and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from optax_offload import _offload, _rules, aot
+from optax_offload._plan.candidates import CompiledCandidate
+from optax_offload._plan.cost import Cost
+from optax_offload._plan.patterns import LeafPattern
+from optax_offload._plan.rule_file import rule_file_text
+from optax_offload._units import size_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The rules by which a step fits, what they save and what they cost.
+
+    ``str()`` of it is the same for a person.
+
+    Attributes:
+      target: The chips that it was compiled for.
+      budget_bytes: What the step may take on each device.
+      config: The rules. If nothing is to be moved, one that keeps all on the device.
+      moved: The leaves that the plan moves, beside what was given: for each of its
+        rules the ``pattern`` and the ``leaves``.
+      before: The step as the given rules have it: the plain one if there are none.
+      after: The step with the plan; the same if nothing is to be moved. The ``parts``
+        of both are of parameters, gradients, activations (with all else that is
+        temporary), state, and other arguments and results; parameters and state are
+        those of the arguments, gradients count as much as parameters, as far as the
+        temporaries reach.
+      compiled: All candidates that were compiled, in order.
+      cost: The time that a step takes longer for its transfers.
+      environment: The variables to set for the process that trains.
+    """
+
+    target: aot.Target
+    budget_bytes: int
+    config: _rules.OffloadConfig
+    moved: tuple[LeafPattern, ...]
+    before: CompiledCandidate
+    after: CompiledCandidate
+    compiled: tuple[CompiledCandidate, ...]
+    cost: Cost
+    environment: Mapping[str, str]
+
+    @property
+    def empty(self) -> bool:
+        """Whether all state stays on the device."""
+        return all(rule.memory_kind == "device" for rule in self.config.rules)
+
+    def offload(self, inner: Any) -> Any:
+        """Wraps an optimizer as the plan says: with `offload`, or not at all.
+
+        Args:
+          inner: The optimizer that the step factory gave to its ``offload``.
+        """
+        return inner if self.empty else _offload.offload(inner, self.config)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rules as a file for `load_config`, with a comment on each.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(self.rule_file())
+
+    def rule_file(self) -> str:
+        """The text that `save` writes."""
+        return rule_file_text(self.config, self.moved, self._summary())
+
+    def _summary(self) -> list[str]:
+        took = sum(c.seconds for c in self.compiled)
+        before, after = self.before.used_bytes, self.after.used_bytes
+        lines = [
+            f"for {self.target.name}, {size_text(self.budget_bytes)} on each device",
+            f"peak as given: {size_text(before)}"
+            + (", fits: nothing is moved" if not self.moved else ""),
+        ]
+        if self.moved:
+            moved = self.after.moved_bytes
+            lines.append(
+                f"peak with these rules: {size_text(after)}, with {size_text(moved)} "
+                "of state in host memory"
+            )
+        lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
+        return lines + [f"set {name}={x}" for name, x in self.environment.items()]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The plan for programs: what `optax-offload fit --json` prints."""
+        rules = [
+            {
+                "pattern": rule.regex,
+                "memory_kind": rule.memory_kind,
+                "min_bytes": rule.min_bytes,
+                "slice_axis": rule.slice_axis,
+                "optional": rule.optional,
+            }
+            for rule in self.config.rules
+        ]
+        moved = [
+            {
+                "pattern": pattern.pattern,
+                "leaves": [leaf.path for leaf in pattern.leaves],
+                "bytes_per_device": pattern.nbytes_per_device,
+            }
+            for pattern in self.moved
+        ]
+        return {
+            "target": self.target.name,
+            "budget_bytes": self.budget_bytes,
+            "empty": self.empty,
+            "rules": rules,
+            "moved": moved,
+            "before": self.before.as_dict(),
+            "after": self.after.as_dict(),
+            "compiled": [c.as_dict() for c in self.compiled],
+            "cost": self.cost.as_dict(),
+            "environment": dict(self.environment),
+        }
+
+    def __str__(self) -> str:
+        after = self.after.parts
+        moved = [
+            f"  {size_text(p.nbytes_per_device):>10}  {p.pattern}" for p in self.moved
+        ]
+        parts = [
+            f"  {part:<12} {size_text(n):>10} -> {size_text(after[part]):>10}"
+            for part, n in self.before.parts.items()
+        ]
+        head, *rest = self._summary()
+        return "\n".join([head, *rest, *parts, *moved, *self.cost.lines()])

@@ -1,0 +1,67 @@
+"""Compiling one selection after another, with a compiler that only adds up."""
+
+import pytest
+from step_factories import HEAD, STACK, adam_step
+
+from optax_offload import aot
+from optax_offload._plan import candidates
+from optax_offload._plan.movable import movable_state
+from optax_offload._plan.recording import record
+from optax_offload._plan.step import StepFactory
+
+TARGET = aot.Target("h100")
+PARAMETERS = STACK + HEAD
+
+
+@pytest.fixture
+def said():
+    """What the compiler tells of its progress."""
+    return []
+
+
+@pytest.fixture
+def compiler(said):
+    """Of a step with Adam, that may take all but its state."""
+    factory = StepFactory(adam_step, TARGET)
+    state = movable_state(record(factory), None, 1)
+    return candidates.CandidateCompiler(factory, state, 3 * PARAMETERS, said.append)
+
+
+def test_a_refusal_counts_as_what_the_compiler_says(compiler, said, monkeypatch):
+    """All that is neither parameters nor state (a count: 4 bytes) is temporary."""
+
+    def refuse(step, target):
+        raise aot.DoesNotFitError("no", used_bytes=4 * PARAMETERS + 7, limit_bytes=1)
+
+    monkeypatch.setattr(candidates, "compile_step", refuse)
+    assert compiler.used_bytes(frozenset()) == 4 * PARAMETERS + 7
+    (found,) = compiler.compiled.values()
+    assert not found.fits
+    assert found.peak is None
+    assert sum(found.parts.values()) == found.used_bytes
+    assert found.parts["gradients"] == PARAMETERS
+    assert found.parts["activations"] == 7 - 4
+    assert said[0] == "compiling with 0 B of state moved"
+    assert said[1] is found
+
+
+def test_what_is_selected_is_moved(compiler, monkeypatch):
+    """The step is made with `offload`, or with the optimizer as it is."""
+    steps = []
+
+    def refuse(step, target):
+        steps.append(step)
+        raise aot.DoesNotFitError("no", used_bytes=1, limit_bytes=1)
+
+    monkeypatch.setattr(candidates, "compile_step", refuse)
+    for selection in (frozenset(), frozenset([0]), frozenset(range(4))):
+        compiler.used_bytes(selection)
+    states = [step.args[1][1][0] for step in steps]
+    kinds = [state.mu["layers"].sharding.memory_kind for state in states]
+    assert kinds == ["device", "pinned_host", "pinned_host"]
+    assert [c.moved_bytes for c in compiler.compiled.values()] == [
+        0,
+        STACK,
+        2 * PARAMETERS,
+    ]
+    assert all(c.fits for c in compiler.compiled.values())
