@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from optax_offload import _trees
@@ -17,11 +18,11 @@ class SavedLeaf(NamedTuple):
     """A leaf of a checkpoint.
 
     Attributes:
-      path: as rules see it: `opt_state/0/mu/w`.
-      shape: of the whole array.
-      dtype: its name.
-      nbytes: of the whole array.
-      sharding: how it was sharded when it was saved.
+      path: The path in the saved tree, as in `opt_state/0/mu/w`.
+      shape: The shape of the whole array.
+      dtype: The name of the dtype.
+      nbytes: The bytes of the whole array.
+      sharding: How the array was sharded when it was saved.
     """
 
     path: str
@@ -32,10 +33,10 @@ class SavedLeaf(NamedTuple):
 
 
 def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
-    """Reads them.
+    """Reads the leaves of a checkpoint.
 
     Args:
-      path: what Orbax saved as one tree, a step that has one, or a folder of steps, of
+      path: What Orbax saved as one tree, a step that has one, or a folder of steps, of
         which the last counts.
 
     Raises:
@@ -51,6 +52,28 @@ def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
         tree = getattr(tree, name, tree)
     found = [(p, x) for p, x in _trees.leaves_with_paths(tree) if hasattr(x, "shape")]
     return [_saved(p, x) for p, x in found]
+
+
+def under(leaves: Sequence[SavedLeaf], prefix: str) -> list[tuple[str, int | None]]:
+    """The leaves under a path, as paths from there on, and their bytes.
+
+    Args:
+      leaves: The leaves of a checkpoint.
+      prefix: The path, as ``opt_state/1``; all leaves are under an empty one.
+
+    Raises:
+      ValueError: no leaf is under the path.
+    """
+    prefix = prefix.strip("/")
+    start = f"{prefix}/" if prefix else ""
+    found = [(x.path.removeprefix(start), x.nbytes) for x in leaves]
+    found = [f for f, x in zip(found, leaves, strict=True) if x.path.startswith(start)]
+    if not found:
+        tops = sorted({"/".join(x.path.split("/")[:2]) for x in leaves})
+        raise ValueError(
+            f"nothing is under {prefix!r} in the checkpoint; there is {', '.join(tops)}"
+        )
+    return [*found]
 
 
 def _item(path: pathlib.Path) -> pathlib.Path:

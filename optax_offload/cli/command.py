@@ -7,12 +7,8 @@ directory. It is called as `factory(offload, target)`, and returns an
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
-import functools
-import importlib
-import inspect
 import json
 import os
 import pathlib
@@ -32,12 +28,12 @@ except ImportError as error:
 import jax
 
 from optax_offload import _plan, _rules, aot
-from optax_offload._plan import measure_link as _measure_link
-from optax_offload._plan import plot as _plot
 from optax_offload._units import parse_size, size_text
 from optax_offload.aot import Target
-from optax_offload.cli import checkpoint as _checkpoint
-from optax_offload.cli import tables as _tables
+from optax_offload.cli import checkpoint as checkpoints
+from optax_offload.cli import tables
+from optax_offload.cli.errors import error_line
+from optax_offload.cli.factory import load_factory
 
 BAD_INPUT, DOES_NOT_FIT, IDLE_RULE = 2, 3, 4
 
@@ -73,12 +69,13 @@ def main_options(
         bool, typer.Option("--traceback", help="Where an error comes from.")
     ] = False,
 ) -> None:
+    """Sets what holds for every command."""
     global _traceback
     _traceback = traceback
 
 
 @app.command()
-def fit(
+def fit(  # noqa: PLR0913 - each parameter is an option
     factory: FactoryArgument,
     target: TargetOption,
     budget: Annotated[
@@ -106,8 +103,9 @@ def fit(
 ) -> None:
     """Finds the least state to move for a step to fit, by compiling it."""
     with _errors():
-        make_step = _factory(factory, set_)
-        link = _measure_link() if measure_link else None
+        _check_can_write(out, plot)
+        make_step = load_factory(factory, set_ or ())
+        link = _plan.measure_link() if measure_link else None
         with _progress() as progress:
             plan = _plan.plan(
                 make_step,
@@ -117,14 +115,18 @@ def fit(
                 link_bytes_per_second=link,
                 progress=progress,
             )
+    # Ahead of the files: what took minutes to find is not lost if one of them fails.
+    if as_json:
+        _print_json(plan.as_dict())
+    else:
+        tables.print_plan(_out, plan)
+    with _errors():
         if out is not None:
             plan.save(out)
         if plot is not None:
-            _plot.save(plan, plot)
+            _plan.save_plot(plan, plot)
     if as_json:
-        _print_json(plan.as_dict())
         return
-    _tables.print_plan(_out, plan)
     for path in (out, plot):
         if path is not None:
             _out.print(f"wrote {path}", highlight=False)
@@ -132,8 +134,38 @@ def fit(
         _out.print("--out FILE writes the rules, for optax_offload.load_config")
 
 
+def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> None:
+    """Finds what would fail only after all compiling.
+
+    Raises:
+      ValueError: a file is a directory, or cannot be made where it is to be.
+      ImportError: matplotlib is needed, and not installed.
+    """
+    for option, path in (("--out", out), ("--plot", plot)):
+        if path is None:
+            continue
+        folder = path.absolute().parent
+        if not folder.is_dir():
+            raise ValueError(
+                f"{option} {path}: there is no directory {folder}; make it first: "
+                f"mkdir -p {folder}"
+            )
+        if path.is_dir():
+            raise ValueError(
+                f"{option} {path} is a directory; name a file in it, such as "
+                f"{path / ('rules.toml' if option == '--out' else 'peak.png')}"
+            )
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise ValueError(
+                f"{option} {path} may not be written by this user; name another file, "
+                f"or change the permissions of {folder}"
+            )
+    if plot is not None:
+        _plan.check_can_plot()
+
+
 @app.command()
-def explain(
+def explain(  # noqa: PLR0913 - each parameter is an option
     rules: Annotated[pathlib.Path, typer.Argument(help="A rule file.")],
     step: Annotated[str | None, typer.Option(help="A step factory.")] = None,
     target: Annotated[str, typer.Option(help="For the factory's mesh.")] = "h100",
@@ -156,10 +188,11 @@ def explain(
             raise ValueError("give one of --step and --checkpoint")
         config = _rules.load_config(rules)
         if checkpoint is not None:
-            leaves = _under(_checkpoint.leaves(checkpoint), under)
+            leaves = checkpoints.under(checkpoints.leaves(checkpoint), under)
         else:
             assert step is not None
-            recorded = _plan.record(_factory(step, set_), Target(target))
+            factory = load_factory(step, set_ or ())
+            recorded = _plan.record(_plan.StepFactory(factory, Target(target)))
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
         lenient = [dataclasses.replace(rule, optional=True) for rule in config.rules]
         placements = _rules.place(_rules.OffloadConfig(lenient), leaves)
@@ -181,7 +214,7 @@ def explain(
             for r in rows
         ]
         columns = ("path", "size ", "goes to", "by")
-        _out.print(_tables.table(str(rules), columns, cells))
+        _out.print(tables.table(str(rules), columns, cells))
         for kind in ("pinned_host", "device"):
             total = sum(r["bytes"] or 0 for r in rows if r["memory_kind"] == kind)
             _out.print(f"{kind}: {size_text(total)}", highlight=False)
@@ -203,97 +236,29 @@ def report(
 ) -> None:
     """Lists the leaves of a checkpoint. No array is loaded."""
     with _errors():
-        leaves = _checkpoint.leaves(checkpoint)
+        leaves = checkpoints.leaves(checkpoint)
     if as_json:
         total = sum(x.nbytes for x in leaves)
         _print_json({"leaves": [x._asdict() for x in leaves], "bytes": total})
     else:
-        _tables.print_leaves(_out, str(checkpoint), leaves)
+        tables.print_leaves(_out, str(checkpoint), leaves)
 
 
 @app.command()
 def targets(as_json: JsonOption = False) -> None:
     """Lists what can be compiled for."""
     if as_json:
-        _print_json(_tables.target_rows())
+        _print_json(tables.target_rows())
     else:
-        _tables.print_targets(_out)
-
-
-def _factory(name: str, options: list[str] | None) -> Callable[..., Any]:
-    """The function of an import path, with options."""
-    module_name, _, attribute = name.partition(":")
-    if not attribute:
-        raise ValueError(f"{name!r} is no step factory; write package.module:function")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"there is no module {module_name!r} from {os.getcwd()}: run where it is, "
-            "or set PYTHONPATH"
-        ) from error
-    found: Any = getattr(module, attribute, None)
-    if not callable(found):
-        own = [n for n, x in vars(module).items() if _is_factory(x, module_name)]
-        raise ValueError(
-            f"{module_name} has no function {attribute!r}; it has "
-            f"{', '.join(own) or 'no step factory'}"
-        )
-    arguments = dict(_option(option) for option in options or ())
-    try:
-        inspect.signature(found).bind(None, None, **arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} is called with (offload, target"
-            + "".join(f", {k}={v!r}" for k, v in arguments.items())
-            + f"), but takes {inspect.signature(found)}: {error}"
-        ) from error
-    return functools.partial(found, **arguments)
-
-
-def _is_factory(x: Any, module_name: str) -> bool:
-    return (
-        inspect.isfunction(x)
-        and x.__module__ == module_name
-        and next(iter(inspect.signature(x).parameters), "") == "offload"
-    )
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name.isidentifier():
-        raise ValueError(f"--set {text!r}: write name=value")
-    try:
-        return name, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return name, value
-
-
-def _under(
-    leaves: list[_checkpoint.SavedLeaf], prefix: str
-) -> list[tuple[str, int | None]]:
-    prefix = prefix.strip("/")
-    start = f"{prefix}/" if prefix else ""
-    found = [(x.path.removeprefix(start), x.nbytes) for x in leaves]
-    found = [f for f, x in zip(found, leaves, strict=True) if x.path.startswith(start)]
-    if not found:
-        tops = sorted({"/".join(x.path.split("/")[:2]) for x in leaves})
-        raise ValueError(
-            f"nothing is under {prefix!r} in the checkpoint; there is {', '.join(tops)}"
-        )
-    return [*found]
+        tables.print_targets(_out)
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str | _plan.Compiled], None]]:
+def _progress() -> Iterator[Callable[[str | _plan.CompiledCandidate], None]]:
     """Shows what is being compiled, and keeps a line of what was."""
     with _err.status("tracing") as status:
 
-        def show(what: str | _plan.Compiled) -> None:
+        def show(what: str | _plan.CompiledCandidate) -> None:
             if isinstance(what, str):
                 status.update(what)
             else:
@@ -304,18 +269,24 @@ def _progress() -> Iterator[Callable[[str | _plan.Compiled], None]]:
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Errors of the input as a line and an exit code."""
+    """Turns what is raised into a line and an exit code.
+
+    Whatever it is: a step factory, and the step it makes, may raise anything.
+    """
     try:
         yield
     except aot.DoesNotFitError as error:
         code, shown = DOES_NOT_FIT, error
-    except (ValueError, TypeError, OSError, ImportError) as error:
+    except typer.Exit:
+        raise
+    except Exception as error:
         code, shown = BAD_INPUT, error
     else:
         return
     if _traceback:
         raise shown
-    _err.print(f"error: {shown}", markup=False, highlight=False)
+    line = f"error: {error_line(shown)}"
+    _err.print(line, markup=False, highlight=False, soft_wrap=True)
     if code == BAD_INPUT:
         _err.print(
             "(optax-offload --traceback ... says where it comes from)", style="dim"

@@ -18,7 +18,13 @@ from optax_offload.cli import checkpoint as _checkpoint
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table whose columns that end in a space are numbers: set to the right."""
+    """A table whose columns that end in a space are numbers: set to the right.
+
+    Args:
+      title: What stands above it; nothing if it is empty.
+      columns: The headers.
+      rows: The cells, each of which is printed as its `str`.
+    """
     made = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
     for column in columns:
         justify = "right" if column.endswith(" ") else "left"
@@ -30,7 +36,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
-    """A plan: what moves, what that saves, what it costs."""
+    """Prints a plan: what moves, what that saves, what it costs."""
     fits = (
         "fits as it is: nothing is moved" if not plan.moved else "fits with this plan"
     )
@@ -39,12 +45,12 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         f"device: [bold]{fits}[/bold]"
     )
     if plan.moved:
-        moves = [
-            (f.pattern, len(f.leaves), size_text(f.nbytes_per_device))
-            for f in plan.moved
+        moved = [
+            (p.pattern, len(p.leaves), size_text(p.nbytes_per_device))
+            for p in plan.moved
         ]
         columns = ("moved to host memory", "leaves ", "each device ")
-        console.print(table("", columns, moves))
+        console.print(table("", columns, moved))
     before, after = plan.before, plan.after
     parts = [
         (part, size_text(n), size_text(after.parts[part]))
@@ -78,7 +84,7 @@ def _slowdowns(plan: _plan.Plan) -> Table:
 def print_leaves(
     console: Console, title: str, leaves: Sequence[_checkpoint.SavedLeaf]
 ) -> None:
-    """A checkpoint."""
+    """Prints the leaves of a checkpoint."""
     rows = [
         (x.path, _shape(x.shape), x.dtype, size_text(x.nbytes), x.sharding)
         for x in leaves
@@ -97,7 +103,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def target_rows() -> list[dict[str, Any]]:
-    """What can be compiled for, one device of each."""
+    """What can be compiled for, one device of each, as plain values."""
     found = []
     for chip in (*_targets.TPUS, *_targets.GPUS):
         target, figures = Target(chip), _figures.figures(chip)
@@ -114,7 +120,7 @@ def target_rows() -> list[dict[str, Any]]:
 
 
 def print_targets(console: Console) -> None:
-    """What can be compiled for."""
+    """Prints what can be compiled for."""
     found = target_rows()
     rows = [
         (

@@ -1,8 +1,10 @@
 """The command: what it prints, its exit codes and its errors."""
 
 import json
+import os
 import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 import optax_offload as oo
+from optax_offload import _plan, aot
+from optax_offload._plan.cost import Cost
 from optax_offload.aot import targets
 from optax_offload.cli import command as cli
 
@@ -34,6 +38,13 @@ def make_step(offload, target, width=1024, optimizer="adam"):
 def broken(offload, target):
     raise ValueError("mine")
 
+def broken_otherwise(offload, target):
+    return {}["params"]
+
+def broken_in_the_step(offload, target):
+    step = make_step(offload, target, width=64)
+    return step._replace(fn=lambda *args: 1 / 0)
+
 other = 3
 """
 
@@ -44,7 +55,7 @@ def invoke(tmp_path, monkeypatch):
     (tmp_path / "my_steps.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(__import__("sys").modules, "my_steps", raising=False)
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
     runner = CliRunner(env={"COLUMNS": "160"})
 
     def run(*args, code=0):
@@ -70,6 +81,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def rules(tmp_path):
+    """A rule file for Adam's moments."""
     file = tmp_path / "rules.toml"
     file.write_text("[[rules]]\npattern = '.*/(mu|nu)/.*'\n")
     return file
@@ -163,7 +175,8 @@ def test_explain_a_step(invoke, tmp_path):
         ),
         (
             ("fit", "my_steps:stepp", "--target", "h100"),
-            "my_steps has no function 'stepp'; it has make_step, broken",
+            "my_steps has no function 'stepp'; it has make_step, broken, "
+            "broken_otherwise, broken_in_the_step",
         ),
         (("fit", "my_steps:other", "--target", "h100"), "has no function 'other'"),
         (("fit", "my_steps:make_step", "--target", "h10"), "names no chip"),
@@ -184,7 +197,18 @@ def test_explain_a_step(invoke, tmp_path):
             ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth"),
             "--set 'depth': write name=value",
         ),
-        (("fit", "my_steps:broken", "--target", "h100"), "error: mine"),
+        (
+            ("fit", "my_steps:broken", "--target", "h100"),
+            "error: my_steps.py, line 19: ValueError: mine",
+        ),
+        (
+            ("fit", "my_steps:broken_otherwise", "--target", "h100"),
+            "error: my_steps.py, line 22: KeyError: 'params'",
+        ),
+        (
+            ("explain", "RULES", "--step", "my_steps:broken_otherwise"),
+            "error: my_steps.py, line 22: KeyError: 'params'",
+        ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--rules", "no.toml"),
             "no.toml",
@@ -205,6 +229,76 @@ def test_bad_input(invoke, args, message, checkpoint, rules):
     assert message in result.stderr.replace("\n", " ").replace("  ", " ")
     assert "Traceback" not in result.output
     assert "--traceback" in result.stderr
+
+
+def given_plan(monkeypatch, prepare=lambda: None):
+    """Puts a plan in the place of planning, which takes long."""
+    compiled = _plan.CompiledCandidate(0, 5, None, True, 1.0, {"parameters": 5})
+    plan = oo.Plan(
+        target=aot.Target("h100"),
+        budget_bytes=10,
+        config=oo.OffloadConfig([oo.Rule("0/mu/.*")]),
+        moved=(),
+        before=compiled,
+        after=compiled,
+        compiled=(compiled,),
+        cost=Cost(0, 1.0, "", 1.0, 1.0, ""),
+        environment={},
+    )
+
+    def find(*args, **kwargs):
+        prepare()
+        return plan
+
+    monkeypatch.setattr(_plan, "plan", find)
+    return plan
+
+
+@pytest.mark.parametrize("option", ["--out", "--plot"])
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("missing/file", r"missing/file: there is no directory \S+missing; .*mkdir -p"),
+        (".", r"{option} \. is a directory; name a file in it, such as (rules|peak)\."),
+        ("protected", r"{option} protected may not be written by this user; name anot"),
+    ],
+)
+def test_where_to_write_is_checked_first(invoke, option, file, message, monkeypatch):
+    """Compiling takes minutes: nothing is compiled for a file that cannot be made."""
+    pytest.importorskip("matplotlib")
+    pathlib.Path("protected").touch()
+    monkeypatch.setattr(
+        os,
+        "access",
+        lambda path, mode: mode != os.W_OK or pathlib.Path(path).name != "protected",
+    )
+    given_plan(monkeypatch, lambda: pytest.fail("something is compiled"))
+    args = ("fit", "my_steps:make_step", "--target", "h100", option, file)
+    result = invoke(*args, code=2)
+    error = " ".join(result.stderr.split())
+    assert re.search(message.replace("{option}", option), error), error
+
+
+def test_a_picture_needs_matplotlib(invoke, monkeypatch):
+    """Said before anything is compiled."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    given_plan(monkeypatch, lambda: pytest.fail("something is compiled"))
+    args = ("fit", "my_steps:make_step", "--target", "h100", "--plot", "my.png")
+    error = " ".join(invoke(*args, code=2).stderr.split())
+    assert "pip install 'optax-offload[plot]'" in error
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_plan_that_cannot_be_written_is_printed(invoke, as_json, monkeypatch):
+    """The directory may go away, or the disk be full, while the step is compiled."""
+    plan = given_plan(monkeypatch, lambda: pathlib.Path("my.toml").mkdir())
+    args = ["fit", "my_steps:make_step", "--target", "h100", "--out", "my.toml"]
+    result = invoke(*args, *(["--json"] if as_json else []), code=2)
+    assert "my.toml" in result.stderr
+    if as_json:
+        assert json.loads(result.stdout) == json.loads(json.dumps(plan.as_dict()))
+    else:
+        assert "fits as it is" in result.stdout
 
 
 def test_traceback(invoke):
@@ -249,6 +343,7 @@ def test_measure_link_needs_a_device(invoke):
 
 @pytest.fixture
 def compilers():
+    """The wheels of the real compilers."""
     pytest.importorskip("jax_plugins")
     pytest.importorskip("libtpu")
 
@@ -276,6 +371,16 @@ def test_fit(invoke, tmp_path):
     assert len(found["compiled"]) >= 3
     explained = invoke("explain", "my.toml", "--step", "my_steps:make_step")
     assert "pinned_host: 64.00 MiB" in explained.stdout
+
+
+@pytest.mark.aot
+@pytest.mark.usefixtures("compilers")
+def test_a_step_that_raises_when_it_is_traced(invoke):
+    """The factory returns it, and the compiler calls it: one line all the same."""
+    result = invoke("fit", "my_steps:broken_in_the_step", "--target", "h100", code=2)
+    error = result.stderr.replace("\n", " ")
+    assert "error: my_steps.py, line 26: ZeroDivisionError: division by zero" in error
+    assert "Traceback" not in result.output
 
 
 @pytest.mark.aot
