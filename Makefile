@@ -19,6 +19,7 @@ test: $(VENV)/installed
 check: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 $(VENV)/installed: pyproject.toml

@@ -94,6 +94,7 @@ def restore(
 
 
 def main(argv: Sequence[str]) -> None:
+    """Restores what is there, trains on, and saves."""
     logging.set_verbosity(logging.WARNING)  # Orbax tells much of each save
     settings, config, plot = lm_program.read_flags(argv)
     directory = Path(FLAGS.checkpoints).absolute()

@@ -118,6 +118,7 @@ def evaluate(state: TrainState, settings: Settings) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Trains, evaluates, and says where everything is."""
     settings, config, plot = lm_program.read_flags(argv)
     losses, state = train(settings, config)
     held_out_loss = evaluate(state, settings)

@@ -103,6 +103,7 @@ def evaluate(model: Transformer, settings: Settings) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Trains, evaluates, and says where everything is."""
     settings, config, plot = lm_program.read_flags(argv)
     losses, model, optimizer = train(settings, config)
     held_out_loss = evaluate(model, settings)

@@ -92,6 +92,8 @@ def scores_loss(state: TrainState, params: Any, tokens: jax.Array) -> jax.Array:
 
 
 def make_step(loss_fn: Callable[[TrainState, Any, jax.Array], jax.Array]) -> Step:
+    """A train step of a loss, whose state is updated in place."""
+
     @functools.partial(jax.jit, donate_argnums=0)
     def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
         loss, gradients = jax.value_and_grad(
@@ -103,6 +105,7 @@ def make_step(loss_fn: Callable[[TrainState, Any, jax.Array], jax.Array]) -> Ste
 
 
 def create_state(model: nn.Module, seed: int) -> TrainState:
+    """Parameters and Adam's state of a model."""
     optimizer = optax.adamw(3e-3)
     if FLAGS.offload:
         optimizer = oo.offload(optimizer, r".*/(mu|nu)/.*")
@@ -114,6 +117,7 @@ def create_state(model: nn.Module, seed: int) -> TrainState:
 
 
 def batches() -> Iterator[jax.Array]:
+    """The batches of both models, one after the other."""
     return lm_data.training_batches(
         lm_data.load_text().train,
         batch=FLAGS.batch,
@@ -172,6 +176,7 @@ def describe(states: dict[str, TrainState]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Trains two models in turns, and compares with both on the device all the time."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     with tempfile.TemporaryDirectory() as temporary:

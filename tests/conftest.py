@@ -28,7 +28,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(autouse=True)
 def strict_rank_promotion():
-    """Nothing is broadcast by accident. (Strict dtypes are beyond optax's own Adam.)"""
+    """Nothing is broadcast by accident; strict dtypes are beyond optax's own Adam."""
     import jax
 
     with jax.numpy_rank_promotion("raise"):

@@ -223,11 +223,13 @@ def _network(params: Any, tokens: Any) -> jax.Array:
 
 @functools.cache
 def bare() -> Model:
+    """Leaves without a model, in float32."""
     return _bare(_bowl)
 
 
 @functools.cache
 def bare_bfloat16() -> Model:
+    """The same in bfloat16."""
     return _bare(_bowl, jnp.bfloat16, width=256)
 
 
@@ -245,6 +247,7 @@ def bare_even() -> Model:
 
 @functools.cache
 def scanned() -> Model:
+    """Layers under a scan."""
     return _bare(_network)
 
 

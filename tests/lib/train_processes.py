@@ -28,6 +28,7 @@ def initialize(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Trains as one process of several, and prints losses and kinds."""
     import jax.numpy as jnp
     import numpy as np
     import optax

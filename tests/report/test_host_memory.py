@@ -17,12 +17,14 @@ def root(tmp_path, monkeypatch):
 
 
 def write(root, files):
+    """Writes files of a machine."""
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
 
 
 def found(**kwargs):
+    """The limits that are found, by name, with their total and free bytes."""
     limits = host_memory.limits(**{"gpu": False, "pinned_bytes": 0} | kwargs)
     return {x.name: (x.total_bytes, x.free_bytes) for x in limits}
 

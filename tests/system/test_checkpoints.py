@@ -56,6 +56,7 @@ class Nnx(nnx.Module):
 
 
 def make_linen(tx):
+    """A TrainState with batch statistics."""
     model = Linen()
     variables = model.init(jax.random.key(0), jnp.zeros((2, 16)))
     return State.create(
@@ -67,11 +68,13 @@ def make_linen(tx):
 
 
 def make_nnx(tx):
+    """The state of a model and of its optimizer."""
     model = Nnx(nnx.Rngs(0))
     return nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
 
 
 def make_bare(tx):
+    """A tree of dicts."""
     params = {"layers_9": jnp.ones((40, 16)), "layers_10": jnp.ones((3, 16, 8))}
     return {"params": params, "opt_state": tx.init(params)}
 
@@ -80,6 +83,7 @@ MAKERS = {"linen": make_linen, "nnx": make_nnx, "bare": make_bare}
 
 
 def mesh_of(devices, axis_type=AxisType.Auto):
+    """A mesh of one axis."""
     return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
@@ -116,10 +120,12 @@ def state_and_template(form, tx, devices):
 
 
 def places(tree):
+    """The shape, dtype and sharding of each leaf."""
     return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
 
 
 def kinds(tree):
+    """The memory kinds of a tree."""
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
@@ -142,6 +148,7 @@ def placed(monkeypatch):
 
 
 def standard(path, state):
+    """Saves with Orbax's StandardCheckpointer."""
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(path, state)
 
@@ -153,6 +160,7 @@ def standard(path, state):
 
 
 def manager(path, state):
+    """Saves with Orbax's CheckpointManager."""
     with ocp.CheckpointManager(path) as m:
         m.save(1, args=ocp.args.StandardSave(state))
 
@@ -164,6 +172,7 @@ def manager(path, state):
 
 
 def v1(path, state):
+    """Saves with Orbax's newer interface."""
     ocp_v1.save(path, state)
     return lambda *template: ocp_v1.load(path, *template)
 
@@ -283,10 +292,12 @@ def test_pytree_restore_takes_all_from_the_file(tmp_path):
 
 
 def replica_parallel(path, state):
+    """Saves with each replica writing its part."""
     ocp_v1.save(path, state)
 
 
 def one_replica(path, state):
+    """Saves with one replica writing all."""
     saving = ocp_v1.options.ArrayOptions.Saving(use_replica_parallel=False)
     options = ocp_v1.options.ArrayOptions(saving=saving)
     with ocp_v1.Context(array_options=options):
@@ -294,6 +305,7 @@ def one_replica(path, state):
 
 
 def one_replica_of_the_older_api(path, state):
+    """Saves the same with Orbax's older interface."""
     handler = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
@@ -329,6 +341,7 @@ def test_saving_replicated_state(save, through_the_device, tmp_path, monkeypatch
 
 
 def through_bytes(state, template):
+    """Writes with Flax's serialization and reads again."""
     if isinstance(state, nnx.State):  # which flax.serialization does not know
         state = jax.tree.leaves(state)
         leaves = through_bytes(state, jax.tree.leaves(template))
@@ -337,6 +350,7 @@ def through_bytes(state, template):
 
 
 def through_pickle(state, template):
+    """Writes with pickle and reads again."""
     # Flax's `apply_fn` and optax's functions cannot be pickled; the leaves can.
     leaves = pickle.loads(pickle.dumps(jax.device_get(jax.tree.leaves(state))))
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
@@ -357,6 +371,7 @@ def test_bytes(form, saved, wanted):
 
 
 def misplaced(state, template):
+    """The paths of leaves that are not where a template has them."""
     return [
         jax.tree_util.keystr(keys, simple=True, separator="/")
         for (keys, x), y in zip(

@@ -12,6 +12,7 @@ SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
 
 
 def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
+    """Runs an example as a user does."""
     return subprocess.run(
         [sys.executable, ROOT / "examples" / program, *sizes, *flags],
         cwd=cwd,

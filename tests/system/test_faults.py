@@ -43,6 +43,7 @@ def start(directory, *flags, steps=STEPS):
 
 
 def finish(directory, *flags, steps=STEPS):
+    """Runs the program to its end."""
     process = start(directory, *flags, steps=steps)
     output, errors = process.communicate(timeout=300)
     return process.returncode, output, errors
@@ -54,17 +55,20 @@ def losses(output):
 
 
 def kill(process):
+    """Kills the program as the system would."""
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
 
 
 def checkpoints(directory):
+    """The steps that have a checkpoint."""
     names = os.listdir(directory / "out/checkpoints")
     return sorted(int(name) for name in names if name.isdecimal())
 
 
 def unfinished(directory):
+    """The checkpoints that were being written."""
     return list((directory / "out/checkpoints").glob("*.orbax-checkpoint-tmp*"))
 
 
@@ -126,16 +130,19 @@ def test_killed_in_a_step_and_in_a_save(whole, tmp_path):
 
 
 def damage_byte(file):
+    """Turns one bit of a file."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
 
 
 def damage_length(file):
+    """Cuts a file's last byte off."""
     file.write_bytes(file.read_bytes()[:-1])
 
 
 def largest(directory):
+    """The largest file under a directory."""
     files = [file for file in directory.rglob("*") if file.is_file()]
     return max(files, key=lambda file: file.stat().st_size)
 
@@ -206,20 +213,24 @@ RULES = oo.Rule(r".*/(mu|nu)/.*", min_bytes=8)
 
 
 def by_device_put(state):
+    """Moves with a memory space."""
     return jax.device_put(state, jax.memory.Space.Device)
 
 
 def by_set_memory_kind(state):
+    """Moves with the library."""
     return oo.set_memory_kind(state, ".*", "device")
 
 
 def by_named_out_shardings(state):
+    """Moves as a step's out_shardings on a mesh do."""
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     shardings = jax.NamedSharding(mesh, jax.P())
     return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=shardings)(state)
 
 
 def by_out_shardings_on_a_device(state):
+    """Moves as a step's out_shardings on one device do."""
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.jit(lambda s: jax.tree.map(jnp.copy, s), out_shardings=sharding)(state)
 

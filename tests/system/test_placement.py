@@ -66,6 +66,7 @@ def compiled_for(case, platform, train=None):
 
 
 def with_paths(tree):
+    """The leaves of a tree, each with its path."""
     return [
         (jax.tree_util.keystr(keys, simple=True, separator="/"), x)
         for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -73,6 +74,7 @@ def with_paths(tree):
 
 
 def nbytes(x):
+    """The bytes of an array."""
     return x.size * x.dtype.itemsize
 
 
@@ -83,8 +85,10 @@ def on_one_device(x, kind):
 
 
 def check_signature(case, compiled, carry, batch):
-    """Every leaf is where it has to be, as an argument and as a result, and what comes
-    out goes in again: the second step is the same program."""
+    """Every leaf is where it has to be, as an argument and as a result.
+
+    What comes out goes in again: the second step is the same program.
+    """
     arguments, results = program.signature(compiled)
     leaves = with_paths(carry)
     want = [on_one_device(x, case.kind(path, nbytes(x))) for path, x in leaves]
@@ -117,8 +121,10 @@ def check_memory(case, platform, compiled, carry):
 
 
 def check_transfers(case, platform, compiled):
-    """Each host argument is loaded and each host result stored, by what moves between
-    the memories; nothing is computed on the host."""
+    """Each host argument is loaded, each host result stored, nothing computed there.
+
+    Only operations that move between the memories do it.
+    """
     operations = {name.split("/")[-1] for name in aot.host_computations(compiled)}
     if platform in case.copied_on_host:
         # What a TPU's compiler calls a copy within host memory.
@@ -133,6 +139,7 @@ def check_transfers(case, platform, compiled):
 
 
 def hosts(arrays):
+    """How often each type is among arrays on the host."""
     return collections.Counter(a[:2] for a in arrays if a.on_host)
 
 
@@ -358,8 +365,10 @@ def test_asynchronous_slices_are_transfers():
     indirect=["devices"],
 )
 def test_run(case, devices):
-    """Three steps: kinds and shardings of the arrays, one compilation, and the values
-    of the plain optimizer. Where there is host memory to tell, the program too."""
+    """Three steps: kinds, shardings, one compilation, the plain optimizer's values.
+
+    Where there is host memory to tell, the program too.
+    """
     if len(devices) < case.devices:
         pytest.skip(f"needs {case.devices} devices, there are {len(devices)}")
     mesh = jax.make_mesh(
@@ -437,4 +446,5 @@ def test_peak(devices):
 
 
 def counted_peak_bytes(device):
+    """The device's own count of its peak."""
     return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)

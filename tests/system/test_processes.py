@@ -47,10 +47,12 @@ def start(directory, *, processes, devices):
 
 
 def errors_of(directory, process):
+    """The file with what a process writes on stderr."""
     return directory.parent / f"{directory.name}.{process}.txt"
 
 
 def losses(lines):
+    """The losses that were printed, by step."""
     return {
         int(step): float.fromhex(loss)
         for step, loss in re.findall(r"^step (\d+) (\S+)$", "".join(lines), re.M)
