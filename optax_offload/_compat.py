@@ -8,8 +8,12 @@ from typing import Any
 import jax
 from jax.extend.core import primitives
 
+# Whether loops may run once, as those over whole leaves. With JAX 0.10.2 a TPU's
+# compiler takes their bodies for row-major, and copies on the host what is not.
+LOOPS_RUN_ONCE = jax.__version_info__ >= (0, 11)
 
-def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.core
 import numpy as np
 from jax.extend import core as jex
 
-Atom = Any  # jex.Var or jex.Literal
+Atom: TypeAlias = jex.Var | jex.Literal
 
 
 @dataclasses.dataclass(frozen=True)
 class Flat:
-    """A jaxpr without nested jits: equations, and the values that they close over."""
+    """A jaxpr without nested jits.
+
+    Attributes:
+      equations: The equations, in their order.
+      constants: The values that they close over.
+      invars: The arguments.
+      outvars: The results.
+      debug_info: What JAX keeps of the function for its messages.
+    """
 
     equations: list[jex.JaxprEqn]
     constants: dict[jex.Var, Any]
     invars: list[jex.Var]
     outvars: list[Atom]
     debug_info: Any
+
+    @functools.cached_property
+    def producers(self) -> Mapping[jex.Var, int]:
+        """The position of the equation that defines each variable."""
+        return {v: i for i, e in enumerate(self.equations) for v in e.outvars}
 
 
 def flatten(closed: jex.ClosedJaxpr) -> Flat:
@@ -91,29 +105,48 @@ def _inlinable(
     return None, operands
 
 
-def live_equations(flat: Flat) -> list[int]:
-    """The equations that an output or an effect needs, in their order."""
-    needed = {a for a in flat.outvars if isinstance(a, jex.Var)}
-    live = []
+def live(flat: Flat) -> list[int]:
+    """The positions of the equations that an output or an effect needs, in order."""
+    needed = set(variables(flat.outvars))
+    found: list[int] = []
     for i in reversed(range(len(flat.equations))):
         e = flat.equations[i]
         if e.effects or not needed.isdisjoint(e.outvars):
-            live.append(i)
-            needed.update(_vars(e))
-    live.reverse()
-    return live
+            found.append(i)
+            needed.update(variables(e.invars))
+    found.reverse()
+    return found
 
 
-def _vars(e: jex.JaxprEqn) -> list[jex.Var]:
-    return [a for a in e.invars if isinstance(a, jex.Var)]
+def dependents(flat: Flat, start: Collection[jex.Var]) -> set[jex.Var]:
+    """The variables that depend on any of these, which are among them."""
+    found = set(start)
+    for e in flat.equations:
+        if not found.isdisjoint(variables(e.invars)):
+            found.update(e.outvars)
+    return found
 
 
-def _shape(a: Atom) -> tuple[int, ...]:
-    return a.aval.shape
+def ancestors(flat: Flat, v: jex.Var) -> tuple[int, ...]:
+    """The positions of the equations that a variable takes."""
+    wanted, found = {v}, list[int]()
+    for i in reversed(range(len(flat.equations))):
+        e = flat.equations[i]
+        if not wanted.isdisjoint(e.outvars):
+            found.append(i)
+            wanted.update(variables(e.invars))
+    return tuple(reversed(found))
 
 
-def _is_scalar(a: Atom) -> bool:
-    return not _shape(a)
+def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
+    """The atoms that are no literals."""
+    return [a for a in atoms if isinstance(a, jex.Var)]
+
+
+def shape(a: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    aval: Any = a.aval
+    return aval.shape
 
 
 def signature(
@@ -138,42 +171,19 @@ def signature(
     return tuple(parts)
 
 
-def _dependent(flat: Flat, loaded: Collection[jex.Var]) -> set[jex.Var]:
-    """The variables that depend on loads."""
-    dependent = set(loaded)
-    for e in flat.equations:
-        if not dependent.isdisjoint(_variables(e.invars)):
-            dependent.update(e.outvars)
-    return dependent
-
-
-def _variables(atoms: Iterable[Atom]) -> set[jex.Var]:
-    return {a for a in atoms if isinstance(a, jex.Var)}
-
-
-def _ancestors(flat: Flat, v: jex.Var) -> tuple[int, ...]:
-    """The equations that a variable takes."""
-    wanted, found = {v}, []
-    for i in reversed(range(len(flat.equations))):
-        e = flat.equations[i]
-        if not wanted.isdisjoint(e.outvars):
-            found.append(i)
-            wanted |= _variables(e.invars)
-    return tuple(reversed(found))
-
-
-def _read(a: Any, lookup: Callable[[jex.Var], Any]) -> Any:
+def read(a: Atom, lookup: Callable[[jex.Var], Any]) -> Any:
+    """The value of a variable or literal."""
     return a.val if isinstance(a, jex.Literal) else lookup(a)
 
 
-def _evaluate(
+def evaluate(
     flat: Flat, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
 ) -> dict[jex.Var, Any]:
     """Evaluates equations, and returns the value of each variable they define."""
     equations = [flat.equations[i] for i in positions]
     results = [v for e in equations for v in e.outvars]
     defined = set(results)
-    used = [a for e in equations for a in e.invars if isinstance(a, jex.Var)]
+    used = (v for e in equations for v in variables(e.invars))
     free = [v for v in dict.fromkeys(used) if v not in defined]
     # JAX's own interpreter knows how each version of it binds an equation, and keeps
     # the name stack and the context (mesh, matmul precision) it was traced in.

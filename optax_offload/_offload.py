@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from optax_offload import _jaxpr, _memory, _rules, _templates, _trees
+from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import OffloadWarning
-from optax_offload._update import branches as _choices
-from optax_offload._update import schedule as _schedule
-from optax_offload._update import stream as _stream
+from optax_offload._update import Schedule, Update, run, schedule, trace
 
 logger = logging.getLogger("optax_offload")
 
@@ -23,9 +21,9 @@ logger = logging.getLogger("optax_offload")
 class Offloaded(optax.GradientTransformationExtraArgs):
     """What `offload` returns: a transformation that can tell how it updates."""
 
-    _schedule: Callable[..., str]
+    _schedule: Callable[..., Schedule]
 
-    def schedule(self, params: optax.Params, **extra_args: Any) -> str:
+    def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
         """Tells what was chosen for an update, and why: window, loops, slices.
 
         Nothing is computed. The logger ``optax_offload`` has the same at level DEBUG.
@@ -135,21 +133,23 @@ def offload(
 
     jitted_update = jax.jit(traced_update, static_argnums=4)
 
-    def schedule(params: optax.Params, **extra_args: Any) -> str:
-        told: list[str] = []
+    def scheduled(params: optax.Params, **extra_args: Any) -> Schedule:
+        found: list[Schedule] = []
 
-        def fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
-            return inner.update(updates, state, params, **extra_args)
+        def update(updates: Any, state: Any, params: Any, extra_args: Any) -> None:
+            def fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
+                return inner.update(updates, state, params, **extra_args)
 
-        def update(*args: Any) -> Any:
-            return _streamed(fn, config, args, args[1], tell=told.append)
+            args = (updates, state, params, extra_args)
+            traced, _ = trace(fn, config, args, state)
+            found.append(schedule(traced, config.window_bytes))
 
         state = _templates.eval_shape(init_fn, params)
         jax.eval_shape(update, params, state, params, extra_args)
-        return "\n".join(told)
+        return found[0]
 
     offloaded = Offloaded(init_fn, update_fn)
-    offloaded._schedule = schedule
+    offloaded._schedule = scheduled
     return offloaded
 
 
@@ -219,106 +219,21 @@ def _streamed(
     config: _rules.OffloadConfig,
     args: tuple[Any, ...],
     state: Any,
-    tell: Callable[[str], None] = logger.debug,
 ) -> tuple[Any, Any]:
     """Evaluates ``fn(*args)``, which returns (updates, state), in a streamed way."""
-    leaves, structure = jax.tree.flatten(args)
-    types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
-    closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    with_paths, out_structure = jax.tree_util.tree_flatten_with_path(out)
-    paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
-    updates = range(len(jax.tree.leaves(out[0])))
-    flat = _jaxpr.flatten(closed)
-    types_of_state = [a.aval for a in flat.outvars[len(updates) :]]
-    planned = _state_kinds(config, paths[len(updates) :], types_of_state)
-    kinds = ["device"] * len(updates) + planned
-    _warn_of_strays(state, dict(zip(paths[len(updates) :], planned, strict=True)))
-    loads = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
-    if not loads and set(kinds) == {"device"}:
+    update, structure = trace(fn, config, args, state)
+    _warn_of_strays(update, state)
+    if not (update.loads or update.stores):
         return fn(*args)  # Nothing moves: the program is the plain one.
-    stores = [k for k, kind in enumerate(kinds) if kind != "device"]
-    homes = _homes(args, updates, len(planned), state)
-    slice_axes = _slice_axes(config, args, state, loads, leaves)
-
-    def evaluate(flat: _jaxpr.Flat, leaves: Sequence[Any]) -> list[Any]:
-        choice = _choices.choice(
-            flat, loads=loads, stores=stores, updates=updates, homes=homes
-        )
-        if choice is not None:
-            return _stream.choose(choice, flat, leaves, kinds, evaluate)
-        schedule = _schedule.plan(
-            flat,
-            loads=loads,
-            stores=stores,
-            updates=updates,
-            homes=homes,
-            paths=paths,
-            slice_axes=slice_axes,
-            nbytes=_memory.nbytes_on_each_device,
-            window_bytes=config.window_bytes,
-        )
-        tell(str(schedule))
-        _warn_of_groups(schedule, config, paths)
-        return _stream.run(flat, schedule, leaves, kinds)
-
-    return jax.tree.unflatten(out_structure, evaluate(flat, leaves))
+    planned = schedule(update, config.window_bytes)
+    logger.debug("%s", planned)
+    _warn_of_groups(planned, config, update.paths)
+    return jax.tree.unflatten(structure, run(update, planned, jax.tree.leaves(args)))
 
 
-def _homes(
-    args: tuple[Any, ...], updates: range, outputs_of_state: int, state: Any
-) -> list[int | None]:
-    """The argument that each output replaces: its gradient, or the state before.
-
-    Arguments are (updates, state, ...), outputs (updates, state).
-    """
-    gradients = len(jax.tree.leaves(args[0]))
-    before = len(jax.tree.leaves(state))
-    of_updates = list(updates) if len(updates) == gradients else [None] * len(updates)
-    of_state = [gradients + i for i in range(before)]
-    if before != outputs_of_state:
-        of_state = [None] * outputs_of_state
-    return [*of_updates, *of_state]
-
-
-def _slice_axes(
-    config: _rules.OffloadConfig,
-    args: tuple[Any, ...],
-    state: Any,
-    loads: list[int],
-    leaves: list[Any],
-) -> dict[int, int | None]:
-    """For each load the axis along which it is sliced: the rule's, or its type's."""
-    gradients = len(jax.tree.leaves(args[0]))
-    axes: dict[int, int | None] = {}
-    for i, (path, _) in enumerate(_trees.leaves_with_paths(state), start=gradients):
-        rule = next((r for r in config.rules if r.matches(path)), None)
-        axis = "auto" if rule is None else rule.slice_axis
-        if axis == "auto":
-            axis = _memory.slice_axis(leaves[i])
-            if axis is not None:
-                axes[i] = axis
-        else:
-            axes[i] = axis
-    return {i: axes[i] for i in loads if i in axes}
-
-
-def _state_kinds(
-    config: _rules.OffloadConfig, paths: list[str], leaves: list[Any]
-) -> list[str]:
-    elsewhere = [p for p, x in zip(paths, leaves, strict=True) if _memory.on_host(x)]
-    if elsewhere:
-        raise TypeError(
-            "a part of the wrapped optimizer is offloaded already: it puts "
-            f"{', '.join(map(repr, elsewhere))} into host memory. Use one "
-            "offload(...), around the whole or around parts that do not overlap"
-        )
-    sizes = [_memory.movable_nbytes(x) for x in leaves]
-    placements = _rules.place(config, list(zip(paths, sizes, strict=True)))
-    return [placement.memory_kind for placement in placements]
-
-
-def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
+def _warn_of_strays(update: Update, state: Any) -> None:
     """Warns of state that should have come from the host and did not."""
+    planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
     strays = [
         path
         for path, x in _trees.leaves_with_paths(state)
@@ -337,43 +252,18 @@ def _warn_of_strays(state: Any, planned: dict[str, str]) -> None:
 
 
 def _warn_of_groups(
-    schedule: _schedule.Schedule,
-    config: _rules.OffloadConfig,
-    paths: list[str],
+    planned: Schedule, config: _rules.OffloadConfig, paths: list[str]
 ) -> None:
     """Warns of what is on the device together, and over the window."""
-    asked = config.window_bytes
-    for group in schedule.whole:
-        if not group.loads:
-            continue
-        if group.tied_by and group.nbytes > (asked or _schedule.MOST_WINDOW_BYTES):
-            why = (
-                f"{', '.join(map(repr, group.tied_by))} computes on the state of "
-                "several parameters at once, so that it has to be on the device "
-                "together"
+    for straight in planned.straights():
+        for over in straight.over_window(config.window_bytes):
+            warnings.warn(
+                f"{over.nbytes} bytes of state are on the device at once, over the "
+                f"window of {straight.window.nbytes}: "
+                f"{_trees.listed([paths[k] for k in over.outputs])}: {over.because}",
+                OffloadWarning,
+                stacklevel=2,
             )
-        elif asked is not None and group.nbytes > asked:
-            why = f"it cannot be updated in slices ({group.whole_because})"
-        else:
-            continue
-        _warn_of_window(group.nbytes, schedule, [paths[k] for k in group.outputs], why)
-    for loop in schedule.loops:
-        for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
-            if asked is not None and nbytes > asked and group.rows is not None:
-                outputs = [paths[k] for k in group.outputs]
-                why = "there are no smaller slices"
-                _warn_of_window(nbytes, schedule, outputs, why)
-
-
-def _warn_of_window(
-    nbytes: int, schedule: _schedule.Schedule, paths: list[str], why: str
-) -> None:
-    warnings.warn(
-        f"{nbytes} bytes of state are on the device at once, over the window of "
-        f"{schedule.window_bytes}: {_trees.listed(paths)}: {why}",
-        OffloadWarning,
-        stacklevel=2,
-    )
 
 
 def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:

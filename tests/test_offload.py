@@ -86,7 +86,7 @@ def test_like_loops_are_traced_once(window_bytes):
     state = tx.init(params)
     jaxpr = jax.make_jaxpr(tx.update)(params, state, params).jaxpr
     bodies = list(bodies_of_loops(jaxpr))
-    loops = tx.schedule(params).count("\nloop ")
+    loops = str(tx.schedule(params)).count("\nloop ")
     assert len(bodies) == loops
     assert len({id(body) for body in bodies}) == 3 < loops
     expected = jax.jit(plain.update)(params, plain.init(params), params)

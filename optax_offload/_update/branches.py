@@ -3,7 +3,6 @@
 `optax.apply_if_finite` decides with a `lax.cond` whether to update, and
 `optax.MultiSteps` updates in every step and selects whether to keep it. Taken apart,
 a step that keeps its state need not move it, and one that updates is as without them.
-Pure, as the schedule is.
 """
 
 from __future__ import annotations
@@ -21,82 +20,91 @@ from jax.extend import core as jex
 from optax_offload._jaxpr import (
     Atom,
     Flat,
-    _ancestors,
-    _dependent,
-    _variables,
+    ancestors,
+    dependents,
     flatten,
-    live_equations,
+    live,
+    shape,
+    variables,
 )
-from optax_offload._update.schedule import in_place
+from optax_offload._update.update import Update
 
 # Enough to know what a selection is multiplied with.
 _FOLDED = frozenset(("add", "and", "convert_element_type", "mul", "not", "or", "sub"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
+class Branches:
     """An update that differs by a predicate.
 
     Attributes:
-      predicate: a variable without axes: bool, or the index of one of two branches.
-      ahead: the equations that it takes to know it, as positions.
-      outputs: those that it may change, as positions: all but scalars that depend on
-        no load, such as a step counter. Each with the input into whose buffer it can
+      predicate: A variable without axes: a bool, or the index of one of two branches.
+      before: The equations that it takes to know it, as positions.
+      outputs: The outputs that it may change, as positions: all but scalars that depend
+        on no load, such as a step counter. Each with the input into whose buffer it can
         be written; None where a buffer has to be made.
-      versions: the update if it is 0, and if it is 1. Neither has the equations ahead;
+      beside: The equations of the other outputs, as positions.
+      versions: The update if it is 0, and if it is 1. Neither has the equations before;
         what is not among the outputs is 0.
     """
 
     predicate: jex.Var
-    ahead: tuple[int, ...]
+    before: tuple[int, ...]
     outputs: Mapping[int, int | None]
-    versions: tuple[Flat, Flat]
+    beside: tuple[int, ...]
+    versions: tuple[Update, Update]
 
 
-def choice(
-    flat: Flat,
-    *,
-    loads: Collection[int],
-    stores: Collection[int],
-    updates: Collection[int],
-    homes: Sequence[int | None],
-) -> Choice | None:
+def find(update: Update) -> Branches | None:
     """Finds the predicate by which an update moves at most half of its state, or all.
 
     In the version that keeps the state, an update that is multiplied by a known zero
     is zero: `optax.MultiSteps` computes and drops it, and its product would be -0.0 or
     NaN where the update is negative or is not finite.
-
-    Args:
-      flat: the update.
-      loads: the inputs that are loaded from the host.
-      stores: the outputs that are stored to the host.
-      updates: the outputs that are updates, one for each parameter.
-      homes: for each output the input that it replaces.
     """
-    loaded = {flat.invars[i] for i in loads if _shape(flat.invars[i])}
-    dependent = _dependent(flat, loaded)
+    flat, stores = update.flat, update.stores
+    loaded = {flat.invars[i] for i in update.loads if shape(flat.invars[i])}
+    dependent = dependents(flat, loaded)
     predicate = _predicate(flat, loaded, dependent, stores)
     if predicate is None:
         return None
     outputs = {
-        k: in_place(flat, k, homes[k], loads, stores)
+        k: update.in_place(k)
         for k, a in enumerate(flat.outvars)
-        if _shape(a) or _in(a, dependent)
+        if shape(a) or (isinstance(a, jex.Var) and a in dependent)
     }
+    before = ancestors(flat, predicate)
+    others = [a for k, a in enumerate(flat.outvars) if k not in outputs]
+    beside = set(live(dataclasses.replace(flat, outvars=others))).difference(before)
     outvars = [a if k in outputs else _zero(a) for k, a in enumerate(flat.outvars)]
     flat = dataclasses.replace(flat, outvars=outvars)
-    ahead = _ancestors(flat, predicate)
-    dropped = _variables(flat.outvars[k] for k in updates)
-    versions = [_version(flat, predicate, value, ahead, dropped) for value in (0, 1)]
-    moved = [len(_moved(version, loaded, stores)) for version in versions]
+    updates = [k for k, output in enumerate(update.outputs) if output.is_update]
+    dropped = set(variables(flat.outvars[k] for k in updates))
+    known = _Known(predicate, frozenset(before), dropped)
+    zero, one = (_version(flat, known, value) for value in (0, 1))
+    moved = [len(_moved(version, loaded, stores)) for version in (zero, one)]
     if min(moved) > len(_moved(flat, loaded, stores)) / 2:
         return None
-    return Choice(predicate, ahead, outputs, (versions[0], versions[1]))
+    versions = (
+        dataclasses.replace(update, flat=zero),
+        dataclasses.replace(update, flat=one),
+    )
+    return Branches(predicate, before, outputs, tuple(sorted(beside)), versions)
 
 
-def _in(a: Atom, variables: Collection[jex.Var]) -> bool:
-    return isinstance(a, jex.Var) and a in variables
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What the versions of an update have in common.
+
+    Attributes:
+      predicate: The variable whose value each of them knows.
+      before: The equations that are in none of them.
+      dropped: The updates, which are zero where they are a product with zero.
+    """
+
+    predicate: jex.Var
+    before: Collection[int]
+    dropped: Collection[jex.Var]
 
 
 def _predicate(
@@ -106,23 +114,21 @@ def _predicate(
     stores: Collection[int],
 ) -> jex.Var | None:
     """What most state depends on: the index of a cond, or what is selected by."""
-    stored = _variables(flat.outvars[k] for k in stores)
+    stored = set(variables(flat.outvars[k] for k in stores))
     found: Counter[jex.Var] = Counter()
     for e in flat.equations:
-        by, *operands = e.invars or [None]
-        if not isinstance(by, jex.Var) or by in dependent or _shape(by):
+        if not e.invars:
             continue
-        kept = _variables(operands).intersection(loaded)
+        by, *operands = e.invars
+        if not isinstance(by, jex.Var) or by in dependent or shape(by):
+            continue
+        kept = set(variables(operands)).intersection(loaded)
         if e.primitive.name == "cond" and len(e.params["branches"]) == 2:
             found[by] += len(kept)
         elif e.primitive.name == "select_n" and len(operands) == 2:
             found[by] += bool(kept) and e.outvars[0] in stored
     most = found.most_common(1)
     return most[0][0] if most and most[0][1] else None
-
-
-def _shape(a: Atom) -> tuple[int, ...]:
-    return a.aval.shape
 
 
 def _zero(a: Atom) -> jex.Literal:
@@ -134,19 +140,14 @@ def _moved(
     flat: Flat, loaded: Collection[jex.Var], stores: Collection[int]
 ) -> set[jex.Var]:
     """The loads that are not only handed through."""
-    used = _variables(a for i in live_equations(flat) for a in flat.equations[i].invars)
-    used |= _variables(a for k, a in enumerate(flat.outvars) if k not in stores)
+    used = {v for i in live(flat) for v in variables(flat.equations[i].invars)}
+    used.update(variables(a for k, a in enumerate(flat.outvars) if k not in stores))
     return used.intersection(loaded)
 
 
-def _version(
-    flat: Flat,
-    predicate: jex.Var,
-    value: int,
-    ahead: Collection[int],
-    updates: Collection[jex.Var],
-) -> Flat:
-    """The update with a predicate known, and without the equations ahead."""
+def _version(flat: Flat, facts: _Known, value: int) -> Flat:
+    """The update with a predicate known, and without the equations before it."""
+    predicate = facts.predicate
     dtype: Any = predicate.aval
     known: dict[jex.Var, Any] = {predicate: np.asarray(value, dtype.dtype)}
     constants = dict(flat.constants) | known
@@ -156,9 +157,8 @@ def _version(
     def read(a: Atom) -> Atom:
         return a if isinstance(a, jex.Literal) else names.get(a, a)
 
-    skipped = set(ahead)
     for position, e in enumerate(flat.equations):
-        if position in skipped:
+        if position in facts.before:
             continue
         operands = [read(a) for a in e.invars]
         by = operands[0] if operands else None
@@ -171,7 +171,7 @@ def _version(
             names |= dict(zip(e.outvars, results, strict=True))
         elif e.primitive.name == "select_n" and by is predicate:
             names[e.outvars[0]] = operands[1 + value]
-        elif _is_zero(e, operands, known) and e.outvars[0] in updates:
+        elif _is_zero(e, operands, known) and e.outvars[0] in facts.dropped:
             equations.append(_zeros(e.outvars[0]))
         else:
             equations.append(e.replace(invars=operands))

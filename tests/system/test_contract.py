@@ -21,7 +21,8 @@ from harness import (
 from optimizers import INSIDE, OUTSIDE
 
 import optax_offload as oo
-from optax_offload._update import schedule as _schedule
+from optax_offload import _compat
+from optax_offload._update import group_slices
 
 
 def each(table):
@@ -71,7 +72,7 @@ def rank_promotion():
 @pytest.fixture(autouse=True)
 def two_parts(monkeypatch):
     """Small leaves are loaded one after the other too, as large ones are."""
-    monkeypatch.setattr(_schedule, "LEAST_PART_BYTES", 0)
+    monkeypatch.setattr(group_slices, "LEAST_PART_BYTES", 0)
 
 
 def assert_same(name, got, want, exceptions=EXCEPTIONS):
@@ -150,7 +151,7 @@ def test_whole_leaves_have_the_same_bits(name):
     """In a window without end; slices are the cause of most exceptions."""
     params = make_params()
     rule = EVERYTHING
-    if not _schedule.RUNS_ONCE:
+    if not _compat.LOOPS_RUN_ONCE:
         rule = dataclasses.replace(rule, slice_axis=None)
     tx = oo.offload(INSIDE[name](), rule, window_bytes=2**60)
     got, _ = run_updates(tx, params, committed(tx.init(params)))

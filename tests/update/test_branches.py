@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend import core as jex
+from updates import traced
 
 import optax_offload as oo
-from optax_offload import _jaxpr, aot
+from optax_offload import aot
+from optax_offload._jaxpr import live, variables
 from optax_offload._update import branches
 
 MOMENTS = r".*/(mu|nu)/.*"
@@ -19,32 +20,21 @@ def params_of(n=3, shape=(256, 128)):
     return {f"w{i}": jax.random.normal(k, shape) for i, k in enumerate(keys)}
 
 
-def choice_of(tx, host=MOMENTS):
-    """The choice of an update, and the paths of what each of its versions moves."""
-    params = params_of()
-    state = jax.eval_shape(tx.init, params)
-    closed = jax.make_jaxpr(lambda g, s, p: tx.update(g, s, p))(params, state, params)
-    flat = _jaxpr.flatten(closed)
-    leaves = jax.tree_util.tree_leaves_with_path((params, state))
-    paths = [jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in leaves]
-    pattern = oo.Rule(".*/" + host)
-    loads = [i for i, path in enumerate(paths) if pattern.matches(path)]
-    choice = branches.choice(
-        flat,
-        loads=loads,
-        stores=loads,
-        updates=range(3),
-        homes=range(len(flat.outvars)),
-    )
-    if choice is None:
+def branches_of(tx, host=MOMENTS):
+    """The branches of an update, and the paths of what each of its versions moves."""
+    update = traced(tx, params_of(), path=host)
+    found = branches.find(update)
+    if found is None:
         return None, []
-    return choice, [sorted(moved(v, loads, paths)) for v in choice.versions]
+    return found, [sorted(moved(version)) for version in found.versions]
 
 
-def moved(flat, loads, paths):
-    live = _jaxpr.live_equations(flat)
-    used = {a for i in live for a in flat.equations[i].invars if isinstance(a, jex.Var)}
-    return {paths[i].split("/")[-2] for i in loads if flat.invars[i] in used}
+def moved(update):
+    """The names of the moments that a version loads."""
+    flat = update.flat
+    used = {v for i in live(flat) for v in variables(flat.equations[i].invars)}
+    paths = {output.alias: output.path for output in update.outputs}
+    return {paths[i].split("/")[-2] for i in update.loads if flat.invars[i] in used}
 
 
 def multi_steps(**kwargs):
@@ -80,7 +70,7 @@ conditionally_mask = optax.conditionally_mask(
     ids=["MultiSteps", "all of it", "skip", "apply_if_finite", "conditionally_mask"],
 )
 def test_a_version_that_keeps_state_does_not_load_it(tx, host, want):
-    assert choice_of(tx, host)[1] == want
+    assert branches_of(tx, host)[1] == want
 
 
 @pytest.mark.parametrize(
@@ -93,7 +83,7 @@ def test_a_version_that_keeps_state_does_not_load_it(tx, host, want):
     ids=["adam", "clip and adamw", "no state"],
 )
 def test_an_update_without_a_predicate_is_one(tx):
-    assert choice_of(tx)[0] is None
+    assert branches_of(tx)[0] is None
 
 
 def test_a_cond_of_which_both_sides_update_is_one():
@@ -110,7 +100,7 @@ def test_a_cond_of_which_both_sides_update_is_one():
     tx = optax.GradientTransformation(
         lambda p: {"mu": jax.tree.map(jnp.zeros_like, p)}, update
     )
-    assert choice_of(tx, r"(.*/)?mu/.*")[0] is None
+    assert branches_of(tx, r"(.*/)?mu/.*")[0] is None
 
 
 def history(tx, steps=7, nan_at=None):

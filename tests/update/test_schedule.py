@@ -1,54 +1,33 @@
-"""The plan of an update: its groups, their order, and who waits for whom."""
+"""The schedule of an update: its groups, their order, and who waits for whom."""
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from updates import traced
 
-from optax_offload import _jaxpr, _memory, _trees
-from optax_offload._update import schedule as _schedule
+from optax_offload import _compat
+from optax_offload._update import schedule as scheduled
 
 SHAPE = (8, 4)
 NBYTES = 8 * 4 * 4
 
 
-def plan_of(
-    tx,
-    params,
-    *,
-    window_bytes=None,
-    slice_axis=None,
-    host=lambda x: x.ndim > 0,
-    in_place=True,
-):
+def plan_of(tx, params, *, window_bytes=None, **options):
     """The schedule of an update whose non-scalar state is all on the host."""
-    state = jax.eval_shape(tx.init, params)
-    closed, out = jax.make_jaxpr(tx.update, return_shape=True)(params, state, params)
-    flat_out = jax.tree_util.tree_flatten_with_path(out)[0]
-    updates = range(len(jax.tree.leaves(params)))
-    first = len(updates)
-    loads = [first + i for i, x in enumerate(jax.tree.leaves(state)) if host(x)]
-    stores = [first + i for i, x in enumerate(jax.tree.leaves(out[1])) if host(x)]
-    paths = [_trees.path_string(keys[1:]) for keys, _ in flat_out]
-    schedule = _schedule.plan(
-        _jaxpr.flatten(closed),
-        loads=loads,
-        stores=stores,
-        updates=updates,
-        homes=range(len(paths)) if in_place else [None] * len(paths),
-        paths=paths,
-        slice_axes=dict.fromkeys(loads, slice_axis),
-        nbytes=_memory.nbytes,
-        window_bytes=window_bytes,
-    )
-    names = [[paths[k] for k in g.outputs if k in updates] for g in schedule.groups]
+    update = traced(tx, params, **options)
+    schedule = scheduled(update, window_bytes)
+    names = [
+        [update.outputs[k].path for k in g.outputs if update.outputs[k].is_update]
+        for g in schedule.groups
+    ]
     return schedule, names
 
 
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_schedule, "RUNS_ONCE", True)
+    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
 
 
 def layers(n):
@@ -77,15 +56,15 @@ def test_norm_of_gradients_ties_nothing():
 def test_multi_steps_is_not_tied_by_its_cond():
     """Its predicate is the constant False: the cond is the branch."""
     tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
-    _, names = plan_of(tx, layers(3))
-    assert [len(n) for n in names] == [1, 1, 1]
+    keeps, moves = scheduled(traced(tx, layers(3))).straights()
+    assert [len(s.groups) for s in (keeps, moves)] == [3, 3]
 
 
 def test_counter_on_the_host_ties_nothing():
-    """Scalars are loaded ahead."""
+    """Scalars are loaded before all groups."""
     schedule, names = plan_of(optax.adam(1e-3), layers(3), host=lambda x: True)
     assert [n for n in names if n] == [[f"layers_{i}"] for i in (2, 1, 0)]
-    assert len(schedule.ahead) == 1
+    assert len(schedule.scalars) == 1
 
 
 def test_norm_of_state_ties_all():
@@ -113,6 +92,14 @@ def test_dead_equations_tie_nothing():
     assert [len(g.loads) for g in schedule.groups] == [1, 1, 1]
 
 
+def waits_of(schedule):
+    """For each group in no loop how many, from the first, must have been updated."""
+    waits = [0]
+    for stage in schedule.alone:
+        waits.append(max((waits[-1], *(at + 1 for at in stage.after))))
+    return tuple(waits[1:])
+
+
 @pytest.mark.parametrize(
     ("window_bytes", "waits"),
     [
@@ -131,14 +118,15 @@ def test_groups_wait_until_they_fit(window_bytes, waits):
     with can take more memory than what is loaded."""
     adam, params = optax.adam(1e-3), layers(4)
     schedule, _ = plan_of(adam, params, window_bytes=window_bytes, in_place=False)
-    assert (schedule.waits, schedule.loops) == (waits, ())
+    assert waits_of(schedule) == waits
+    assert schedule.loops == ()
     schedule, _ = plan_of(adam, params, window_bytes=window_bytes)
     one_by_one = waits == (0, 1, 2, 3)
     in_loop = waits if any(waits) else (0, 0, 1, 2)
     assert [loop.waits for loop in schedule.loops] == (
         [(0,)] * 4 if one_by_one else [in_loop]
     )
-    assert all(loop.turns == 1 and not loop.rows for loop in schedule.loops)
+    assert all(loop.slices == 1 and not loop.rows for loop in schedule.loops)
 
 
 def test_a_group_has_what_only_it_needs():
@@ -160,7 +148,7 @@ def test_default_window_is_a_sixteenth_of_the_state():
         params = {
             f"w{i}": jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for i in range(12)
         }
-        return plan_of(optax.adam(1e-3), params)[0].window_bytes
+        return plan_of(optax.adam(1e-3), params)[0].window.nbytes
 
     assert window(8) == 16 * mib
     assert window(4096) == 2 * 12 * 16 * mib // 16
@@ -195,17 +183,17 @@ def stacked(*shapes, dtype=jnp.float32):
 
 
 def test_groups_of_like_rows_share_a_loop():
-    """As many turns as slices have to be, and it says so."""
+    """As many slices as there have to be, and it says so."""
     params = stacked(*[(24, 128, 256), (24, 256, 128)] * 4)
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
     (loop,) = schedule.loops
-    # Of 6 MiB of moments each; two slices take at most 5: 3 turns of 2 MiB.
-    assert (loop.turns, loop.rows, loop.unrolled) == (3, (8,) * 8, 3)
+    # Of 6 MiB of moments each; two slices take at most 5: 3 slices of 2 MiB.
+    assert (loop.slices, loop.rows, loop.unroll) == (3, (8,) * 8, 3)
     assert loop.slice_bytes == (2 << 20,) * 8
     # A third slice would make 6 MiB; and the last waits for all others.
     assert loop.waits == (0, 0, *range(1, 22), 23)
     assert not schedule.whole
-    assert "loop of 3 turns over 8 groups, 3 to an iteration, slices of 2097152" in str(
+    assert "loop over 8 groups, in 3 slices of 2097152 bytes, 3 to an iteration" in str(
         schedule
     )
 
@@ -215,7 +203,7 @@ def test_leaves_are_whole_where_two_fit():
     params = stacked(*[(24, 128, 256), (1000, 128)] * 2)
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=13 << 20)
     (loop,) = schedule.loops
-    assert (loop.turns, loop.rows, loop.unrolled) == (1, (), 1)
+    assert (loop.slices, loop.rows, loop.unroll) == (1, (), 1)
     assert [g.nbytes for g in loop.groups] == [1024000, 6291456, 6291456, 1024000]
     assert loop.waits == (0, 0, 0, 1)
     assert "runs once over 4 groups, whole, of 1024000 to 6291456 bytes" in str(
@@ -248,7 +236,7 @@ def test_a_loop_that_another_shape_interrupts_goes_on():
     """Groups in the order of layers: those of odd shapes have loops of their own."""
     params = stacked(*[(2048, 1024), (24, 2048)] * 6)
     schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
-    assert [(len(loop.groups), loop.turns) for loop in schedule.loops] == [
+    assert [(len(loop.groups), loop.slices) for loop in schedule.loops] == [
         (6, 1),
         (6, 2),
     ]
@@ -270,7 +258,7 @@ def test_one_group_unrolls_its_loop():
     schedule, _ = plan_of(
         optax.adam(1e-3), stacked((32, 64, 128)), slice_axis=0, window_bytes=1
     )
-    assert [(s.turns, s.unrolled) for s in schedule.loops] == [(32, 32)]
+    assert [(s.slices, s.unroll) for s in schedule.loops] == [(32, 32)]
 
 
 def test_rows_that_do_not_divide_leave_a_last_slice():
@@ -279,7 +267,7 @@ def test_rows_that_do_not_divide_leave_a_last_slice():
     schedule, _ = plan_of(
         optax.adam(1e-3), params, slice_axis=0, window_bytes=16 * 2 * 64 * 256 * 4
     )
-    assert [(s.turns, s.rows) for s in schedule.loops] == [(7, (13,))]
+    assert [(s.slices, s.rows) for s in schedule.loops] == [(7, (13,))]
 
 
 def test_loops_hold_32_groups():
@@ -307,9 +295,9 @@ def test_half_of_a_group_is_stored_beside_the_other_halfs_loads(tx, rows, parts)
     assert tuple(i for part in group.parts for i in part.loads) == group.loads
     stored = [part.outputs for part in group.parts]
     assert sorted(sum(stored, ())) == sorted(group.outputs)
-    homes = dict(zip(group.outputs, group.homes, strict=True))
+    aliases = dict(zip(group.outputs, group.aliases, strict=True))
     for part in group.parts[:-1]:
-        assert {homes[k] for k in part.outputs} <= set(part.loads)
+        assert {aliases[k] for k in part.outputs} <= set(part.loads)
 
 
 @pytest.mark.parametrize(
@@ -331,4 +319,53 @@ def test_slices_are_whole_tiles(shape, dtype, unit):
     if shape[0] < 2 * unit:
         assert schedule.whole[0].whole_because == f"{shape[0]} rows, in units of {unit}"
     else:
-        assert schedule.groups[0].unit == unit
+        assert schedule.groups[0].row_multiple == unit
+
+
+def test_the_order_in_a_loop_is_data():
+    """Which part waits for which store stands in the schedule, and is printed."""
+    params = stacked(*[(512, 1024)] * 3)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=8 << 20)
+    (loop,) = schedule.loops
+    assert [(step.slice, step.group, step.part) for step in loop.steps] == [
+        (0, group, part) for group in range(3) for part in (0, 1)
+    ]
+    of = [[part.outputs for part in group.parts] for group in loop.groups]
+    # Two updates of 4 MiB fit, and the last of a loop waits for the one before.
+    assert [step.load_after for step in loop.steps] == [
+        *[(), (), (), ()],
+        (*of[0][0], *of[1][0]),
+        (*of[0][1], *of[1][1]),
+    ]
+    assert all(step.store_after == () for step in loop.steps), "leaves are whole"
+    *_, last = str(loop).splitlines()
+    outputs = ", ".join(map(str, of[2][1]))
+    after = ", ".join(map(str, (*of[0][1], *of[1][1])))
+    assert last == f"slice 0 of group 2: outputs {outputs}, loaded after {after}"
+
+
+def test_slices_are_stored_in_order():
+    """Each part after its like of the update before; of a group alone, in turns."""
+    params = stacked(*[(24, 128, 256)] * 2)
+    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
+    (loop,) = schedule.loops
+    of = [[part.outputs for part in group.parts] for group in loop.groups]
+    first, second, third, fourth, *_ = loop.steps
+    assert (first.store_after, second.store_after) == ((), ())
+    assert (third.store_after, fourth.store_after) == (of[0][0], of[0][1])
+    schedule, _ = plan_of(
+        optax.adam(1e-3), stacked((32, 512, 1024)), slice_axis=0, window_bytes=1
+    )
+    (loop,) = schedule.loops
+    (one, other) = (part.outputs for part in loop.groups[0].parts)
+    stored_after = [step.store_after for step in loop.steps[:4]]
+    assert stored_after == [(), one, other, one]
+
+
+def test_a_branch_has_a_schedule_for_each_version():
+    """Planned before anything runs; both are printed."""
+    tx = optax.apply_if_finite(optax.adam(1e-3), 3)
+    schedule = scheduled(traced(tx, layers(3), path=".*(mu|nu).*"))
+    keeps, moves = schedule.straights()
+    assert [len(s.groups) for s in (keeps, moves)] == [0, 3]
+    assert str(schedule) == f"{keeps}\n{moves}"

@@ -11,23 +11,22 @@ from jax.sharding import PartitionSpec as P
 
 from optax_offload import _jaxpr
 from optax_offload._update import slicing
+from optax_offload._update.slicing_rules import NotRowLocalError
 
 ROWS, SHAPE = 6, (6, 4, 5)
 
 
-def analyze(fn, *args, axis=0):
-    """The rows of a function, of which the first argument is a load."""
-    closed = jax.make_jaxpr(fn)(*args)
-    flat = _jaxpr.flatten(closed)
-    producers = {v: (i, e) for i, e in enumerate(flat.equations) for v in e.outvars}
-    dependent = {flat.invars[0]}
-    positions = []
-    for i, e in enumerate(flat.equations):
-        if any(isinstance(a, jex.Var) and a in dependent for a in e.invars):
-            dependent.update(e.outvars)
-            positions.append((i, e))
-    load = {flat.invars[0]: axis}
-    return flat, slicing.analyze(positions, producers, load, flat.outvars, (), {})
+def analyze(fn, *args, axis=0, loads=1):
+    """The rows of a function, of which the first arguments are loads."""
+    flat = _jaxpr.flatten(jax.make_jaxpr(fn)(*args))
+    dependent = _jaxpr.dependents(flat, set(flat.invars[:loads]))
+    positions = [
+        i
+        for i, e in enumerate(flat.equations)
+        if not dependent.isdisjoint(_jaxpr.variables(e.invars))
+    ]
+    axes = dict.fromkeys(flat.invars[:loads], axis)
+    return flat, slicing.analyze(flat, positions, axes, flat.outvars, {})
 
 
 def in_slices(fn, *args, rows=2, axis=0):
@@ -138,7 +137,7 @@ def test_what_mixes_rows_is_named(fn, why):
         (got,) = in_slices(fn, *arguments())
         np.testing.assert_array_equal(got, fn(*arguments()))
         return
-    with pytest.raises(slicing.NotRowLocalError, match=why):
+    with pytest.raises(NotRowLocalError, match=why):
         analyze(fn, *arguments())
 
 
@@ -154,7 +153,7 @@ def test_never_along_a_sharded_axis():
     """A slice would cross the shards."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(jnp.ones(SHAPE), NamedSharding(mesh, P("x")))
-    with pytest.raises(slicing.NotRowLocalError, match="sharded along axis 0"):
+    with pytest.raises(NotRowLocalError, match="sharded along axis 0"):
         analyze(lambda x, g: x + g, x, x)
     analyze(lambda x, g: x + g, x, x, axis=1)
 
@@ -169,7 +168,7 @@ def test_split():
 
     x, y = arguments()
     args = (x, jnp.abs(y), y)
-    flat, row_local = analyze(adam, *args)
+    flat, row_local = analyze(adam, *args, loads=2)
     mu, nu, g = flat.invars
     new_mu, *last = flat.outvars
     first, rest = row_local.split([mu], [new_mu], last)

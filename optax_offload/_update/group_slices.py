@@ -1,0 +1,130 @@
+"""What it takes to update a group in slices, and in which parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _tpu_layout
+from optax_offload._jaxpr import Flat, shape, variables
+from optax_offload._units import MIB
+from optax_offload._update.group import Group, Part
+from optax_offload._update.slicing import RowLocal, analyze
+from optax_offload._update.slicing_rules import NotRowLocalError
+from optax_offload._update.update import Update
+
+# Leaves of less are loaded together with the others of their group: what their stores
+# gain beside those loads is less than the latency, and a part is a kernel to compile.
+LEAST_PART_BYTES = MIB // 2
+
+
+def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
+    """The group with what it takes to slice it, or with why it cannot be."""
+    try:
+        return _in_slices(update, group, beside)
+    except NotRowLocalError as e:
+        aliases = tuple(update.in_place(k) for k in group.outputs)
+        stored = (update.outputs[k].stored for k in group.outputs)
+        if not _compat.LOOPS_RUN_ONCE or any(
+            alias is None and on_host
+            for alias, on_host in zip(aliases, stored, strict=True)
+        ):
+            aliases = ()
+        return dataclasses.replace(
+            group,
+            aliases=aliases,
+            parts=(Part(group.loads, group.outputs),),
+            whole_because=str(e),
+        )
+
+
+def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
+    flat = update.flat
+    row_local = analyze(
+        flat,
+        group.equations,
+        {flat.invars[i]: _slice_axis(update, i, group) for i in group.loads},
+        [flat.outvars[k] for k in group.outputs],
+        {before: _var(flat, k) for before, k in beside.items()},
+    )
+    # What is on the device, and is read for slices, is replaced in slices too.
+    position = {_var(flat, k): k for k in beside.values()}
+    more = [position[v] for v in row_local.outputs[len(group.outputs) :]]
+    outputs = (*group.outputs, *more)
+    aliases = tuple(_row_alias(update, k, row_local) for k in outputs)
+    types = {(v.aval, axis) for v, axis in row_local.axes.items()}
+    multiple = max(_tpu_layout.unit(aval, axis) for aval, axis in types)
+    if row_local.rows < 2 * multiple:
+        raise NotRowLocalError(f"{row_local.rows} rows, in units of {multiple}")
+    group = dataclasses.replace(
+        group,
+        outputs=outputs,
+        row_local=row_local,
+        aliases=aliases,
+        row_multiple=multiple,
+    )
+    return dataclasses.replace(group, parts=_parts(flat, group))
+
+
+def _var(flat: Flat, k: int) -> jex.Var:
+    """The variable of an output that is no literal."""
+    a = flat.outvars[k]
+    assert isinstance(a, jex.Var)
+    return a
+
+
+def _parts(flat: Flat, group: Group) -> tuple[Part, ...]:
+    """Two parts, if half of the loads suffice for a store; else one."""
+    row_local = group.in_rows
+    early = group.loads[: (len(group.loads) + 1) // 2]
+    later = group.loads[len(early) :]
+    missing = {flat.invars[i] for i in later}
+    for e in row_local.equations:
+        if not missing.isdisjoint(variables(e.invars)):
+            missing.update(e.outvars)
+    first: list[int] = []
+    last: list[int] = []
+    for k, alias in zip(group.outputs, group.aliases, strict=True):
+        # What is not loaded is read by both parts, and replaced by the last.
+        ready = alias in early and flat.outvars[k] not in missing
+        (first if ready else last).append(k)
+    small = group.nbytes < LEAST_PART_BYTES * len(group.loads)
+    if small or not (later and first and last):
+        return (Part(group.loads, group.outputs, row_local),)
+    one, other = row_local.split(
+        [flat.invars[i] for i in early],
+        [_var(flat, k) for k in first],
+        [_var(flat, k) for k in last],
+    )
+    return Part(early, tuple(first), one), Part(later, tuple(last), other)
+
+
+def _slice_axis(update: Update, i: int, group: Group) -> int:
+    """The axis of the rows of a load."""
+    flat = update.flat
+    sizes = shape(flat.invars[i])
+    axis = update.inputs[i].slice_axis
+    if axis == "auto":
+        # The row means of a stacked leaf have its layer axis.
+        outputs = (shape(flat.outvars[k]) for k in group.outputs)
+        if any(len(o) > 2 and o[0] == sizes[0] for o in outputs):
+            return 0
+        axis = None
+    if axis is None or axis >= len(sizes):
+        raise NotRowLocalError(f"no axis to slice a leaf of shape {sizes}")
+    return axis
+
+
+def _row_alias(update: Update, k: int, row_local: RowLocal) -> int | None:
+    """The input into whose buffer an output can be written slice by slice."""
+    flat = update.flat
+    alias = update.in_place(k)
+    if alias is not None:
+        axis = row_local.axes[_var(flat, k)]
+        if row_local.axes.get(flat.invars[alias], axis) == axis:
+            return alias
+    if update.outputs[k].stored:
+        raise NotRowLocalError("no buffer on the host to write into")
+    return None

@@ -1,0 +1,248 @@
+"""Taking an update apart: what must be on the device together.
+
+Every step is linear in the number of equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._jaxpr import Flat, live, shape, variables
+from optax_offload._update.group import Group
+from optax_offload._update.group_slices import sliced
+from optax_offload._update.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """An update taken apart.
+
+    Attributes:
+      groups: In the reverse natural order of their outputs' paths, in which gradients
+        become available: last layer first.
+      scalars: The inputs that are loaded before all groups, as positions: scalars, such
+        as a step counter, which would tie every leaf to every other.
+      shared: The equations that are evaluated whole before all groups, as positions.
+    """
+
+    groups: tuple[Group, ...]
+    scalars: tuple[int, ...]
+    shared: tuple[int, ...]
+
+
+def group(update: Update) -> Grouping:
+    """Takes an update apart.
+
+    Outputs that depend on a common load form a group, and so does each store that
+    depends on none.
+    """
+    flat = update.flat
+    scalars = tuple(i for i in update.loads if not shape(flat.invars[i]))
+    loads = [i for i in update.loads if shape(flat.invars[i])]
+    components = _components(flat, loads)
+    members, alone = _members(update, loads, components)
+    equations: dict[int, list[int]] = {component: [] for component in members}
+    shared: list[int] = []
+    for i in components.equations:
+        of = components.of
+        used = variables(flat.equations[i].invars)
+        component = next((of[v] for v in used if v in of), None)
+        if component is None:
+            shared.append(i)
+        else:
+            equations.setdefault(component, []).append(i)
+    inputs: dict[int, list[int]] = {}
+    for i in loads:
+        inputs.setdefault(components.of[flat.invars[i]], []).append(i)
+    beside = _beside(update, components.of)
+    groups: list[Group] = []
+    for component in equations:
+        whole = _whole(
+            update,
+            inputs[component],
+            members.get(component, []),
+            equations[component],
+            components.ties[component],
+        )
+        groups.append(sliced(update, whole, beside))
+        # What is replaced beside a group is replaced by the first that reads it.
+        taken = set(groups[-1].outputs)
+        beside = {v: k for v, k in beside.items() if k not in taken}
+    groups += [
+        Group((), (k,), (), _memory.nbytes_on_each_device(flat.outvars[k].aval))
+        for k in alone
+    ]
+    groups, shared = _own(flat, shared, groups)
+    groups.sort(key=lambda g: _availability(update, g), reverse=True)
+    return Grouping(tuple(groups), scalars, tuple(shared))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Components:
+    """Which loads belong together, and by what.
+
+    Attributes:
+      of: For each variable that depends on a load, its component: variables that some
+        live equation joins share one.
+      ties: For each component the primitives that joined two.
+      equations: The live equations, as positions.
+    """
+
+    of: Mapping[jex.Var, int]
+    ties: Mapping[int, Sequence[str]]
+    equations: Sequence[int]
+
+
+def _components(flat: Flat, loads: Sequence[int]) -> _Components:
+    parent = list(range(len(loads)))
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    node_of = {flat.invars[i]: node for node, i in enumerate(loads)}
+    joints: list[tuple[int, str]] = []
+    equations = live(flat)
+    for i in equations:
+        e = flat.equations[i]
+        nodes = {root(node_of[v]) for v in variables(e.invars) if v in node_of}
+        if not nodes:
+            continue
+        first, *rest = sorted(nodes)
+        for node in rest:
+            parent[node] = first
+            joints.append((first, e.primitive.name))
+        node_of.update((v, first) for v in e.outvars)
+    ties: dict[int, list[str]] = {root(node): [] for node in parent}
+    for node, name in joints:
+        ties[root(node)].append(name)
+    return _Components({v: root(n) for v, n in node_of.items()}, ties, equations)
+
+
+def _members(
+    update: Update, loads: Sequence[int], components: _Components
+) -> tuple[dict[int, list[int]], list[int]]:
+    """The outputs of each component, and the stores that belong to none."""
+    flat = update.flat
+    unmoved = {flat.invars[i] for i in loads}
+    members: dict[int, list[int]] = {}
+    alone: list[int] = []
+    for k, a in enumerate(flat.outvars):
+        stored = update.outputs[k].stored
+        if isinstance(a, jex.Var) and a in components.of:
+            # What comes back to the host as it came need not move at all.
+            if not (a in unmoved and stored):
+                members.setdefault(components.of[a], []).append(k)
+        elif stored:
+            alone.append(k)
+    return members, alone
+
+
+def _beside(update: Update, of: Mapping[jex.Var, int]) -> dict[jex.Var, int]:
+    """Outputs that stay on the device and depend on no load, by what they replace."""
+    flat = update.flat
+    return {
+        flat.invars[output.alias]: k
+        for k, (a, output) in enumerate(zip(flat.outvars, update.outputs, strict=True))
+        if output.alias is not None
+        and not output.stored
+        and isinstance(a, jex.Var)
+        and a not in of
+        and shape(a)
+        and a is not flat.invars[output.alias]
+    }
+
+
+def _whole(
+    update: Update,
+    loads: Sequence[int],
+    outputs: Sequence[int],
+    equations: Sequence[int],
+    ties: Sequence[str],
+) -> Group:
+    """A group, before it is known whether it can be sliced."""
+    flat = update.flat
+    several = len([k for k in outputs if update.outputs[k].is_update]) > 1
+    loaded = (flat.invars[i].aval for i in loads)
+    stored = (flat.outvars[k].aval for k in outputs if update.outputs[k].stored)
+    return Group(
+        loads=tuple(loads),
+        outputs=tuple(outputs),
+        equations=tuple(equations),
+        nbytes=max(
+            sum(_memory.nbytes_on_each_device(aval) for aval in loaded),
+            sum(_memory.nbytes_on_each_device(aval) for aval in stored),
+        ),
+        tied_by=tuple(dict.fromkeys(ties)) if several else (),
+    )
+
+
+def _own(
+    flat: Flat, shared: Sequence[int], groups: Sequence[Group]
+) -> tuple[list[Group], list[int]]:
+    """Gives equations to the groups that alone need them, as far as that is of use.
+
+    What is fused with an update stays fused with it, and takes no memory of its own.
+
+    Returns:
+      The groups, and the equations that are left and needed: not those that are only
+      evaluated slice by slice.
+    """
+    in_slices = {k for g in groups if g.row_local for k in g.outputs}
+    # Which group wants a variable; None for several of them, or for others.
+    wanted_by: dict[jex.Var, int | None] = {
+        a: None
+        for k, a in enumerate(flat.outvars)
+        if isinstance(a, jex.Var) and k not in in_slices
+    }
+    own: list[list[int]] = [list(g.equations) for g in groups]
+
+    def want(wanted: Sequence[jex.Var], at: int | None) -> None:
+        for v in wanted:
+            wanted_by[v] = at if wanted_by.get(v, at) == at else None
+
+    for at, g in enumerate(groups):
+        if g.row_local is not None:
+            want(g.row_local.inputs, None)
+        else:
+            for i in g.equations:
+                used = variables(flat.equations[i].invars)
+                want(used, at if g.aliases else None)
+    left: list[int] = []
+    for i in reversed(shared):
+        e = flat.equations[i]
+        wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
+        at = wanted.pop() if len(wanted) == 1 and not e.effects else None
+        if at is not None:
+            own[at].append(i)
+        elif e.effects or wanted or any(v in wanted_by for v in e.outvars):
+            left.append(i)
+        else:
+            continue
+        want(variables(e.invars), at)
+    owning = [
+        dataclasses.replace(g, equations=tuple(sorted(equations)))
+        for g, equations in zip(groups, own, strict=True)
+    ]
+    return owning, left[::-1]
+
+
+def _availability(update: Update, group: Group) -> tuple[Any, ...]:
+    """The natural order of the last of its updates, or else of its outputs."""
+    updates = [k for k in group.outputs if update.outputs[k].is_update]
+    paths = (update.outputs[k].path for k in updates or group.outputs)
+    return max(map(_natural, paths), default=())
+
+
+def _natural(path: str) -> tuple[tuple[int, int | str], ...]:
+    """A sort key in which ``layers_10`` comes after ``layers_9``."""
+    parts = re.split(r"(\d+)", path)
+    return tuple((1, int(p)) if p.isdecimal() else (0, p) for p in parts if p)

@@ -1,0 +1,147 @@
+"""The registry of slicing rules, and what rules are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from jax.extend import core as jex
+
+from optax_offload._jaxpr import shape
+
+Axis = int | None
+
+
+class NotRowLocalError(Exception):
+    """An equation mixes rows, or is not known not to. The message names it."""
+
+
+class Axes(NamedTuple):
+    """The batch axes of an equation, None for values that are the same for all rows.
+
+    Attributes:
+      ins: One for each operand.
+      outs: One for each result.
+    """
+
+    ins: list[Axis]
+    outs: list[Axis]
+
+
+class Rows(Protocol):
+    """What a rule knows of the analysis that it is a part of."""
+
+    @property
+    def count(self) -> int:
+        """The number of rows in all."""
+        ...
+
+    def through(self, body: jex.ClosedJaxpr, axes: Axes) -> Axes:
+        """The batch axes of a body's arguments and results, from those known."""
+        ...
+
+    def resized(self, body: jex.ClosedJaxpr, axes: Axes, size: int) -> jex.ClosedJaxpr:
+        """A body for so many rows."""
+        ...
+
+
+class Rule:
+    """How equations of a primitive treat rows.
+
+    Attributes:
+      arithmetic: Whether what it computes from values that are known is computed again
+        for each slice, rather than whole beforehand and kept.
+    """
+
+    arithmetic = False
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        """Batch axes of the results, and of operands that need one for that.
+
+        Raises:
+          NotRowLocalError: the equation mixes rows.
+        """
+        raise NotRowLocalError(e.primitive.name)
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        """Batch axes of the operands, given those that the results have to have.
+
+        Raises:
+          NotRowLocalError: the results cannot have them.
+        """
+        raise NotRowLocalError(e.primitive.name)
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        """Those parameters of the equation that are others for so many rows."""
+        return {}
+
+
+RULES: dict[str, Rule] = {}
+R = TypeVar("R", bound=Rule)
+
+
+def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
+    """Enters a rule for primitives, by name."""
+
+    def enter(cls: type[R]) -> type[R]:
+        of_all = cls()
+        for name in primitives:
+            RULES[name] = of_all
+        return cls
+
+    return enter
+
+
+def rule_of(e: jex.JaxprEqn) -> Rule:
+    """The rule of an equation; of a primitive without one, a rule that refuses."""
+    return RULES.get(e.primitive.name, _REFUSED)
+
+
+_REFUSED = Rule()
+
+
+def resized(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
+    """A shape with another size along an axis."""
+    return (*sizes[:axis], size, *sizes[axis + 1 :])
+
+
+def only(axes: Sequence[Axis], e: jex.JaxprEqn) -> int:
+    """The one axis that is among these."""
+    found = {axis for axis in axes if axis is not None}
+    if len(found) != 1:
+        raise NotRowLocalError(e.primitive.name)
+    return found.pop()
+
+
+def arrays(e: jex.JaxprEqn, axis: int) -> list[Axis]:
+    """The same axis for all operands but scalars, which are for all rows."""
+    return [axis if shape(a) else None for a in e.invars]
+
+
+class Unary(Rule):
+    """Of the operands only the first has rows."""
+
+    def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
+        """The axis of the results; None if they have no such rows."""
+        raise NotImplementedError
+
+    def back(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
+        """The axis of the operand, from that of the results."""
+        candidates = range(len(shape(e.invars[0])))
+        fits = (x for x in candidates if shape(e.invars[0])[x] == rows.count)
+        return next((x for x in fits if self.to(e, x, rows) == axis), None)
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        axis, *rest = ins
+        to = None if axis is None else self.to(e, axis, rows)
+        if to is None or any(x is not None for x in rest):
+            raise NotRowLocalError(e.primitive.name)
+        return Axes([*ins], [to] * len(e.outvars))
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        axis = self.back(e, only(outs, e), rows)
+        if axis is None:
+            raise NotRowLocalError(e.primitive.name)
+        return [axis, *[None] * (len(e.invars) - 1)]

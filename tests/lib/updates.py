@@ -1,0 +1,54 @@
+"""Updates of optax optimizers as the planner sees them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+
+from optax_offload import _jaxpr, _trees
+from optax_offload._update import Input, Output, Update
+
+
+def traced(
+    tx: Any,
+    params: Any,
+    *,
+    slice_axis: int | None = None,
+    host: Any = lambda x: x.ndim > 0,
+    path: str = ".*",
+    in_place: bool = True,
+) -> Update:
+    """An update of an optimizer whose chosen state is on the host.
+
+    Args:
+      tx: the optimizer.
+      params: its parameters, or their types.
+      slice_axis: of all inputs.
+      host: whether a leaf of the state goes.
+      path: a regex that the path of such a leaf matches.
+      in_place: whether outputs replace inputs.
+    """
+    state = jax.eval_shape(tx.init, params)
+    update = lambda g, s, p: tx.update(g, s, p)  # noqa: E731
+    closed, out = jax.make_jaxpr(update, return_shape=True)(params, state, params)
+    flat_out = jax.tree_util.tree_flatten_with_path(out)[0]
+    first = len(jax.tree.leaves(params))
+
+    def on_host(name: str, x: Any) -> bool:
+        return bool(host(x) and re.fullmatch(path, name))
+
+    inputs = [Input(False, slice_axis)] * first
+    inputs += [
+        Input(on_host(name, x), slice_axis)
+        for name, x in _trees.leaves_with_paths(state)
+    ]
+    inputs += [Input(False, slice_axis)] * first
+    outputs: list[Output] = []
+    for k, (keys, x) in enumerate(flat_out):
+        name = _trees.path_string(keys[1:])
+        stored = k >= first and on_host(name, x)
+        kind = "pinned_host" if stored else "device"
+        outputs.append(Output(name, kind, k if in_place else None, k < first))
+    return Update(_jaxpr.flatten(closed), tuple(inputs), tuple(outputs))
