@@ -1,0 +1,26 @@
+"""Programs change when they are meant to, and not when code is moved about."""
+
+import jax
+import lowered
+import pytest
+from cases import CASES
+
+
+@pytest.fixture(autouse=True)
+def rank_promotion():
+    """Optimizers of optax promote ranks; that is theirs to do."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_lowered_text_is_what_it_was(name):
+    """For the CPU, a v5e and an H100, in the versions of JAX that digests are of."""
+    known = lowered.known()
+    if not known:
+        pytest.skip(f"no digests of lowered text with JAX {jax.__version__}")
+    got = {p: lowered.digest(CASES[name], p) for p in lowered.PLATFORMS}
+    assert got == {p: known[f"{p}/{name}"] for p in lowered.PLATFORMS}, (
+        "the program of this case is another one: if that is meant, say why in the "
+        "commit, and write the digests anew (tests/lib/lowered.py)"
+    )
