@@ -63,3 +63,17 @@ def headings(document):
     return {
         re.sub(r"[^\w\s-]", "", title).lower().replace(" ", "-") for title in titles
     }
+
+
+def test_named_files_exist():
+    """Those that the findings and the build notes name, and tests in them."""
+    missing = []
+    for document in (ROOT / "BUILD_NOTES.md", FINDINGS):
+        for name, test in re.findall(
+            r"[`( ](?!orbax)(\w+/[\w/]+\.py)(?:::(\w+))?", document.read_text()
+        ):
+            paths = [root / name for root in (ROOT, ROOT / "optax_offload")]
+            path = next((path for path in paths if path.exists()), None)
+            if path is None or (test and f"def {test}(" not in path.read_text()):
+                missing.append((document.name, name, test))
+    assert missing == []
