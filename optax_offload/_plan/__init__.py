@@ -1,7 +1,7 @@
 """Choosing rules for a memory budget."""
 
 from optax_offload._plan.budget import default_budget_bytes
-from optax_offload._plan.candidates import CompiledCandidate
+from optax_offload._plan.candidates import CompiledCandidate, Progress
 from optax_offload._plan.link import measure_link
 from optax_offload._plan.planner import plan
 from optax_offload._plan.plot import check_can_plot, save_plot
@@ -12,6 +12,7 @@ from optax_offload._plan.step import Step, StepFactory, compile_step
 __all__ = [
     "CompiledCandidate",
     "Plan",
+    "Progress",
     "Step",
     "StepFactory",
     "check_can_plot",

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.core
 from jax.extend import core as jex
 
 

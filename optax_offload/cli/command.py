@@ -8,12 +8,11 @@ directory. It is called as `factory(offload, target)`, and returns an
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Generator
 from typing import Annotated, Any
 
 try:
@@ -28,11 +27,12 @@ except ImportError as error:
 import jax
 
 from optax_offload import _plan, _rules, aot
-from optax_offload._units import parse_size, size_text
+from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
 from optax_offload.cli import tables
 from optax_offload.cli.errors import error_line
+from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
 
 BAD_INPUT, DOES_NOT_FIT, IDLE_RULE = 2, 3, 4
@@ -194,38 +194,16 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             factory = load_factory(step, set_ or ())
             recorded = _plan.record(_plan.StepFactory(factory, Target(target)))
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
-        lenient = [dataclasses.replace(rule, optional=True) for rule in config.rules]
-        placements = _rules.place(_rules.OffloadConfig(lenient), leaves)
-    rows = [
-        {"path": path, "bytes": nbytes, "memory_kind": p.memory_kind, "why": p.why}
-        for (path, nbytes), p in zip(leaves, placements, strict=True)
-    ]
-    decided = {p.rule.regex for p in placements if p.rule is not None}
-    idle = [
-        {"rule": i, "pattern": rule.regex, "optional": rule.optional}
-        for i, rule in enumerate(config.rules)
-        if rule.regex not in decided
-    ]
+        found = explanation_of(config, leaves)
     if as_json:
-        _print_json({"leaves": rows, "idle_rules": idle})
+        _print_json(found.as_dict())
     else:
-        cells = [
-            (r["path"], size_text(r["bytes"] or 0), r["memory_kind"], r["why"])
-            for r in rows
-        ]
-        columns = ("path", "size ", "goes to", "by")
-        _out.print(tables.table(str(rules), columns, cells))
-        for kind in ("pinned_host", "device"):
-            total = sum(r["bytes"] or 0 for r in rows if r["memory_kind"] == kind)
-            _out.print(f"{kind}: {size_text(total)}", highlight=False)
-        for rule in idle:
-            allowed = " (optional)" if rule["optional"] else ""
-            _err.print(
-                f"rule {rule['rule']} decides nothing{allowed}: {rule['pattern']}",
-                highlight=False,
-                markup=False,
-            )
-    if any(not rule["optional"] for rule in idle):
+        tables.print_explanation(_out, str(rules), found)
+        for rule in found.idle_rules:
+            allowed = " (optional)" if rule.optional else ""
+            line = f"rule {rule.rule} decides nothing{allowed}: {rule.pattern}"
+            _err.print(line, highlight=False, markup=False)
+    if any(not rule.optional for rule in found.idle_rules):
         raise typer.Exit(IDLE_RULE)
 
 
@@ -254,7 +232,7 @@ def targets(as_json: JsonOption = False) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str | _plan.CompiledCandidate], None]]:
+def _progress() -> Generator[_plan.Progress, None, None]:
     """Shows what is being compiled, and keeps a line of what was."""
     with _err.status("tracing") as status:
 
@@ -268,7 +246,7 @@ def _progress() -> Iterator[Callable[[str | _plan.CompiledCandidate], None]]:
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def _errors() -> Generator[None, None, None]:
     """Turns what is raised into a line and an exit code.
 
     Whatever it is: a step factory, and the step it makes, may raise anything.

@@ -14,7 +14,8 @@ from optax_offload._units import size_text
 from optax_offload.aot import Target
 from optax_offload.aot import chips as _figures
 from optax_offload.aot import targets as _targets
-from optax_offload.cli import checkpoint as _checkpoint
+from optax_offload.cli.checkpoint import SavedLeaf
+from optax_offload.cli.explanation import Explanation
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
@@ -81,9 +82,18 @@ def _slowdowns(plan: _plan.Plan) -> Table:
     return table("times as long as without", (first, "now ", "if hidden "), rows)
 
 
-def print_leaves(
-    console: Console, title: str, leaves: Sequence[_checkpoint.SavedLeaf]
-) -> None:
+def print_explanation(console: Console, title: str, found: Explanation) -> None:
+    """Prints where leaves go, and the bytes in each memory kind."""
+    rows = [
+        (x.path, size_text(x.bytes or 0), x.memory_kind, x.why) for x in found.leaves
+    ]
+    console.print(table(title, ("path", "size ", "goes to", "by"), rows))
+    for kind in ("pinned_host", "device"):
+        total = size_text(found.bytes_in(kind))
+        console.print(f"{kind}: {total}", highlight=False)
+
+
+def print_leaves(console: Console, title: str, leaves: Sequence[SavedLeaf]) -> None:
     """Prints the leaves of a checkpoint."""
     rows = [
         (x.path, _shape(x.shape), x.dtype, size_text(x.nbytes), x.sharding)

@@ -1,0 +1,89 @@
+"""Which leaf goes where, by which rule, and which rule decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from optax_offload import _rules
+
+
+class PlacedLeaf(NamedTuple):
+    """A leaf, and what decided where it goes.
+
+    Attributes:
+      path: The path that rules match.
+      bytes: The bytes of the leaf; None for a leaf that cannot move.
+      memory_kind: The memory kind that it goes to.
+      why: What decided that.
+    """
+
+    path: str
+    bytes: int | None
+    memory_kind: str
+    why: str
+
+
+class IdleRule(NamedTuple):
+    """A rule that decides about no leaf.
+
+    Attributes:
+      rule: The position of the rule among all.
+      pattern: The regex of the rule.
+      optional: Whether the rule may match nothing.
+    """
+
+    rule: int
+    pattern: str
+    optional: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What rules do with leaves.
+
+    Attributes:
+      leaves: All leaves, in their order.
+      idle_rules: The rules that decide nothing.
+    """
+
+    leaves: tuple[PlacedLeaf, ...]
+    idle_rules: tuple[IdleRule, ...]
+
+    def bytes_in(self, memory_kind: str) -> int:
+        """The bytes that go to a memory kind."""
+        return sum(x.bytes or 0 for x in self.leaves if x.memory_kind == memory_kind)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The explanation as plain values, ready for `json.dumps`."""
+        return {
+            "leaves": [x._asdict() for x in self.leaves],
+            "idle_rules": [x._asdict() for x in self.idle_rules],
+        }
+
+
+def explanation_of(
+    config: _rules.OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+) -> Explanation:
+    """Applies rules to leaves; a rule that matches nothing is no error here.
+
+    Args:
+      config: The rules.
+      leaves: The path and the bytes of each leaf; None for bytes that cannot move.
+    """
+    lenient = [dataclasses.replace(rule, optional=True) for rule in config.rules]
+    placements = _rules.place(_rules.OffloadConfig(lenient), leaves)
+    # By identity: of two equal rules the second decides nothing.
+    deciding = {id(p.rule) for p in placements if p.rule is not None}
+    return Explanation(
+        tuple(
+            PlacedLeaf(path, nbytes, p.memory_kind, p.why)
+            for (path, nbytes), p in zip(leaves, placements, strict=True)
+        ),
+        tuple(
+            IdleRule(i, rule.regex, rule.optional)
+            for i, (rule, asked) in enumerate(zip(config.rules, lenient, strict=True))
+            if id(asked) not in deciding
+        ),
+    )
