@@ -96,8 +96,10 @@ def test_like_loops_are_traced_once(window_bytes):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("context", [True, False])
 def test_sharded_state_keeps_its_sharding_and_kind(axis_type, context):
-    """As with FSDP: moments are sharded like their parameters, through init and two
-    steps, eagerly and under jit, and nothing is compiled twice."""
+    """As with FSDP: moments are sharded like their parameters.
+
+    Through init and two steps, eagerly and under jit, and nothing is compiled twice.
+    """
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
     sharding = NamedSharding(mesh, P(None, "x"))
     params = {"w": jax.device_put(jnp.ones((64, 512)), sharding)}

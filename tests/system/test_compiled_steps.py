@@ -48,8 +48,10 @@ def test_init_makes_one_leaf_at_a_time(chip):
 
 
 def test_peak_falls_in_a_whole_step(chip):
-    """By the state, but for the window, with slices of gradients beside those of state,
-    and the 8 gradients that wait for their loop."""
+    """By the state, but for the window and what is read beside it.
+
+    That is slices of gradients, and the 8 gradients that wait for their loop.
+    """
     window_bytes = 2**20
 
     def peak_of(tx):

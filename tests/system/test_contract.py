@@ -84,6 +84,7 @@ def assert_same(name, got, want, exceptions=EXCEPTIONS):
 
 
 def assert_same_bits(name, got, want):
+    """Compares bits; in an update that is dropped, the sign of zero does not count."""
     if name in DROPPED_UPDATES:
         got, want = jax.tree.map(
             lambda x: np.asarray(x) + np.zeros((), x.dtype), (got, want)
@@ -107,6 +108,7 @@ def assert_close(got, want, least_scale=0.0):
 
 @functools.cache
 def plain_history(name, dtype=jnp.float32):
+    """Three steps of the plain optimizer."""
     inner, params = plain(INSIDE[name]()), make_params(dtype)
     return run_updates(inner, params, committed(inner.init(params)))
 
@@ -116,9 +118,11 @@ def plain_history(name, dtype=jnp.float32):
     "ignore:.* over the window of 1:optax_offload.OffloadWarning"
 )
 def test_update_in_its_own_jit_has_the_same_bits(name):
-    """Updates, state and parameters of three steps; structure, dtypes, kinds; one
-    compilation. In a window of one byte: in the smallest slices, each group after the
-    one before it."""
+    """Updates, state and parameters of three steps, in one compilation.
+
+    Structure, dtypes and kinds too. In a window of one byte: in the smallest slices,
+    each group after the one before it.
+    """
     params = make_params()
     config = oo.OffloadConfig([EVERYTHING], window_bytes=1)
     tx = oo.offload(INSIDE[name](), config)
@@ -138,8 +142,10 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
 
 @inside
 def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
-    """Parameters, gradients and the state that follows their dtype in bfloat16; in the
-    default window, which holds all of these leaves whole."""
+    """Parameters, gradients and the state that follows their dtype in bfloat16.
+
+    In the default window, which holds all of these leaves whole.
+    """
     params = make_params(jnp.bfloat16)
     tx = oo.offload(INSIDE[name](), EVERYTHING)
     got, _ = run_updates(tx, params, tx.init(params))
@@ -197,7 +203,6 @@ def test_without_jit_is_with_jit(name):
 @inside
 def test_whole_step_with_donation(name):
     """Gradient, update and parameters in one jit, state and parameters donated."""
-
     offloaded = oo.offload(INSIDE[name](), EVERYTHING)
 
     def train(tx, steps=3):

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 MOST_LINES = 350
 # Wings that are being rebuilt: to be empty.
-UNFINISHED_FILES = {"_offload.py", "_update", "_states", "aot"}
+UNFINISHED_FILES = {"_states", "aot"}
 UNFINISHED_WINGS = {"_update", "_states", "aot"}
 # Names that pages tell of already: to be empty.
 COMING = {"jit"}
@@ -44,7 +44,7 @@ def test_a_door_only_exports(wing):
     (exports,) = (x.value for x in tree.body if isinstance(x, ast.Assign))
     assert len(tree.body) == len(imports) + 2
     imported = [alias.asname or alias.name for x in imports for alias in x.names]
-    assert sorted(imported) == ast.literal_eval(exports)
+    assert sorted(imported) == sorted(ast.literal_eval(exports))
     assert all(
         (x.module or "").startswith(f"optax_offload.{wing.name}.") for x in imports
     )

@@ -16,6 +16,7 @@ MOMENTS = r".*/(mu|nu)/.*"
 
 
 def params_of(n=3, shape=(256, 128)):
+    """Parameters of one shape."""
     keys = jax.random.split(jax.random.key(0), n)
     return {f"w{i}": jax.random.normal(k, shape) for i, k in enumerate(keys)}
 
@@ -38,6 +39,7 @@ def moved(update):
 
 
 def multi_steps(**kwargs):
+    """Adam, once in three steps."""
     return optax.MultiSteps(optax.adam(1e-2), 3, **kwargs).gradient_transformation()
 
 
@@ -70,6 +72,7 @@ conditionally_mask = optax.conditionally_mask(
     ids=["MultiSteps", "all of it", "skip", "apply_if_finite", "conditionally_mask"],
 )
 def test_a_version_that_keeps_state_does_not_load_it(tx, host, want):
+    """What each version of an update moves."""
     assert branches_of(tx, host)[1] == want
 
 
@@ -83,6 +86,7 @@ def test_a_version_that_keeps_state_does_not_load_it(tx, host, want):
     ids=["adam", "clip and adamw", "no state"],
 )
 def test_an_update_without_a_predicate_is_one(tx):
+    """An update that always does the same has no versions."""
     assert branches_of(tx)[0] is None
 
 
@@ -104,6 +108,7 @@ def test_a_cond_of_which_both_sides_update_is_one():
 
 
 def history(tx, steps=7, nan_at=None):
+    """Updates, state and parameters of each step; one may have gradients of NaN."""
     params = params_of()
     state = tx.init(params)
 
@@ -143,7 +148,7 @@ def test_values_are_those_of_the_plain_one(tx, nan_at, slice_axis):
 
 
 def test_a_dropped_update_is_zero():
-    """optax multiplies the update by zero, which has a sign, or is NaN."""
+    """Optax multiplies the update by zero, which has a sign, or is NaN."""
     tx = multi_steps()
     updates, *_ = next(history(oo.offload(tx, oo.Rule(".*", min_bytes=8))))
     plain, *_ = next(history(tx))

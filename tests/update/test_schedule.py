@@ -31,6 +31,7 @@ def runs_once(monkeypatch):
 
 
 def layers(n):
+    """So many layers of one shape."""
     return {f"layers_{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(n)}
 
 
@@ -112,10 +113,12 @@ def waits_of(schedule):
     ],
 )
 def test_groups_wait_until_they_fit(window_bytes, waits):
-    """A group runs beside as many before it as the window holds: in no loop, without
-    buffers to write into, and in one, which has several only if two of them fit. A
-    loop has two at once of what cannot be sliced, however many fit: what it computes
-    with can take more memory than what is loaded."""
+    """A group runs beside as many before it as the window holds.
+
+    In no loop, without buffers to write into, and in one, which has several only if two
+    of them fit. A loop has two at once of what cannot be sliced, however many fit: what
+    it computes with can take more memory than what is loaded.
+    """
     adam, params = optax.adam(1e-3), layers(4)
     schedule, _ = plan_of(adam, params, window_bytes=window_bytes, in_place=False)
     assert waits_of(schedule) == waits
@@ -179,6 +182,7 @@ def test_planning_is_linear_in_leaves():
 
 
 def stacked(*shapes, dtype=jnp.float32):
+    """A leaf of each shape."""
     return {f"w{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
 
 

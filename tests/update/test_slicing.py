@@ -117,6 +117,7 @@ NOT_ROW_LOCAL = {
 
 
 def arguments():
+    """Three random values of the shape that is sliced."""
     keys = jax.random.split(jax.random.key(3))
     return tuple(jax.random.normal(k, SHAPE) for k in keys)
 
