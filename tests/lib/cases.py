@@ -34,9 +34,9 @@ class Train:
     Wherever it is in there, the optimizer's state is under the name ``opt_state``.
 
     Attributes:
-      start: of the parameters.
-      gradients: of what goes from step to step and a batch.
-      apply: of what goes from step to step and gradients.
+      start: Makes what goes from step to step, given the parameters.
+      gradients: Makes the gradients, given what goes from step to step and a batch.
+      apply: Makes the next of what goes from step to step, given it and gradients.
     """
 
     start: Callable[[Any], Carry]
@@ -52,9 +52,9 @@ class Model:
     """Something to train.
 
     Attributes:
-      params: makes the parameters; it can be jitted.
-      batch: makes a batch, its examples along the first axis.
-      train: a training with an optimizer.
+      params: Makes the parameters; it can be jitted.
+      batch: Makes a batch, its examples along the first axis.
+      train: Makes a training with an optimizer.
     """
 
     params: Callable[[], Any]
@@ -67,18 +67,20 @@ class Case:
     """A train step, and which state has to be on the host.
 
     Attributes:
-      optimizer: given what wraps a part of it: `offload`, or nothing for the plain one.
-      host: a regex; leaves of the optimizer state whose whole path matches, of at least
-        `min_bytes`, are on the host, and all others on the device.
-      model: what is trained; called when needed, as it may need Flax.
-      rules: of the offloaded part.
-      min_bytes: as in the rules.
-      devices: parameters and their state are sharded over so many, as with FSDP.
-      donate: whether a step takes over the memory of what it updates.
-      computed_on_host: operations that compilers are known to leave to the host.
-      copied_on_host: platforms whose compilers are known to use as many bytes of host
-        memory again, if not in all versions.
-      refused_by: platforms whose compilers fail on it.
+      optimizer: Makes the optimizer, given what wraps a part of it: `offload`, or
+        nothing for the plain one.
+      host: Regex of paths: leaves of the optimizer state whose whole path matches, of
+        at least `min_bytes`, are on the host, and all others on the device.
+      model: Makes what is trained; called when needed, as it may need Flax.
+      rules: Rules of the offloaded part.
+      min_bytes: Bytes under which leaves stay on the device, as in the rules.
+      devices: Number of devices that parameters and their state are sharded over, as
+        with FSDP.
+      donate: Whether a step takes over the memory of what it updates.
+      computed_on_host: Operations that compilers are known to leave to the host (F19).
+      copied_on_host: Platforms whose compilers are known to use as many bytes of host
+        memory again, if not in all versions (F18).
+      refused_by: Platforms whose compilers fail on it.
     """
 
     optimizer: Callable[[Wrap], Any]
@@ -102,7 +104,7 @@ class Case:
         """The jitted step; it keeps arguments that it does not use, to be counted."""
         options: dict[str, Any] = {"donate_argnums": 0} if self.donate else {}
         if self.devices > 1:
-            # Left alone, the compiler shards what is replicated, as its gradients are.
+            # Left alone, the compiler shards what is replicated as its gradients (F37).
             options["out_shardings"] = jax.tree.map(_out_sharding, carry)
         return jax.jit(fn, keep_unused=True, **options)
 
