@@ -33,10 +33,10 @@ class Cost:
       bytes_each_way: The bytes that each device loads in a step, and stores again.
       link_bytes_per_second: The bandwidth of a device's link to its host, each way;
         loads and stores run at once.
-      link_source: Where that figure is from.
+      link_source: Where that number is from.
       flops: The operations of matrix products in a step, on each device.
       flops_per_second: The peak of a device.
-      flops_source: Where that figure is from.
+      flops_source: Where that number is from.
       tokens: The number of tokens in a step, on all devices; None if it was not told.
       link_utilization: The share of the link's bandwidth that is reached.
       compute_utilization: The share of the device's peak that is reached (assumed).

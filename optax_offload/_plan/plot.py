@@ -21,7 +21,7 @@ COLORS = {
 
 
 def check_can_plot() -> type[Figure]:
-    """What draws a figure; asked for ahead of what takes long.
+    """What draws a figure; asked for before what takes long.
 
     Raises:
       ImportError: matplotlib is not installed.

@@ -115,7 +115,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 link_bytes_per_second=link,
                 progress=progress,
             )
-    # Ahead of the files: what took minutes to find is not lost if one of them fails.
+    # Before the files: what took minutes to find is not lost if one of them fails.
     if as_json:
         _print_json(plan.as_dict())
     else:

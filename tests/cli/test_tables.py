@@ -46,7 +46,7 @@ def test_leaves_of_a_checkpoint():
 
 
 def test_targets_have_sources():
-    """Each chip's figures, and where they are from."""
+    """Each chip's numbers, and where they are from."""
     text = shown(tables.print_targets)
     for row in tables.target_rows():
         assert f" {row['name']} " in text
