@@ -33,7 +33,7 @@ def measure_link(nbytes: int = 2**30, *, chunks: int = 16, rounds: int = 5) -> f
     if first.platform == "cpu":
         raise ValueError(
             "measure_link needs an attached GPU or TPU; the first device of this "
-            f"process is {first}. Leave the link out to plan with the documented bandwidth"
+            f"process is {first}. Leave the link out to plan with the documented one"
         )
     return _bytes_per_second(first, nbytes, chunks, rounds)
 
