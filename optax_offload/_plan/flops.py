@@ -2,7 +2,7 @@
 
 A compiled program's `cost_analysis()` does not serve: a TPU's counts the body of a loop
 once (Llama 3 8B in 32 scanned layers: 4.6e12 of 2.6e14), a GPU's that is compiled
-without one says nothing.
+without one says nothing (F47).
 """
 
 from __future__ import annotations

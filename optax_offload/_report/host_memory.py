@@ -15,7 +15,8 @@ from optax_offload._units import GIB
 ROOT = Path("/")
 
 # XLA (xla/pjrt/gpu/gpu_helpers.cc) reads the first as whole GiB, an unreadable value as
-# none, and lowers its default where the second makes it allocate all of it at once.
+# none, and lowers its default where the second makes it allocate all of it at once
+# (F53).
 PLUGIN_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PLUGIN_PREALLOCATE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
 PLUGIN_DEFAULT_BYTES = 64 * GIB

@@ -1,6 +1,6 @@
 """The leaves of an Orbax checkpoint, read from its metadata: no array is loaded.
 
-Orbax (0.12) records no memory kind: a restored leaf goes where the template says.
+Orbax (0.12) records no memory kind (F49): a restored leaf goes where the template says.
 """
 
 from __future__ import annotations

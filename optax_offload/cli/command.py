@@ -281,8 +281,8 @@ def main() -> None:
     # Nothing is run but `--measure-link`: a GPU or TPU that is here stays free.
     if "--measure-link" not in sys.argv:
         jax.config.update("jax_platforms", "cpu")
-    # The compilers' own logs: a GPU's calls state in host memory an error. JAX itself
-    # sets 1 where nobody has set it.
+    # The compilers' own logs: a GPU's calls state in host memory an error (F21). JAX
+    # itself sets 1 where nobody has set it.
     if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "1":
         os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
     app()
