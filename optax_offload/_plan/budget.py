@@ -6,7 +6,7 @@ import math
 
 from optax_offload import _report
 from optax_offload._units import size_text
-from optax_offload.aot import Target
+from optax_offload.aot import GPUS_PER_HOST, Target
 
 # The share of a device's memory that a program cannot have. A GPU's: CUDA's context,
 # modules, NCCL's buffers, fragmentation, batches on their way. A TPU's: batches and
@@ -19,8 +19,6 @@ GPU_DEFAULT_FRACTION = 0.75
 GPU_FRACTION_MARGIN = 0.02
 # More of a GPU than this cannot be asked for: CUDA's own context has to fit beside it.
 GPU_LARGEST_FRACTION = 0.97
-# GPUs that share the pinned memory of one process, as in the usual server (DGX, HGX).
-GPUS_OF_A_HOST = 8
 
 
 def default_budget_bytes(target: Target) -> int:
@@ -62,5 +60,5 @@ def environment(target: Target, used_bytes: int, moved_bytes: int) -> dict[str, 
             math.ceil(share * 100) / 100 + GPU_FRACTION_MARGIN, GPU_LARGEST_FRACTION
         )
         found["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.2f}"
-    devices = min(target.device_count, GPUS_OF_A_HOST)
+    devices = min(target.device_count, GPUS_PER_HOST)
     return found | _report.gpu_plugin_settings(moved_bytes * devices)

@@ -11,11 +11,10 @@ from optax_offload import aot
 from optax_offload._plan import flops as _flops
 from optax_offload._plan.step import StepFactory
 from optax_offload._units import size_text
-from optax_offload.aot import chips
 
 # The share of the link that a step's transfers use: 0.86 to 0.94 on an H100 by the
-# model of `benchmarks/census.py` (BUILD_NOTES.md, "Link efficiency"), and somewhat less
-# where other transfers share the link.
+# model of `benchmarks/link/census.py` (BUILD_NOTES.md, "Link efficiency"), and somewhat
+# less where other transfers share the link.
 LINK_UTILIZATION = 0.8
 # The share of the peak that whole training steps are reported to reach: Llama 3 had 38
 # to 43 % on H100s (arXiv:2407.21783, table 4).
@@ -134,12 +133,12 @@ def cost_of_step(
     step = factory.plain_step()
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
         flops = _flops.count(step.fn, *step.args) / target.device_count
-    documented = chips.figures(target.name)
+    documented = target.chip
     measured = link_bytes_per_second is not None
     return Cost(
         bytes_each_way=bytes_each_way,
         link_bytes_per_second=(
-            link_bytes_per_second if measured else documented.link_bytes_per_second
+            link_bytes_per_second if measured else documented.link.bytes_per_second
         ),
         link_source="measured" if measured else documented.link_source,
         link_utilization=1.0 if measured else LINK_UTILIZATION,

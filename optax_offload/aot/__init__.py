@@ -1,21 +1,22 @@
-"""Compiling for a TPU or a GPU that is not there."""
+"""Compiling for a TPU or a GPU that is not there, and reading what was compiled."""
 
-from optax_offload.aot.compile import (
-    DoesNotFitError,
-    Peak,
-    compile,
-    host_computations,
-    mesh_of,
-    peak,
-)
+from optax_offload.aot.chips import CHIPS, GPUS_PER_HOST, Chip
+from optax_offload.aot.compile import compile, mesh_of
+from optax_offload.aot.peak import DoesNotFitError, Peak, peak
 from optax_offload.aot.targets import Target
+from optax_offload.aot.transfers import Transfer, host_computations, transfers
 
 __all__ = [
+    "CHIPS",
+    "GPUS_PER_HOST",
+    "Chip",
     "DoesNotFitError",
     "Peak",
     "Target",
+    "Transfer",
     "compile",
     "host_computations",
     "mesh_of",
     "peak",
+    "transfers",
 ]

@@ -1,59 +1,338 @@
-"""What chips are documented to do: the link to the host, and matrix products."""
+"""The chips that `optax_offload.aot` knows: one row each, all that is known about it.
+
+To add a chip, add a row; nothing else in the repository repeats a figure of one. A
+figure is a documented peak, which nothing attains: what share of it is reached is the
+business of whoever uses it.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
 
-_SCALING_BOOK = "jax-ml.github.io/scaling-book/tpus"
-_PCIE_4 = "PCIe 4.0 x16, 64 GB/s both ways together"
-_PCIE_5 = "PCIe 5.0 x16, 128 GB/s both ways together"
-_H100 = "nvidia.com/en-us/data-center/h100"
-_H200 = "nvidia.com/en-us/data-center/h200"
-_A100 = "nvidia.com/en-us/data-center/a100"
-_B200 = "nvidia.com/en-us/data-center/dgx-b200"
-_L4 = "nvidia.com/en-us/data-center/l4"
-_ADA = "NVIDIA Ada GPU architecture whitepaper, appendix A"
+from optax_offload._units import GIB, MIB
+from optax_offload._update import LINK, Link
+
+# GPUs of one host, which share its memory: as in NVIDIA's DGX and HGX machines, and in
+# the machines that clouds lend.
+GPUS_PER_HOST = 8
 
 
-class Figures(NamedTuple):
-    """Of one device.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chip:
+    """What is known of one device of a chip: what JAX calls a device has all of it.
 
     Attributes:
-      link_bytes_per_second: to the host, and from it, each.
-      link_source: where that is documented; "assumed" where it is not.
-      flops_per_second: the peak of dense matrix products in bfloat16.
-      flops_source: where that is documented.
+      platform: JAX's name of it, `"tpu"` or `"gpu"`.
+      name: The name that a target gives it, such as `"v5e"`.
+      memory_bytes: Device memory that a program can use.
+      memory_source: Where that figure is from.
+      link: The link to the host's memory, each way. Loads and stores run at once.
+      link_source: Where its bandwidth is documented; "assumed" where it is not. The
+        latency is assumed on every chip: it is that of `optax_offload._update.LINK`.
+      flops_per_second: Dense matrix products in bfloat16.
+      float32_flops_per_second: Dense matrix products of float32 at JAX's default
+        precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.
+      flops_source: Where both are documented.
+      memory_bytes_per_second: Bandwidth of device memory.
+      memory_bandwidth_source: Where that is documented.
     """
 
-    link_bytes_per_second: float
+    platform: ClassVar[str]
+
+    name: str
+    memory_bytes: int
+    memory_source: str
+    link: Link
     link_source: str
     flops_per_second: float
+    float32_flops_per_second: float
     flops_source: str
+    memory_bytes_per_second: float
+    memory_bandwidth_source: str
 
 
-# Nothing attains them: see LINK_UTILIZATION and COMPUTE_UTILIZATION in `_cost.py`.
-FIGURES: dict[str, Figures] = {
-    "v4": Figures(16e9, _SCALING_BOOK, 275e12, "cloud.google.com/tpu/docs/v4"),
-    "v5e": Figures(15e9, _SCALING_BOOK, 197e12, "cloud.google.com/tpu/docs/v5e"),
-    "v5p": Figures(15e9, _SCALING_BOOK, 459e12, "cloud.google.com/tpu/docs/v5p"),
-    "v6e": Figures(32e9, _SCALING_BOOK, 918e12, "cloud.google.com/tpu/docs/v6e"),
-    # A chip has two devices; no document gives its link.
-    "tpu7x": Figures(
-        32e9,
-        "assumed, as of v6e",
-        2307e12 / 2,
-        "cloud.google.com/tpu/docs/tpu7x",
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu(Chip):
+    """A generation of TPUs, and how its slices are named.
+
+    Attributes:
+      dimensions: Axes of the grid that the chips of a slice are.
+      devices_per_chip: JAX's devices on each chip.
+      topology_options: What libtpu has to be told beside the name of a slice.
+    """
+
+    platform: ClassVar[str] = "tpu"
+
+    dimensions: int
+    devices_per_chip: int = 1
+    topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """What all GPUs of a compute capability have in common.
+
+    Attributes:
+      capability: The compute capability, major and minor.
+      fpus_per_core: Float32 units of a multiprocessor.
+      threads_per_core: Threads that may be resident on a multiprocessor.
+      shared_memory_per_core_bytes: Shared memory of a multiprocessor.
+    """
+
+    capability: tuple[int, int]
+    fpus_per_core: int
+    threads_per_core: int
+    shared_memory_per_core_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu(Chip):
+    """A GPU, and what XLA's compiler asks about it.
+
+    Attributes:
+      description: NVIDIA's name of it, which is JAX's `device_kind`.
+      architecture: What it shares with others of its compute capability.
+      core_count: Multiprocessors.
+      l2_cache_bytes: The cache before device memory.
+      clock_ghz: The boost clock.
+    """
+
+    platform: ClassVar[str] = "gpu"
+
+    description: str
+    architecture: Architecture
+    core_count: int
+    l2_cache_bytes: int
+    clock_ghz: float
+
+
+# The compiler's own numbers: the HBM of a device less what its "Total hbm usage" calls
+# "reserved", read from programs that are too large by a few KB. They differ a little
+# between versions of libtpu (0.0.42 and 0.0.51 tried, the larger reserve taken).
+_LIBTPU = "libtpu 0.0.42 and 0.0.51, from a program that is too large"
+_SCALING_BOOK = "jax-ml.github.io/scaling-book/tpus"
+
+_ALL_TPUS = (
+    Tpu(
+        name="v4",
+        dimensions=3,
+        # One device for each chip, as JAX has it on a real v4; libtpu's default is two.
+        topology_options={"chip_config_name": "megacore"},
+        memory_bytes=32 * GIB - 1280 * MIB,
+        memory_source=_LIBTPU,
+        link=Link(16e9, LINK.latency_seconds),
+        link_source=_SCALING_BOOK,
+        flops_per_second=275e12,
+        float32_flops_per_second=275e12,
+        flops_source="cloud.google.com/tpu/docs/v4",
+        memory_bytes_per_second=1200e9,
+        memory_bandwidth_source="cloud.google.com/tpu/docs/v4",
     ),
-    "a100-40": Figures(32e9, f"{_PCIE_4}: {_A100}", 312e12, _A100),
-    "a100-80": Figures(32e9, f"{_PCIE_4}: {_A100}", 312e12, _A100),
-    "h100": Figures(64e9, f"{_PCIE_5}: {_H100}", 989e12, _H100),
-    "h200": Figures(64e9, f"{_PCIE_5}: {_H200}", 989e12, _H200),
-    "b200": Figures(64e9, f"{_PCIE_5}: {_B200}", 2250e12, _B200),
-    "l4": Figures(32e9, f"{_PCIE_4}: {_L4}", 121e12, _L4),
-    "rtx4090": Figures(32e9, f"{_PCIE_4}: {_ADA}", 165.2e12, _ADA),
-}
+    Tpu(
+        name="v5e",
+        dimensions=2,
+        memory_bytes=16 * GIB - 258 * MIB,
+        memory_source=_LIBTPU,
+        link=Link(15e9, LINK.latency_seconds),
+        link_source=_SCALING_BOOK,
+        flops_per_second=197e12,
+        float32_flops_per_second=197e12,
+        flops_source="cloud.google.com/tpu/docs/v5e",
+        memory_bytes_per_second=819e9,
+        memory_bandwidth_source="cloud.google.com/tpu/docs/v5e",
+    ),
+    Tpu(
+        name="v5p",
+        dimensions=3,
+        memory_bytes=96 * GIB - 279 * MIB,
+        memory_source=_LIBTPU,
+        link=Link(15e9, LINK.latency_seconds),
+        link_source=_SCALING_BOOK,
+        flops_per_second=459e12,
+        float32_flops_per_second=459e12,
+        flops_source="cloud.google.com/tpu/docs/v5p",
+        memory_bytes_per_second=2765e9,
+        memory_bandwidth_source="cloud.google.com/tpu/docs/tpu7x, its column v5p",
+    ),
+    Tpu(
+        name="v6e",
+        dimensions=2,
+        memory_bytes=31 * GIB + 248 * MIB,  # 31.5 GiB less 264 MiB
+        memory_source=_LIBTPU,
+        link=Link(32e9, LINK.latency_seconds),
+        link_source=_SCALING_BOOK,
+        flops_per_second=918e12,
+        float32_flops_per_second=918e12,
+        flops_source="cloud.google.com/tpu/docs/v6e",
+        memory_bytes_per_second=1638e9,
+        memory_bandwidth_source="cloud.google.com/tpu/docs/tpu7x, its column v6e",
+    ),
+    Tpu(
+        name="tpu7x",
+        dimensions=3,
+        devices_per_chip=2,
+        memory_bytes=95 * GIB - 268 * MIB,
+        memory_source=_LIBTPU,
+        # A chip has two devices; no document gives its link.
+        link=Link(32e9, LINK.latency_seconds),
+        link_source="assumed, as of v6e",
+        # Half a chip's, as a device is half a chip.
+        flops_per_second=2307e12 / 2,
+        float32_flops_per_second=2307e12 / 2,
+        flops_source="cloud.google.com/tpu/docs/tpu7x",
+        memory_bytes_per_second=7380e9 / 2,
+        memory_bandwidth_source="cloud.google.com/tpu/docs/tpu7x",
+    ),
+)
 
+# From the CUDA programming guide, "Technical Specifications per Compute Capability".
+_AMPERE = Architecture((8, 0), 64, 2048, 164 * 1024)
+_ADA = Architecture((8, 9), 128, 1536, 100 * 1024)
+_HOPPER = Architecture((9, 0), 128, 2048, 228 * 1024)
+_BLACKWELL = Architecture((10, 0), 128, 2048, 228 * 1024)
 
-def figures(target_name: str) -> Figures:
-    """Those of the chip of a target, such as ``"v5e:4x4"``."""
-    return FIGURES[target_name.partition(":")[0]]
+# Half of what NVIDIA gives for both ways together.
+_PCIE_4 = Link(32e9, LINK.latency_seconds)
+_PCIE_4_SOURCE = "PCIe 4.0 x16, 64 GB/s both ways together"
+_PCIE_5 = Link(64e9, LINK.latency_seconds)
+_PCIE_5_SOURCE = "PCIe 5.0 x16, 128 GB/s both ways together"
+_A100 = "nvidia.com/en-us/data-center/a100"
+_H100 = "nvidia.com/en-us/data-center/h100"
+_H200 = "nvidia.com/en-us/data-center/h200"
+_B200 = "nvidia.com/en-us/data-center/dgx-b200"
+_HGX = "nvidia.com/en-us/data-center/hgx"
+_L4 = "nvidia.com/en-us/data-center/l4"
+_ADA_PAPER = "NVIDIA Ada GPU architecture whitepaper, appendix A"
+# Where XLA itself describes a chip, memory, its bandwidth, cores, cache and clock are
+# those of its description (in openxla/xla), else those of `deviceQuery` on the chip.
+_XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
+_DEVICE_QUERY = "deviceQuery on the chip"
+
+_ALL_GPUS = (
+    Gpu(
+        name="a100-40",
+        description="NVIDIA A100-SXM4-40GB",
+        architecture=_AMPERE,
+        core_count=108,
+        l2_cache_bytes=40 * MIB,
+        clock_ghz=1.41,
+        memory_bytes=42331013120,
+        memory_source=f"{_XLA}a100_sxm_40.txtpb",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_A100}",
+        flops_per_second=312e12,
+        float32_flops_per_second=156e12,
+        flops_source=_A100,
+        memory_bytes_per_second=1555.2e9,
+        memory_bandwidth_source=f"{_XLA}a100_sxm_40.txtpb",
+    ),
+    Gpu(
+        name="a100-80",
+        description="NVIDIA A100-SXM4-80GB",
+        architecture=_AMPERE,
+        core_count=108,
+        l2_cache_bytes=40 * MIB,
+        clock_ghz=1.41,
+        memory_bytes=85100068864,
+        memory_source=f"{_XLA}a100_sxm_80.txtpb",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_A100}",
+        flops_per_second=312e12,
+        float32_flops_per_second=156e12,
+        flops_source=_A100,
+        memory_bytes_per_second=2039.0e9,
+        memory_bandwidth_source=f"{_XLA}a100_sxm_80.txtpb",
+    ),
+    Gpu(
+        name="h100",
+        description="NVIDIA H100 80GB HBM3",
+        architecture=_HOPPER,
+        core_count=132,
+        l2_cache_bytes=50 * MIB,
+        clock_ghz=1.98,
+        memory_bytes=84942979072,
+        memory_source=f"{_XLA}h100_sxm.txtpb",
+        link=_PCIE_5,
+        link_source=f"{_PCIE_5_SOURCE}: {_H100}",
+        flops_per_second=989e12,
+        float32_flops_per_second=495e12,
+        flops_source=_H100,
+        memory_bytes_per_second=3352.3e9,
+        memory_bandwidth_source=f"{_XLA}h100_sxm.txtpb",
+    ),
+    Gpu(
+        name="h200",
+        description="NVIDIA H200 141GB HBM3e",
+        architecture=_HOPPER,
+        core_count=132,
+        l2_cache_bytes=50 * MIB,
+        clock_ghz=1.98,
+        memory_bytes=151397597184,
+        memory_source=f"{_XLA}h200.txtpb",
+        link=_PCIE_5,
+        link_source=f"{_PCIE_5_SOURCE}: {_H200}",
+        flops_per_second=989e12,
+        float32_flops_per_second=495e12,
+        flops_source=_H200,
+        memory_bytes_per_second=4800.0e9,
+        memory_bandwidth_source=f"{_XLA}h200.txtpb",
+    ),
+    Gpu(
+        name="b200",
+        description="NVIDIA B200",
+        architecture=_BLACKWELL,
+        core_count=148,
+        l2_cache_bytes=round(126.5 * MIB),
+        clock_ghz=1.965,
+        memory_bytes=191514411008,
+        memory_source=f"{_XLA}b200.txtpb",
+        link=_PCIE_5,
+        link_source=f"{_PCIE_5_SOURCE}: {_B200}",
+        flops_per_second=2250e12,
+        float32_flops_per_second=1125e12,
+        flops_source=f"{_B200}; in TF32, {_HGX}",
+        memory_bytes_per_second=7672.3e9,
+        memory_bandwidth_source=f"{_XLA}b200.txtpb",
+    ),
+    Gpu(
+        name="l4",
+        description="NVIDIA L4",
+        architecture=_ADA,
+        core_count=58,
+        l2_cache_bytes=48 * MIB,
+        clock_ghz=2.04,
+        memory_bytes=23612293120,
+        memory_source=_DEVICE_QUERY,
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_L4}",
+        flops_per_second=121e12,
+        float32_flops_per_second=60.5e12,
+        flops_source=_L4,
+        memory_bytes_per_second=300.0e9,
+        memory_bandwidth_source=_L4,
+    ),
+    Gpu(
+        name="rtx4090",
+        description="NVIDIA GeForce RTX 4090",
+        architecture=_ADA,
+        core_count=128,
+        l2_cache_bytes=72 * MIB,
+        clock_ghz=2.52,
+        memory_bytes=25250627584,
+        memory_source=_DEVICE_QUERY,
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_ADA_PAPER}",
+        flops_per_second=165.2e12,
+        float32_flops_per_second=82.6e12,
+        flops_source=_ADA_PAPER,
+        # 384 bits at 10501 MHz, at double data rate.
+        memory_bytes_per_second=1008.1e9,
+        memory_bandwidth_source=f"{_DEVICE_QUERY}: bus width and memory clock",
+    ),
+)
+
+TPUS = {chip.name: chip for chip in _ALL_TPUS}
+GPUS = {chip.name: chip for chip in _ALL_GPUS}
+CHIPS: dict[str, Chip] = {**TPUS, **GPUS}

@@ -1,7 +1,8 @@
-"""Compiling for a TPU or a GPU that is not there, and reading what it will need.
+"""Compiling for a TPU or a GPU that is not there.
 
 The compilers are the real ones, from public wheels (`pip install "optax-offload[aot]"`,
 Linux on x86-64), and need no accelerator, no driver and none of NVIDIA's libraries.
+`peak.py` and `transfers.py` read what they make.
 
 Example:
   >>> import jax, jax.numpy as jnp
@@ -17,109 +18,21 @@ Example:
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax._src import config as _jax_config  # See `_compile_only`.
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory, _trees
-from optax_offload._units import size_text
+from optax_offload._units import MIB
+from optax_offload.aot import compilers
+from optax_offload.aot.peak import check_fit, does_not_fit, peak
 from optax_offload.aot.targets import Target
 
-__all__ = [
-    "DoesNotFitError",
-    "Peak",
-    "Target",
-    "compile",
-    "host_computations",
-    "peak",
-]
 
-
-class DoesNotFitError(RuntimeError):
-    """A program needs more memory than a device of its target has.
-
-    Attributes:
-      used_bytes: what it needs on each device. Where the compiler refused the program
-        this is its own number, which it rounds.
-      limit_bytes: what there is on each device.
-      peak: of the program, where there is one nevertheless (on a GPU); else None.
-    """
-
-    def __init__(
-        self, message: str, used_bytes: int, limit_bytes: int, peak: Peak | None = None
-    ):
-        super().__init__(message)
-        self.used_bytes = used_bytes
-        self.limit_bytes = limit_bytes
-        self.peak = peak
-
-
-@dataclasses.dataclass(frozen=True)
-class Peak:
-    """The memory of a compiled program, in bytes on each device.
-
-    Attributes:
-      argument_bytes: arguments in device memory.
-      temporary_bytes: what is only there while the program runs.
-      output_bytes: outputs in device memory.
-      aliased_bytes: outputs that reuse a donated argument, counted in both.
-      host_argument_bytes: arguments in host memory.
-      host_temporary_bytes: as above, in host memory.
-      host_output_bytes: as above, in host memory.
-      host_aliased_bytes: as above, in host memory.
-    """
-
-    argument_bytes: int
-    temporary_bytes: int
-    output_bytes: int
-    aliased_bytes: int
-    host_argument_bytes: int
-    host_temporary_bytes: int
-    host_output_bytes: int
-    host_aliased_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        """Device memory while the program runs."""
-        return (
-            self.argument_bytes
-            + self.temporary_bytes
-            + self.output_bytes
-            - self.aliased_bytes
-        )
-
-    @property
-    def host_peak_bytes(self) -> int:
-        """Host memory while the program runs, for each device."""
-        return (
-            self.host_argument_bytes
-            + self.host_temporary_bytes
-            + self.host_output_bytes
-            - self.host_aliased_bytes
-        )
-
-    def __str__(self) -> str:
-        def line(name: str, prefix: str) -> str:
-            def size(field: str) -> str:
-                return size_text(getattr(self, f"{prefix}{field}_bytes"))
-
-            return (
-                f"{name} {size('peak')} = arguments {size('argument')}"
-                f" + temporaries {size('temporary')} + outputs {size('output')}"
-                f" - aliased {size('aliased')}"
-            )
-
-        device = line("peak", "")
-        return f"{device}\n{line('host', 'host_')}" if self.host_peak_bytes else device
-
-
-def compile(
+# The options of `jax.jit` have the names that they have there.
+def compile(  # noqa: PLR0913
     fn: Callable[..., Any],
     *args: Any,
     target: Target,
@@ -140,26 +53,29 @@ def compile(
     process, and for a GPU it must have no callbacks (`jax.debug.print`).
 
     Args:
-      fn: a function, or a jitted one, which brings its own options.
-      *args: its arguments.
-      target: what to compile for.
-      mesh: for arguments without a sharding; by default the mesh of the first argument
-        that has one, else `target.mesh()`.
-      out_shardings: as of `jax.jit`, on a mesh of the target or of this process.
-      donate_argnums: as of `jax.jit`.
-      static_argnums: as of `jax.jit`.
+      fn: A function, or a jitted one, which brings its own options.
+      *args: Its arguments.
+      target: What to compile for.
+      mesh: The mesh of arguments without a sharding; by default that of the first
+        argument that has one, else `target.mesh()`.
+      out_shardings: As of `jax.jit`, on a mesh of the target or of this process. As
+        there, a result with a sharding that names no memory kind, or `"device"`, is
+        moved to the device; one without a sharding stays where the function left it.
+      donate_argnums: As of `jax.jit`.
+      static_argnums: As of `jax.jit`.
       compiler_options: XLA's, as of `jax.stages.Lowered.compile`.
 
     Returns:
-      What `jax.stages.Lowered.compile` does: for `peak`, `host_computations`, and its
-      own `as_text()` (the scheduled program) and `cost_analysis()`. It cannot be run.
+      What `jax.stages.Lowered.compile` does: for `peak`, `transfers`,
+      `host_computations`, and its own `as_text()` (the scheduled program) and
+      `cost_analysis()`. It cannot be run.
 
     Raises:
-      DoesNotFitError: with the compiler's own numbers where it fails (a TPU's). A GPU's
-        does not fail, it rematerializes and logs: there `peak` is compared with the
-        target's memory.
-      ImportError: the compiler's wheel is not installed; says how to install it.
-      ValueError: options of `jax.jit` for a function that is jitted; an argument on a
+      DoesNotFitError: It does not fit, by the compiler's own numbers where it fails (a
+        TPU's). A GPU's does not fail, it rematerializes and logs: there `peak` is
+        compared with the target's memory.
+      ImportError: The compiler's wheel is not installed; says how to install it.
+      ValueError: Options of `jax.jit` for a function that is jitted; an argument on a
         mesh of another size than the target; an unknown slice.
     """
     options = {
@@ -191,25 +107,33 @@ def compile(
             f"{target.device_count}; make it with target.mesh(...)"
         )
     mesh = _abstract(mesh)
-    tree = _for_target("argument", tree, mesh, target)
+    _check_sizes("argument", tree, target)
+    tree = jax.tree.map(lambda leaf: _argument(leaf, mesh), tree)
     args = tuple(tree.get(i, arg) for i, arg in enumerate(args))
     if out_shardings is not None:
-        options["out_shardings"] = _for_target("output", out_shardings, mesh, target)
-    devices = target.devices
+        _check_sizes("output", out_shardings, target)
+        options["out_shardings"] = jax.tree.map(
+            lambda leaf: _output(leaf, mesh), out_shardings
+        )
     lowered = _lower(fn if jitted else jax.jit(fn, **options), args, mesh, target)
-    compiler_options = dict(compiler_options or {})
+    compiled = _compile(lowered, target, dict(compiler_options or {}))
+    if target.platform == "gpu":
+        check_fit(target, peak(compiled))
+    return compiled
+
+
+def _compile(
+    lowered: jax.stages.Lowered, target: Target, compiler_options: dict[str, Any]
+) -> jax.stages.Compiled:
     if target.platform == "gpu":
         # There is no GPU to tune kernels on; trying costs as much time again.
         compiler_options.setdefault("xla_gpu_autotune_level", 0)
-    if (
-        target.platform == "tpu"
-        and target.memory_bytes < Target(target.name).memory_bytes
-    ):
-        compiler_options["xla_tpu_max_hbm_size_mib"] = target.memory_bytes // 2**20
+    elif target.memory_bytes < target.chip.memory_bytes:
+        compiler_options["xla_tpu_max_hbm_size_mib"] = target.memory_bytes // MIB
     try:
-        compiled = _compile_only(lowered, devices, compiler_options)
+        return compilers.compile_only(lowered, target.devices, compiler_options)
     except jax.errors.JaxRuntimeError as error:
-        if problem := _does_not_fit(target, str(error)):
+        if problem := does_not_fit(target, str(error)):
             raise problem from error
         raise
     except ValueError as error:
@@ -220,58 +144,6 @@ def compile(
             "with_sharding_constraint or device_put in it. Make them on "
             f"target.mesh(...), or from bare PartitionSpecs. JAX says: {error}"
         ) from error
-    if target.platform == "gpu":
-        _check_fit(target, peak(compiled))
-    return compiled
-
-
-def peak(compiled: jax.stages.Compiled) -> Peak:
-    """The memory that a compiled program needs, of `compile` or of JAX itself.
-
-    Raises:
-      ValueError: the platform that it was compiled for does not say.
-    """
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise ValueError(
-            "memory_analysis() of this compiled program is None: its platform does not "
-            "say what memory it needs. Compile it with aot.compile(..., target=...)"
-        )
-    return Peak(
-        argument_bytes=stats.argument_size_in_bytes,
-        temporary_bytes=stats.temp_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        aliased_bytes=stats.alias_size_in_bytes,
-        host_argument_bytes=stats.host_argument_size_in_bytes,
-        host_temporary_bytes=stats.host_temp_size_in_bytes,
-        host_output_bytes=stats.host_output_size_in_bytes,
-        host_aliased_bytes=stats.host_alias_size_in_bytes,
-    )
-
-
-def host_computations(compiled: jax.stages.Compiled) -> tuple[str, ...]:
-    """What a compiled program computes on the host, or in host memory.
-
-    A compiler turns what touches a value in host memory, other than moving it, into
-    host computation: slow, and hardly ever meant. A GPU's compiler logs that, a TPU's
-    is silent.
-
-    Returns:
-      The operations' names (`op_name` in the program's text), without repetitions.
-    """
-    found = {}
-    for line in (compiled.as_text() or "").splitlines():
-        if _HOST_COMPUTATION.search(line):
-            name = re.search(r'op_name="([^"]*)"', line)
-            found[name[1] if name else line.split("=")[0].strip()] = None
-    return tuple(found)
-
-
-# The first is an instruction that XLA left to compute in host memory (GPU), the second
-# one that it gave to the host (TPU, and `compute_on` on both).
-_HOST_COMPUTATION = re.compile(
-    r'_xla_compute_type="host"|custom_call_target="HostExecute"'
-)
 
 
 def mesh_of(tree: Any, target: Target) -> AbstractMesh:
@@ -300,12 +172,11 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _for_target(what: str, tree: Any, mesh: AbstractMesh, target: Target) -> Any:
-    """Puts the leaves (arrays, structs or shardings) onto the target's mesh."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+def _check_sizes(what: str, tree: Any, target: Target) -> None:
+    """All leaves (arrays, structs or shardings) can be put onto the target's mesh."""
     strangers = [
         f"{what} {_trees.path_string(keys)!r} on {_sharding_of(leaf)}"
-        for keys, leaf in flat
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
         if not _can_carry(_sharding_of(leaf), target)
     ]
     if strangers:
@@ -314,8 +185,6 @@ def _for_target(what: str, tree: Any, mesh: AbstractMesh, target: Target) -> Any
             "devices. Use shardings on target.mesh(...), or on a mesh of this process "
             f"whose axis sizes multiply to {target.device_count}"
         )
-    leaves = [_leaf_for_target(leaf, mesh) for _, leaf in flat]
-    return jax.tree_util.tree_unflatten(treedef, leaves)
 
 
 def _can_carry(sharding: Sharding | None, target: Target) -> bool:
@@ -325,26 +194,38 @@ def _can_carry(sharding: Sharding | None, target: Target) -> bool:
     return same_size and isinstance(sharding, NamedSharding)
 
 
-def _leaf_for_target(leaf: Any, mesh: AbstractMesh) -> Any:
-    if isinstance(leaf, PartitionSpec):
-        return NamedSharding(mesh, leaf)
-    sharding = _sharding_of(leaf)
-    is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-    if sharding is None and not is_array:
+def _argument(leaf: Any, mesh: AbstractMesh) -> Any:
+    """The template of an array on the target's mesh; what is no array as it is."""
+    if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf  # A Python scalar, or a static argument of a jitted function.
-    spec = PartitionSpec()
-    if isinstance(sharding, NamedSharding) and sharding.num_devices == mesh.size:
-        mesh, spec = _abstract(sharding.mesh), sharding.spec
     # An abstract mesh cannot tell which kind is the default one, so it is not named.
     kind = _memory.memory_kind_of(leaf)
-    kind = None if kind == "device" else kind
-    sharding = NamedSharding(mesh, spec, memory_kind=kind)
-    if not is_array:
-        return sharding
+    sharding = _moved(leaf, mesh, None if kind == "device" else kind)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
     )
+
+
+def _output(leaf: Any, mesh: AbstractMesh) -> Any:
+    """The sharding of a result on the target's mesh.
+
+    Its kind is always named: on a mesh of real devices JAX takes no kind for
+    `"device"`, and moves the result there. On an abstract one it would leave a result
+    on the host, and then find that this is not what the sharding says.
+    """
+    if isinstance(leaf, PartitionSpec):
+        return NamedSharding(mesh, leaf, memory_kind="device")
+    if not isinstance(leaf, Sharding):
+        return leaf  # For JAX to refuse.
+    return _moved(leaf, mesh, _memory.memory_kind_of(leaf))
+
+
+def _moved(leaf: Any, mesh: AbstractMesh, kind: str | None) -> NamedSharding:
+    sharding = _sharding_of(leaf)
+    if isinstance(sharding, NamedSharding) and sharding.num_devices == mesh.size:
+        return NamedSharding(_abstract(sharding.mesh), sharding.spec, memory_kind=kind)
+    return NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
 
 
 def _lower(
@@ -361,77 +242,3 @@ def _lower(
         with jax.default_device(target.devices[0]):
             platform = "cuda" if target.platform == "gpu" else target.platform
             return traced.lower(lowering_platforms=(platform,))
-
-
-class _CompileOnlyClient:
-    """A client for compile-only devices that JAX takes for an ordinary one."""
-
-    def __init__(self, client: Any):
-        self._client = client
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._client, name)
-
-    def compile_and_load(self, module: Any, **options: Any) -> Any:
-        return self._client.compile(module, **options)
-
-
-def _compile_only(
-    lowered: jax.stages.Lowered,
-    devices: tuple[Any, ...],
-    compiler_options: dict[str, Any],
-) -> jax.stages.Compiled:
-    # Both uses of private parts of JAX are here for the process not to notice.
-    # First, for a compile-only client JAX looks for a real one of the same platform, to
-    # compile with it, and so initialises the process's own backend: too early for
-    # jax.distributed.initialize or jax.config.update("jax_num_cpu_devices", ...), and
-    # with a traceback where a CUDA plugin finds no cuDNN.
-    lowered._lowering.compile_args["backend"] = _CompileOnlyClient(devices[0].client)
-    # Second, JAX's persistent compilation cache, where the process uses it, stores such
-    # programs but cannot load them, and warns of that the next time.
-    with _jax_config.persistent_cache_min_compile_time_secs(math.inf):
-        return lowered.compile(compiler_options, device_assignment=devices)
-
-
-_SIZE = r"([\d.]+)([KMGTP]?)"
-# The ways in which the TPU compiler says that a program is too large
-# (https://openxla.org/xla/errors/error_1000).
-_OUT_OF_MEMORY = [
-    re.compile(pattern.replace("SIZE", _SIZE))
-    for pattern in (
-        r"Used SIZE of SIZE hbm",
-        r"required for HLO temporaries \(SIZE\) exceeds available HBM \(SIZE\)",
-        r"Requires SIZE, has SIZE available",
-        r"TensorCore Hbm usage: SIZE,.* exceeding available bytes: SIZE",
-    )
-]
-
-
-def _does_not_fit(target: Target, message: str) -> DoesNotFitError | None:
-    """The error that the TPU compiler's message stands for, if it is about memory."""
-    for pattern in _OUT_OF_MEMORY:
-        if match := pattern.search(message):
-            used, used_unit, limit, limit_unit = match.groups()
-            return DoesNotFitError(
-                f"the program does not fit on {target.name!r}. The compiler says: "
-                f"{message}",
-                used_bytes=_parse_size(used, used_unit),
-                limit_bytes=_parse_size(limit, limit_unit),
-            )
-    return None
-
-
-def _parse_size(number: str, unit: str) -> int:
-    return round(float(number) * 1024 ** " KMGTP".index(unit or " "))
-
-
-def _check_fit(target: Target, usage: Peak) -> None:
-    if usage.peak_bytes > target.memory_bytes:
-        raise DoesNotFitError(
-            f"the program does not fit on {target.name!r}, whose devices have "
-            f"{size_text(target.memory_bytes)} each: {usage}\n"
-            "(Our comparison: XLA's GPU compiler rematerializes, logs, and goes on.)",
-            used_bytes=usage.peak_bytes,
-            limit_bytes=target.memory_bytes,
-            peak=usage,
-        )

@@ -11,9 +11,7 @@ from rich.table import Table
 
 from optax_offload import _plan
 from optax_offload._units import size_text
-from optax_offload.aot import Target
-from optax_offload.aot import chips as _figures
-from optax_offload.aot import targets as _targets
+from optax_offload.aot import CHIPS, Target
 from optax_offload.cli.checkpoint import SavedLeaf
 from optax_offload.cli.explanation import Explanation
 
@@ -115,15 +113,17 @@ def _shape(shape: Sequence[int]) -> str:
 def target_rows() -> list[dict[str, Any]]:
     """What can be compiled for, one device of each, as plain values."""
     found = []
-    for chip in (*_targets.TPUS, *_targets.GPUS):
-        target, figures = Target(chip), _figures.figures(chip)
+    for name, chip in CHIPS.items():
         found.append(
             {
-                "name": chip,
-                "platform": target.platform,
-                "memory_bytes": target.memory_bytes,
-                "budget_bytes": _plan.default_budget_bytes(target),
-                **figures._asdict(),
+                "name": name,
+                "platform": chip.platform,
+                "memory_bytes": chip.memory_bytes,
+                "budget_bytes": _plan.default_budget_bytes(Target(name)),
+                "link_bytes_per_second": chip.link.bytes_per_second,
+                "link_source": chip.link_source,
+                "flops_per_second": chip.flops_per_second,
+                "flops_source": chip.flops_source,
             }
         )
     return found

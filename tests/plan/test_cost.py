@@ -3,7 +3,6 @@
 import pytest
 
 from optax_offload._plan import cost
-from optax_offload.aot import chips, targets
 
 COST = cost.Cost(
     bytes_each_way=40 * 10**9,
@@ -53,15 +52,3 @@ def test_nothing_moved_costs_nothing():
     assert "nothing is moved" in str(still)
     assert cost.Cost(1, 1.0, "", 0.0, 1.0, "").slowdown() == float("inf")
     assert cost.Cost(0, 1.0, "", 0.0, 1.0, "").slowdown() == 1.0
-
-
-def test_every_chip_has_figures():
-    """With their sources, and of a plausible size."""
-    names = {*targets.TPUS, *targets.GPUS}
-    assert set(chips.FIGURES) == names
-    for chip in names:
-        found = chips.figures(f"{chip}:2x2")
-        assert 1e9 < found.link_bytes_per_second < 1e12
-        assert 1e13 < found.flops_per_second < 1e16
-        assert found.link_source
-        assert found.flops_source
