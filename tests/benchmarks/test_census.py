@@ -1,48 +1,30 @@
 """The census: transfers in scheduled programs, and the model of the link."""
 
+import dataclasses
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from census import Model, census
+from hlo_texts import BRANCHES, LOOP, NOTED, TOP_LEVEL, WAITING, gpu_slices
 from jax import lax
 
+from benchmarks.link.counting import census
+from benchmarks.link.model import Model, model_of
 from optax_offload import aot
+from optax_offload._update import Link
 
 # A transfer of 4 MiB takes 1 ms and 0.1 ms of latency, an operation that reads and
 # writes as much 1 ms.
 MODEL = Model(
-    gb_per_second=2**22 / 1e6,
-    latency_us=100.0,
-    memory_gb_per_second=2**23 / 1e6,
-    peak_tflops=1.0,
+    link=Link(bytes_per_second=2**22 * 1e3, latency_seconds=1e-4),
+    memory_bytes_per_second=2**23 * 1e3,
+    flops_per_second=1e12,
 )
-
-DEVICE = "f32[1048576]{0}"
-HOST = "f32[1048576]{0:S(5)}"
-
-TOP_LEVEL = f"""HloModule jit_step, is_scheduled=true
-
-ENTRY %main (a: f32[1048576], b: f32[1048576]) -> (f32[1048576], f32[1048576]) {{
-  %a = {HOST} parameter(0)
-  %b = {HOST} parameter(1)
-  %load.a = ({DEVICE}, {HOST}, u32[]) copy-start(%a), cross_program_prefetch_index=0
-  %load.b = ({DEVICE}, {HOST}, u32[]) copy-start(%b)
-  %loaded.a = {DEVICE} copy-done(%load.a)
-  %new.a = {DEVICE} negate(%loaded.a), metadata={{op_name="jit(step)/neg"}}
-  %store.a = ({HOST}, {DEVICE}, u32[]) copy-start(%new.a)
-  %loaded.b = {DEVICE} copy-done(%load.b)
-  %new.b = {DEVICE} negate(%loaded.b)
-  %store.b = ({HOST}, {DEVICE}, u32[]) copy-start(%new.b)
-  %stored.a = {HOST} copy-done(%store.a)
-  %stored.b = {HOST} copy-done(%store.b)
-  ROOT %out = ({HOST}, /*index=1*/{HOST}) tuple(%stored.a, %stored.b)
-}}
-"""
 
 
 def milliseconds(value):
+    """A time, about that long."""
     return pytest.approx(value / 1e3)
 
 
@@ -57,8 +39,8 @@ def test_top_level():
     assert found.sizes("load") == [2**22, 2**22]
     assert found.synchronous == 0
     assert found.most_in_flight == (2, 2, 2)
-    assert [t.between for t in found.transfers("load")] == [0, 1]
-    assert [t.between for t in found.transfers("store")] == [1, 0]
+    assert [t.between for t in found.moves("load")] == [0, 1]
+    assert [t.between for t in found.moves("store")] == [1, 0]
     assert found.seconds == milliseconds(4.3)
     assert found.compute_seconds == milliseconds(2)
     assert found.exposed_seconds == milliseconds(2.3)
@@ -75,73 +57,19 @@ def test_waiting_at_once():
     As a copy, in a fusion that reads host memory itself, and within host memory, which
     keeps both directions busy.
     """
-    text = f"""HloModule jit_step, is_scheduled=true
-
-%fused (p: f32[1048576]) -> f32[1048576] {{
-  %p = {HOST} parameter(0)
-  ROOT %n = {DEVICE} negate(%p)
-}}
-
-ENTRY %main (a: f32[1048576], b: f32[1048576]) -> (f32[1048576], f32[1048576]) {{
-  %a = {HOST} parameter(0)
-  %b = {HOST} parameter(1)
-  %twin = {HOST} copy(%b)
-  %new = {DEVICE} fusion(%a), kind=kLoop, calls=%fused
-  %stored = {HOST} copy(%new)
-  ROOT %out = ({HOST}, {HOST}) tuple(%stored, %twin)
-}}
-"""
-    found = census(text, MODEL)
+    found = census(WAITING, MODEL)
     assert {d: found.count(d) for d in ("load", "store", "host copy")} == {
         "load": 1,
         "store": 1,
         "host copy": 1,
     }
     assert found.synchronous == 3
-    assert [t.form for t in found.transfers("load")] == ["fusion"]
+    assert [t.form for t in found.moves("load")] == ["fusion"]
     # The computation of the fusion writes 4 MiB of device memory, the store reads them.
     assert found.seconds == milliseconds(3 * 1.1 + 2 * 0.5)
     assert found.link_seconds == milliseconds(3.3)
     assert found.both_seconds == 0.0
     assert found.efficiency == pytest.approx(1 / 3.3)
-
-
-SLICE, SLICES = "f32[1,1048576]{1,0}", "f32[8,1048576]{1,0:S(5)}"
-
-LOOP = f"""HloModule jit_step, is_scheduled=true
-
-%body (t: (s32[], f32[8,1048576], s32[])) -> (s32[], f32[8,1048576], s32[]) {{
-  %t = (s32[], {SLICES}, s32[]) parameter(0)
-  %i = s32[] get-tuple-element(%t), index=0
-  %buffer = {SLICES} get-tuple-element(%t), index=1
-  %n = s32[] get-tuple-element(%t), index=2
-  %zero = s32[] constant(0)
-  %load = (({SLICES}, s32[], s32[]), {SLICE}, u32[]) dynamic-slice-start(%buffer, %i, \
-%zero), dynamic_slice_sizes={{1,1048576}}
-  %loaded = {SLICE} dynamic-slice-done(%load)
-  %new = {SLICE} negate(%loaded)
-  %store = (({SLICES}, {SLICE}, s32[], s32[]), {SLICES}, u32[]) \
-dynamic-update-slice-start(%buffer, %new, %i, %zero)
-  %stored = {SLICES} dynamic-update-slice-done(%store)
-  ROOT %out = (s32[], {SLICES}, s32[]) tuple(%i, %stored, %n)
-}}
-
-%condition (t.1: (s32[], f32[8,1048576], s32[])) -> pred[] {{
-  %t.1 = (s32[], {SLICES}, s32[]) parameter(0)
-  %i.1 = s32[] get-tuple-element(%t.1), index=0
-  %n.1 = s32[] get-tuple-element(%t.1), index=2
-  ROOT %less = pred[] compare(%i.1, %n.1), direction=LT
-}}
-
-ENTRY %main (a: f32[8,1048576]) -> f32[8,1048576] {{
-  %a = {SLICES} parameter(0)
-  %start = s32[] constant(2)
-  %end = s32[] constant(8)
-  %first = (s32[], {SLICES}, s32[]) tuple(%start, %a, %end)
-  %loop = (s32[], {SLICES}, s32[]) while(%first), condition=%condition, body=%body
-  ROOT %result = {SLICES} get-tuple-element(%loop), index=1
-}}
-"""
 
 
 def test_loop():
@@ -150,7 +78,7 @@ def test_loop():
     (loop,) = found.places
     assert (loop.kind, loop.trip_count, loop.runs) == ("loop", 6, 6)
     assert (loop.most_loads, loop.most_stores, loop.most_together) == (1, 1, 0)
-    assert [(t.form, t.runs) for t in loop.transfers] == [
+    assert [(t.form, t.runs) for t in loop.moves] == [
         ("dynamic-slice", 6),
         ("dynamic-update-slice", 6),
     ]
@@ -161,6 +89,7 @@ def test_loop():
 
 
 def test_trip_count_that_the_compiler_noted():
+    """It counts, and not what the constants before the loop say."""
     noted = 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
     assert census(LOOP.replace("body=%body", noted), MODEL).count("load") == 3
 
@@ -173,33 +102,51 @@ def test_trip_count_that_the_text_does_not_tell():
     assert found.count("load") == 1
 
 
+@pytest.mark.parametrize(
+    ("position", "kernels", "seconds"),
+    [("", 2, 4.2), (NOTED, 0, 3.2)],
+    ids=["kernels", "copy engines"],
+)
+def test_kernels_occupy_the_device(position, kernels, seconds):
+    """What a copy engine does beside a computation, a kernel does before it.
+
+    A load of 1.1 ms that is started before an operation of 1 ms, another one of 1 ms of
+    what was loaded, and a store of 1.1 ms.
+    """
+    part = "f32[4,262144]{1,0}"
+    text = (
+        gpu_slices(position)
+        .replace("8,128]", "8,262144]")
+        .replace("[4,128]", "[4,262144]")
+    )
+    beside = f"  %d = {part} parameter(2)\n  %other = {part} sine(%d)\n  %part ="
+    text = text.replace("  %part =", beside)
+    found = census(text, MODEL)
+    assert found.kernels == kernels
+    assert found.compute_seconds == pytest.approx(2e-3, rel=1e-4)
+    assert found.seconds == pytest.approx(seconds / 1e3, rel=1e-4)
+    pretended = dataclasses.replace(MODEL, kernels_occupy_device=False)
+    as_copies = census(text, pretended)
+    assert as_copies.kernels == kernels
+    assert as_copies.seconds == pytest.approx(3.2e-3, rel=1e-4)
+
+
+def test_model_of_a_target():
+    """A chip's own link, unless flags give another."""
+    target = aot.Target("v5e:2x2")
+    model = model_of(target)
+    assert model.link is target.chip.link
+    assert model.memory_bytes_per_second == target.chip.memory_bytes_per_second
+    assert model.flops_per_second == target.chip.float32_flops_per_second
+    assert model_of(target, 50.0, 10.0).link == Link(50e9, 1e-5)
+    assert model_of(target, latency_us=20.0).link == Link(
+        target.chip.link.bytes_per_second, 2e-5
+    )
+
+
 def test_conditional():
     """The branch that moves more is modelled, both are listed."""
-    text = f"""HloModule jit_step, is_scheduled=true
-
-%wait (p: f32[1048576]) -> f32[1048576] {{
-  ROOT %p = {HOST} parameter(0)
-}}
-
-%twin (q: f32[1048576]) -> f32[1048576] {{
-  %q = {HOST} parameter(0)
-  ROOT %c = {HOST} copy(%q)
-}}
-
-%move (r: f32[1048576]) -> f32[1048576] {{
-  %r = {HOST} parameter(0)
-  %loaded = {DEVICE} copy(%r)
-  ROOT %stored = {HOST} copy(%loaded)
-}}
-
-ENTRY %main (i: s32[], a: f32[1048576]) -> f32[1048576] {{
-  %i = s32[] parameter(0)
-  %a = {HOST} parameter(1)
-  ROOT %out = {HOST} conditional(%i, %a, %a, %a), branch_computations={{%wait, %twin, \
-%move}}
-}}
-"""
-    found = census(text, MODEL)
+    found = census(BRANCHES, MODEL)
     assert {p.name: p.runs for p in found.places} == {"out/twin": 0, "out/move": 1}
     assert found.count("host copy") == 0
     assert found.count("load") == found.count("store") == 1
@@ -216,13 +163,14 @@ ENTRY %main (a: f32[512,1024], b: f32[1024,256]) -> f32[512,256] {
 rhs_contracting_dims={0}
 }
 """
-    found = census(text, Model(memory_gb_per_second=1e9, peak_tflops=1.0))
+    found = census(text, Model(memory_bytes_per_second=1e18, flops_per_second=1e12))
     assert found.seconds == pytest.approx(2 * 512 * 1024 * 256 / 1e12)
     assert found.efficiency is found.both_ways is None
     assert found.places == []
 
 
 def test_text_that_is_not_scheduled():
+    """It is an error that shows how the text starts."""
     with pytest.raises(ValueError, match=r"is_scheduled=true: 'HloModule jit_f'"):
         census("HloModule jit_f")
 
@@ -245,7 +193,7 @@ def test_compiled_copies(target):
     found = census(compiled.as_text())
     assert found.sizes("load") == found.sizes("store") == [2**20] * 2
     assert found.count("host copy") == found.synchronous == 0
-    assert {t.form for t in found.transfers("load")} == {"copy"}
+    assert {t.form for t in found.moves("load")} == {"copy"}
 
 
 @pytest.mark.parametrize("target", ["h100", "v5e:1x1"])
@@ -271,7 +219,7 @@ def test_compiled_loop(target):
     (loop,) = found.places
     assert (loop.kind, loop.trip_count) == ("loop", 8)
     assert found.sizes("load") == found.sizes("store") == [2**20] * 8
-    assert [t.form for t in loop.transfers] == [
+    assert [t.form for t in loop.moves] == [
         "dynamic-slice",
         "dynamic-update-slice",
     ]
@@ -287,7 +235,7 @@ def test_compiled_matrix_products():
         struct = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16)
         compiled = aot.compile(lambda a, b: a @ b, struct, struct, target=target)
         text = compiled.as_text() or ""
-        slow = Model(peak_tflops=1e-3)  # such that only the products count
+        slow = Model(flops_per_second=1e9)  # such that only the products count
         products.append(census(text, slow).seconds * 1e9)
         assert re.search(r"dot\(|convolution\(|gemm", text), text
     assert products == pytest.approx([2 * 8 * 512**3] * 2, rel=0.01)

@@ -1,7 +1,8 @@
 """The search for the largest number that fits."""
 
 import pytest
-from search import Probe, largest
+
+from benchmarks.memory.search import Probe, largest
 
 
 @pytest.mark.parametrize("fixed", [0, 90, 700])
@@ -25,4 +26,5 @@ def test_largest_fits_and_one_more_does_not(fixed, each, jitter, first):
 
 
 def test_nothing_fits():
+    """Then the answer is 0."""
     assert largest(lambda n: Probe(False, 10 * n, 0.0), 5, first=8) == 0

@@ -1,7 +1,8 @@
 """What is read from a profile: transfers, kernels, and how they overlap."""
 
 import pytest
-from spans import kinds_of, length, shares
+
+from benchmarks.common.spans import kinds_of, length, shares
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def test_kinds(name, details, kinds):
 
 
 def test_length_counts_overlaps_once():
+    """Where spans overlap, time is counted once."""
     assert length([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     assert length([]) == 0
 
@@ -47,4 +49,5 @@ def test_shares():
 
 
 def test_no_transfers_have_no_share():
+    """There is nothing to divide by."""
     assert "hidden_share" not in shares({"load": [], "store": [], "kernel": [(0, 1)]})

@@ -5,7 +5,7 @@ overlaps. So the peak on a roomy chip says less about what fits than this does. 
 bisection between nothing and the peak on the chip as it is.
 
 Run:
-    python benchmarks/least_memory.py --workloads=leaves,stacked,tutorial
+    python -m benchmarks.memory.least_memory --workloads=leaves,stacked,tutorial
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from pathlib import Path
 
 import jax
 from absl import app, flags
-from steps import MODES, Wrap, compile_step
-from workloads import WORKLOADS, Workload
 
+from benchmarks.common.steps import MODES, Wrap, compile_step
+from benchmarks.common.workloads import WORKLOADS, Workload
 from optax_offload import aot
+from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
 flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
 flags.DEFINE_float("tolerance", 0.01, "The part of the answer it may be off by.")
 flags.DEFINE_string("out", "out/least_memory", "Where the .json goes.")
-
-MIB = 2**20
 
 
 def least_memory(
@@ -57,6 +56,7 @@ def least_memory(
 
 
 def main(argv: Sequence[str]) -> None:
+    """Bisects for each workload, target and mode, and prints the bounds."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     rows = []

@@ -4,7 +4,7 @@ Compiled with the real compilers for chips that need not be here, and read from 
 was compiled, so the numbers repeat exactly.
 
 Run:
-    python benchmarks/peak_memory.py
+    python -m benchmarks.memory.peak_memory
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 import jax
 from absl import app, flags
 from matplotlib.figure import Figure
-from steps import MODES, Wrap, compile_step
-from workloads import WORKLOADS, Workload
 
+from benchmarks.common.steps import MODES, Wrap, compile_step
+from benchmarks.common.workloads import WORKLOADS, Workload
 from optax_offload import aot
+from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
@@ -32,8 +33,6 @@ flags.DEFINE_float(
     None,
     "Device memory of each target, to see the compilers short of it.",
 )
-
-MIB = 2**20
 
 
 def measure(workload: Workload, target: aot.Target, wrap: Wrap) -> dict:
@@ -64,6 +63,7 @@ def saved(plain: dict, row: dict) -> float | None:
 
 
 def print_row(row: dict) -> None:
+    """Prints a row of the table."""
     mib = {k: f"{row[k] / MIB:9.1f}" for k in row if k.endswith("_bytes")}
     gone = "" if row["saved"] is None else f"{row['saved']:6.2f}"
     print(
@@ -96,6 +96,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Compiles each workload for each target and mode, and prints the peaks."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     memory_bytes = int(FLAGS.memory_gib * 2**30) if FLAGS.memory_gib else None

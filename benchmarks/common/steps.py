@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 import optax
-from workloads import Workload
 
 import optax_offload as oo
+from benchmarks.common.workloads import Workload
 from optax_offload import aot
 
 Wrap = Callable[[Any], Any]
@@ -78,6 +78,6 @@ def compile_step(
 def library_digest() -> str:
     """A digest of the library: its results are only good for what it is."""
     digest = hashlib.sha256()
-    for path in sorted(Path(oo.__file__).parent.glob("*.py")):
+    for path in sorted(Path(oo.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

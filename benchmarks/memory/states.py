@@ -9,7 +9,7 @@ that a machine that is busy for a while is busy for all of them. Files are synce
 written; they are read back from the system's cache.
 
 Run:
-    JAX_PLATFORMS=cpu python benchmarks/states.py
+    JAX_PLATFORMS=cpu python -m benchmarks.memory.states
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import numpy as np
 from absl import app, flags, logging
 
 import optax_offload as oo
+from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("state_mib", 2048, "Size of the state whose moves are measured.")
@@ -46,7 +47,6 @@ flags.DEFINE_string("directory", None, "On the disk to measure [default: tempora
 flags.DEFINE_string("out", "out/states", "Where the .json goes.")
 flags.DEFINE_string("case", None, "Measures one case, and prints it. For this program.")
 
-MIB = 2**20
 CASES: dict[str, dict[str, Any]] = {
     "pinned_host": {"memory_kind": "pinned_host", "block": True},
     "pinned_host, block=False": {"memory_kind": "pinned_host", "block": False},
@@ -99,6 +99,7 @@ def live_bytes() -> int:
 
 
 def status_bytes(name: str) -> int:
+    """Reads a size of this process from the kernel."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
@@ -148,6 +149,7 @@ def wait_for(state: Any, deleted: bool) -> None:
 
 
 def memory_table(directory: Path) -> list[dict[str, Any]]:
+    """Measures each case in a process of its own, and prints the table."""
     print("MiB                        state   offload: peak  live  after    s", end="")
     print("   reload: peak  live  after    s")
     rows = []
@@ -155,7 +157,7 @@ def memory_table(directory: Path) -> list[dict[str, Any]]:
         arguments = [f"--case={case}", f"--directory={directory / 'peak'}"]
         sizes = [f"--state_mib={FLAGS.state_mib}", f"--leaves={FLAGS.leaves}"]
         done = subprocess.run(
-            [sys.executable, __file__, *arguments, *sizes],
+            [sys.executable, "-m", "benchmarks.memory.states", *arguments, *sizes],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
@@ -294,6 +296,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Measures memory and disk, and prints how we compare."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     if FLAGS.case:

@@ -1,4 +1,4 @@
-"""The smallest target that known models fit: no offload, the usual recipe, and ours.
+r"""The smallest target that known models fit: no offload, the usual recipe, and ours.
 
 Full fine-tuning with Adam, of `examples/models.py`: parameters in bfloat16, float32
 copies of them beside Adam's moments in the state. Each target is compiled for, from the
@@ -8,8 +8,9 @@ passed over. What was compiled is kept beside the results, and is not compiled a
 (ours is, if the library has changed).
 
 Run (the second is one row):
-    python benchmarks/fit_models.py
-    python benchmarks/fit_models.py --models=llama3_8b --families=gpu --modes=ours
+    python -m benchmarks.memory.fit_models
+    python -m benchmarks.memory.fit_models --models=llama3_8b --families=gpu \
+        --modes=ours
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import models
 from absl import app, flags
-from steps import MODES, library_digest
 
 import optax_offload as oo
+from benchmarks.common.steps import MODES, library_digest
+from examples import models
 from optax_offload import _plan, aot
 
 FLAGS = flags.FLAGS
@@ -126,6 +127,7 @@ def smallest(prober: Prober, model: str, family: str, mode: str) -> dict[str, An
 
 
 def main(argv: Sequence[str]) -> None:
+    """Finds the smallest target of each row, and prints the table."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     out = Path(FLAGS.out)

@@ -1,4 +1,4 @@
-"""A plan's predicted slowdown beside the measured one, on the accelerator that is here.
+r"""A plan's predicted slowdown beside the measured one, on the accelerator here.
 
 A Flax decoder is planned for with a budget that makes a part of its state go, or all of
 it, with the link of this machine measured; then the plain step and the planned one are
@@ -6,7 +6,8 @@ timed. The utilization of the chip, which a plan assumes, is also read off the p
 step, and the prediction repeated with that.
 
 Run:
-    python benchmarks/plan_time.py --target=h100 --out=benchmarks/results/plan_time_h100
+    python -m benchmarks.time.plan_time --target=h100 \
+        --out=benchmarks/results/plan_time_h100
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from typing import Any
 
 import jax
 from absl import app, flags
-from steps import train_step
-from workloads import decoder
 
 import optax_offload as oo
+from benchmarks.common.steps import train_step
+from benchmarks.common.workloads import decoder
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
@@ -85,6 +86,7 @@ def seconds(offload: Any, target: aot.Target, batch: int) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Times plans beside what they predicted."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     target = aot.Target(FLAGS.target)

@@ -1,4 +1,4 @@
-"""The time of a step on the accelerator of this machine, and what it is made of.
+r"""The time of a step on the accelerator of this machine, and what it is made of.
 
 A Flax decoder is trained for some steps without offload (where it fits), with the usual
 recipe, and with ours at several windows: in turns, in one process. Beside each:
@@ -10,9 +10,10 @@ recipe, and with ours at several windows: in turns, in one process. Beside each:
 - from a profile, how long transfers run, and how much of that beside kernels.
 
 Run (the second only tries it out):
-    python benchmarks/step_time.py --out=benchmarks/results/h100
-    JAX_PLATFORMS=cpu python benchmarks/step_time.py --layers=2 --width=64 --heads=2 \
-        --vocabulary=256 --batch=2 --context=16 --bandwidth_mib=8 --windows_mib=1
+    python -m benchmarks.time.step_time --out=benchmarks/results/h100
+    JAX_PLATFORMS=cpu python -m benchmarks.time.step_time --layers=2 --width=64 \
+        --heads=2 --vocabulary=256 --batch=2 --context=16 --bandwidth_mib=8 \
+        --windows_mib=1
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 from matplotlib.figure import Figure
-from spans import of_profile
-from steps import recipe, train_step
-from workloads import Workload, decoder
 
 import optax_offload as oo
+from benchmarks.common.spans import of_profile
+from benchmarks.common.steps import recipe, train_step
+from benchmarks.common.workloads import Workload, decoder
+from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_bool("scan", True, "Layers as one stacked leaf, by nn.scan.")
@@ -54,7 +56,6 @@ flags.DEFINE_integer("bandwidth_mib", 1024, "Moved each way to measure the link.
 flags.DEFINE_string("out", "out/step_time", "Where the .json and the .png go.")
 flags.DEFINE_string("peak_of", None, "Only run this mode, and print its peak.")
 
-MIB = 2**20
 PROFILED_STEPS = 3
 
 
@@ -75,6 +76,7 @@ def modes() -> dict[str, Callable[[Any], Any]]:
 
 
 def workload() -> Workload:
+    """Makes the decoder that the flags describe."""
     return decoder(
         FLAGS.scan,
         layers=FLAGS.layers,
@@ -191,7 +193,8 @@ def peak_of(mode: str) -> dict[str, Any]:
 
 def peak_in_a_process(mode: str) -> dict[str, Any]:
     """The same in a process of its own, with the flags of this one."""
-    command = [sys.executable, __file__, *sys.argv[1:], f"--peak_of={mode}"]
+    module = "benchmarks.time.step_time"
+    command = [sys.executable, "-m", module, *sys.argv[1:], f"--peak_of={mode}"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
@@ -217,6 +220,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Times and profiles all modes, each beside its floor."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     if FLAGS.peak_of:
@@ -287,6 +291,7 @@ def in_turns(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def print_row(row: dict) -> None:
+    """Prints a row of the table."""
     peak = row["peak_bytes"]
     profiled = row["profile"] or {}
     hidden = profiled.get("hidden_share")

@@ -6,8 +6,8 @@ interpolating the peaks. What was compiled is kept beside the results, and is no
 compiled again (ours is, if the library has changed).
 
 Run:
-    python benchmarks/largest_model.py
-    python benchmarks/largest_model.py --noscan --memory_gib=4 --width=1024
+    python -m benchmarks.memory.largest_model
+    python -m benchmarks.memory.largest_model --noscan --memory_gib=4 --width=1024
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 import jax
 from absl import app, flags
 from matplotlib.figure import Figure
-from search import MAX_LAYERS, Probe, largest
-from steps import MODES, compile_step, library_digest
-from workloads import decoder
 
+from benchmarks.common.steps import MODES, compile_step, library_digest
+from benchmarks.common.workloads import decoder
+from benchmarks.memory.search import MAX_LAYERS, Probe, largest
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
@@ -124,6 +124,7 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Searches for each target and mode, and prints what fits."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     out = Path(FLAGS.out)

@@ -4,7 +4,7 @@ An update of many leaves, with clipping and adamw, on the CPU. The modes take tu
 that a machine that is busy for a while is busy for all of them.
 
 Run:
-    JAX_PLATFORMS=cpu python benchmarks/compile_time.py
+    JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from steps import MODES
 
 import optax_offload as oo
+from benchmarks.common.steps import MODES
 
 FLAGS = flags.FLAGS
 flags.DEFINE_integer("leaves", 600, "Leaves that are compiled.")
@@ -102,6 +102,7 @@ def growth(rows: list[dict], mode: str) -> float:
 
 
 def main(argv: Sequence[str]) -> None:
+    """Times the phases of each mode in turns, and prints the ratios."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     compiled = in_turns([FLAGS.leaves], FLAGS.rounds, PHASES)

@@ -1,0 +1,1 @@
+"""What offloading saves and costs, measured or read from compiled programs."""

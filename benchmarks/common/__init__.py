@@ -1,0 +1,1 @@
+"""What the benchmarks share: workloads, steps, spans of time."""

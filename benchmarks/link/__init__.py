@@ -1,0 +1,1 @@
+"""How well the link between device and host is used."""

@@ -1,0 +1,57 @@
+"""The model of a device and its link that the census lets a schedule run on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from optax_offload import aot
+from optax_offload._update import LINK, Link
+
+_H100 = aot.CHIPS["h100"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What the modelled times are made of.
+
+    Attributes:
+      link: The link to the host.
+      memory_bytes_per_second: Bandwidth of device memory.
+      flops_per_second: Matrix products at JAX's default precision.
+      kernels_occupy_device: Whether the device computes nothing beside a transfer that
+        is done by a kernel. False pretends that copy engines did it.
+    """
+
+    link: Link = LINK
+    memory_bytes_per_second: float = _H100.memory_bytes_per_second
+    flops_per_second: float = _H100.float32_flops_per_second
+    kernels_occupy_device: bool = True
+
+    def least_seconds(self, nbytes: int) -> float:
+        """The time of a transfer without latency."""
+        return nbytes / self.link.bytes_per_second
+
+    def compute_seconds(self, nbytes: int, flops: int) -> float:
+        """The time of an operation: its bytes or its products, what takes longer."""
+        return max(nbytes / self.memory_bytes_per_second, flops / self.flops_per_second)
+
+
+def model_of(
+    target: aot.Target,
+    gb_per_second: float | None = None,
+    latency_us: float | None = None,
+) -> Model:
+    """The model of a target, by its chip.
+
+    Args:
+      target: What the program was compiled for.
+      gb_per_second: Bandwidth of the link, instead of the documented one.
+      latency_us: Latency of the link, instead of the assumed one.
+    """
+    chip = target.chip
+    link = chip.link
+    if gb_per_second is not None:
+        link = dataclasses.replace(link, bytes_per_second=gb_per_second * 1e9)
+    if latency_us is not None:
+        link = dataclasses.replace(link, latency_seconds=latency_us / 1e6)
+    return Model(link, chip.memory_bytes_per_second, chip.float32_flops_per_second)

@@ -1,0 +1,1 @@
+"""How much device and host memory is needed."""

@@ -1,0 +1,1 @@
+"""How long a step, and compiling it, takes."""
