@@ -1,6 +1,7 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
 from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
+from optax_offload._jit import jit
 from optax_offload._memory import set_memory_kind
 from optax_offload._offload import offload
 from optax_offload._place import place
@@ -21,6 +22,7 @@ __all__ = [
     "Rule",
     "Step",
     "eval_shape",
+    "jit",
     "load_config",
     "measure_link",
     "memory_report",

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax._src.core import trace_state_clean
 from jax.extend.core import primitives
+from jax.interpreters import partial_eval
 
 # Whether loops may run once, as those over whole leaves. With JAX 0.10.2 a TPU's
 # compiler takes their bodies for row-major, and copies on the host what is not.
@@ -32,3 +34,20 @@ def weakly_typed(x: jax.Array) -> jax.Array:
         moved, new_dtype=x.dtype, weak_type=True, sharding=None
     )
     return jax.device_put(weak, x.sharding)
+
+
+def tracing() -> bool:
+    """Whether something is being traced or transformed just now."""
+    return not trace_state_clean()
+
+
+def used_inputs(traced: jax.stages.Traced) -> list[bool]:
+    """Which leaves of a call its function reads; `jax.jit` leaves the others out."""
+    jaxpr = traced.jaxpr.jaxpr  # A jaxpr of JAX 0.11 and later has itself as this.
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
+def forget_only_call(jitted: Any) -> None:
+    """Takes a call that raised out of a jitted function's count of calls it knows."""
+    if jitted._cache_size() == 1:
+        jitted._clear_cache()

@@ -1,0 +1,5 @@
+"""The step that an offloaded update is part of: jitted so that nothing is undone."""
+
+from optax_offload._jit.jit import jit
+
+__all__ = ["jit"]

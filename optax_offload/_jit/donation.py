@@ -1,0 +1,251 @@
+"""Donated arguments and the results that are written into them, in one kind of memory.
+
+`jax.jit` pairs them by shape and dtype alone, in their order, wherever the sharding of
+one argument or one result is not given (`_set_up_aliases` in JAX's
+`jax/_src/interpreters/mlir.py`: "For jit's where out_shardings is not specified, we
+don't know the memory kind so don't condition the logic based on the memory kind"; the
+same in JAX 0.10.2 and 0.12.0.1). A host buffer is then the place of a device result:
+the CPU client ends the process, and on a GPU the result silently is in host memory.
+
+When the function's body is lowered, all is known: what is donated, and the kind of each
+argument and result. Both, and JAX's pairs, are attributes of the program's main
+function. So the step has one more equation, `pair_donations`, which is nothing in the
+program: lowering it looks at the pairs, and where one is of two kinds makes all anew.
+A program that needs none of this is the one that `jax.jit` makes, letter for letter,
+and calls cost nothing, as they would if leaves were put into another order for JAX.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import warnings
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
+
+from optax_offload import _compat, _memory
+
+_ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
+_DONOR = "jax.buffer_donor"  # This argument's buffer may be any result's; XLA chooses.
+_KIND = "mhlo.memory_kind"
+_SHARDING = ("sdy.sharding", "mhlo.sharding")
+
+
+def donated_leaves(args: Any, traced: jax.stages.Traced) -> list[jax.Array]:
+    """The leaves that a call donates, of those that its function reads.
+
+    Random keys are left out: JAX has them on the device only, and pairs them well.
+
+    Args:
+      args: positional and keyword arguments of the call, as they are being traced.
+      traced: the same call.
+    """
+    # What is not traced is static.
+    leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.core.Tracer)]
+    infos = jax.tree.leaves(traced.args_info)
+    return [
+        x
+        for x, info, used in zip(
+            leaves, infos, _compat.used_inputs(traced), strict=True
+        )
+        if info.donated and used and not _is_key(x)
+    ]
+
+
+def pair(results: Any, donated: Sequence[jax.Array]) -> Any:
+    """The results; when they are lowered, donated arguments are paired with them."""
+    leaves, treedef = jax.tree.flatten(results)
+    # Any result will do: it has to be one, or the equation would be dropped.
+    i = next((i for i, x in enumerate(leaves) if not _is_key(x)), None)
+    if donated and i is not None:
+        leaves[i] = _pair_donations.bind(leaves[i], *donated)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _is_key(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An argument or a result of a program.
+
+    Attributes:
+      position: Among the program's arguments, or its results.
+      type: Its shape and dtype.
+      size: How many numbers it has.
+      kind: Its memory kind.
+      sharding: How it is sharded over the program's devices; None where XLA decides.
+    """
+
+    position: int
+    type: Hashable
+    size: int
+    kind: str
+    sharding: Hashable = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """What becomes of donated arguments.
+
+    Attributes:
+      aliases: The result that is written into an argument, by position.
+      donors: Arguments that XLA finds a result for; it looks at memory kinds.
+      unusable: Arguments that no result of their kind can use.
+    """
+
+    aliases: Mapping[int, int]
+    donors: frozenset[int]
+    unusable: frozenset[int]
+
+
+def pairs_by_kind(
+    donated: Iterable[Buffer], results: Iterable[Buffer], partitioned: bool
+) -> Pairs:
+    """Pairs as JAX does (in their order, by shape and dtype), within a memory kind.
+
+    Args:
+      donated: the donated arguments.
+      results: the results that are not taken by others.
+      partitioned: whether the program runs on several devices. Then, as with JAX, only
+        results whose sharding is given can be paired here; XLA pairs the others.
+    """
+
+    def key(buffer: Buffer) -> Hashable:
+        return buffer.type, buffer.kind, buffer.sharding if partitioned else None
+
+    free = list(results)
+    waiting: dict[Hashable, collections.deque[Buffer]] = collections.defaultdict(
+        collections.deque
+    )
+    for result in free:
+        if result.sharding is not None or not partitioned:
+            waiting[key(result)].append(result)
+    aliases: dict[int, int] = {}
+    rest: list[Buffer] = []
+    for argument in donated:
+        same = waiting[key(argument)]
+        if same:
+            result = same.popleft()
+            aliases[argument.position] = result.position
+            free.remove(result)
+        else:
+            rest.append(argument)
+    donors = set()
+    for argument in rest:
+        fitting = [
+            result
+            for result in free
+            if result.kind == argument.kind
+            and (result.size == argument.size or partitioned)
+        ]
+        if fitting:
+            free.remove(fitting[0])
+            donors.add(argument.position)
+    unusable = {argument.position for argument in rest} - donors
+    return Pairs(aliases, frozenset(donors), frozenset(unusable))
+
+
+def _pair_in(ctx: mlir.LoweringRuleContext, result: Any, *donated: Any) -> list[Any]:
+    """Lowers `pair_donations`: to nothing, but for the main function's attributes."""
+    module = ctx.module_context.module
+    main = ctx.module_context.symbol_table["main"]
+    attributes = [_named(a) for a in main.arg_attrs]
+    kinds = {
+        _position(main, value): _memory.kind_of_type(aval)
+        for value, aval in zip(donated, ctx.avals_in[1:], strict=True)
+    }
+    arguments = [
+        dataclasses.replace(buffer, kind=_kind(attributes[i], kinds.get(i, "device")))
+        for i, buffer in enumerate(_buffers(main.type.inputs, attributes))
+    ]
+    results = _buffers(main.type.results, [_named(a) for a in main.result_attrs])
+    given = {
+        i: ir.IntegerAttr(a[_ALIAS]).value
+        for i, a in enumerate(attributes)
+        if _ALIAS in a
+    }
+    if all(arguments[i].kind == results[j].kind for i, j in given.items()):
+        return [result]
+    taken = {j for i, j in given.items() if i not in kinds}
+    pairs = pairs_by_kind(
+        [arguments[i] for i in sorted(kinds)],
+        [r for r in results if r.position not in taken],
+        _partitions(module) > 1,
+    )
+    _warn_of_unusable(pairs.unusable, [attributes[i] for i in sorted(kinds)], arguments)
+    for i in kinds:
+        attributes[i].pop(_ALIAS, None)
+        attributes[i].pop(_DONOR, None)
+        if i in pairs.aliases:
+            i32 = ir.IntegerType.get_signless(32)
+            attributes[i][_ALIAS] = ir.IntegerAttr.get(i32, pairs.aliases[i])
+        elif i in pairs.donors:
+            attributes[i][_DONOR] = ir.BoolAttr.get(True)
+    main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in attributes])
+    return [result]
+
+
+def _warn_of_unusable(
+    unusable: Collection[int],
+    attributes: Sequence[Mapping[str, Any]],
+    arguments: Sequence[Buffer],
+) -> None:
+    """Warns as JAX does, of those that it has not warned of."""
+    warned = sum(_ALIAS not in a and _DONOR not in a for a in attributes)
+    if len(unusable) > warned:
+        shown = ", ".join(
+            f"{arguments[i].type} in {arguments[i].kind}" for i in sorted(unusable)
+        )
+        warnings.warn(
+            f"Some donated buffers were not usable: {shown}. No result of their size "
+            "is left in their memory. Do not donate them, or return what takes their "
+            "place",
+            stacklevel=2,
+        )
+
+
+def _position(main: Any, value: Any) -> int:
+    """Which of the main function's arguments a value is."""
+    argument = ir.BlockArgument(value)
+    assert argument.owner == main.entry_block
+    return argument.arg_number
+
+
+def _named(attributes: Any) -> dict[str, Any]:
+    return {a.name: a.attr for a in ir.DictAttr(attributes)}
+
+
+def _kind(attributes: Mapping[str, Any], otherwise: str) -> str:
+    kind = attributes.get(_KIND)
+    return otherwise if kind is None else ir.StringAttr(kind).value
+
+
+def _buffers(types: Iterable[Any], attributes: Iterable[Mapping[str, Any]]) -> list:
+    found = []
+    for i, (type_, named) in enumerate(zip(types, attributes, strict=True)):
+        ranked = isinstance(type_, ir.RankedTensorType)
+        shape = tuple(ir.RankedTensorType(type_).shape) if ranked else ()
+        sharding = next((str(named[k]) for k in _SHARDING if k in named), None)
+        kind = _kind(named, "device")
+        found.append(Buffer(i, str(type_), math.prod(shape), kind, sharding))
+    return found
+
+
+def _partitions(module: Any) -> int:
+    return ir.IntegerAttr(module.operation.attributes["mhlo.num_partitions"]).value
+
+
+_pair_donations = jex.Primitive("pair_donations")
+_pair_donations.def_impl(lambda result, *donated: result)
+_pair_donations.def_abstract_eval(lambda result, *donated: result)
+# Lowered where it is, not in a function of its own that JAX would use again.
+mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)

@@ -1,0 +1,236 @@
+"""Donated buffers stay in their memory, in whatever order a step takes and returns."""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from donation_orders import LEAF_BYTES, ORDERS, start, templates
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from optax_offload import aot
+from optax_offload._jit.donation import Buffer, Pairs, pairs_by_kind
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+UNUSABLE = "Some donated buffers were not usable"
+orders = pytest.mark.parametrize("order", ORDERS, ids=str)
+
+
+def run(step, order, steps=3):
+    """Runs steps, as many as can follow on one another; what the last one returns."""
+    values = start()
+    for _ in range(steps):
+        results = step(*(values[name] for name in order.takes))
+        results = results if len(order.returns) > 1 else (results,)
+        results = dict(zip(order.returns, results, strict=True))
+        if not set(order.donates) <= set(results):
+            break
+        values.update(results)
+    return results
+
+
+def kinds(tree):
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def main_arguments(lowered):
+    """The attributes of each of a program's arguments."""
+    (line,) = re.findall(r"func\.func public @main\((.*?)\) -> ", lowered.as_text())
+    return re.split(r"%arg\d+: ", line)[1:]
+
+
+def main_results(lowered):
+    (line,) = re.findall(
+        r"func\.func public @main\(.*?\) -> \((.*?)\) {$", lowered.as_text(), re.M
+    )
+    return re.split(r"(?<=[>}]), (?=tensor)", line)
+
+
+def crossing(lowered):
+    """How many of a program's pairs are of two kinds of memory."""
+    results = main_results(lowered)
+    return sum(
+        ("pinned_host" in argument) != ("pinned_host" in results[int(found[1])])
+        for argument in main_arguments(lowered)
+        if (found := re.search(r"tf.aliasing_output = (\d+)", argument))
+    )
+
+
+@orders
+def test_jax_itself_pairs_across_memories(order):
+    """Should this fail, `oo.jit` may no longer be needed for it."""
+    args = [start()[name] for name in order.takes]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNUSABLE)
+        lowered = jax.jit(order.step, donate_argnums=order.donate_argnums).lower(*args)
+    assert bool(crossing(lowered)) == order.jax_is_wrong
+
+
+@orders
+def test_same_numbers_as_without_donation_where_the_step_left_them(order):
+    """Three steps, and what was donated is gone."""
+    step = oo.jit(order.step, donate_argnums=order.donate_argnums)
+    with warnings.catch_warnings():
+        if order.name == "state-dropped":
+            warnings.filterwarnings("ignore", UNUSABLE)
+        given = run(step, order)
+    plain = run(jax.jit(order.step), order)
+    assert kinds(given) == kinds(plain)
+    assert kinds(given.get("params")) == ["device"]
+    jax.tree.map(np.testing.assert_array_equal, given, plain)
+
+
+@orders
+def test_where_jax_pairs_well_the_program_is_the_same(order):
+    """Letter for letter; else only who is paired with whom is another."""
+    args = [start()[name] for name in order.takes]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNUSABLE)
+        ours, jaxs = (
+            jit(order.step, donate_argnums=order.donate_argnums).lower(*args)
+            for jit in (oo.jit, jax.jit)
+        )
+    assert crossing(ours) == 0
+    pairs = r"(, )?(tf.aliasing_output = \d+ : i32|jax.buffer_donor = true)(, )?"
+    if order.jax_is_wrong:
+        assert re.sub(pairs, "", ours.as_text()) == re.sub(pairs, "", jaxs.as_text())
+    else:
+        assert ours.as_text() == jaxs.as_text()
+
+
+@pytest.mark.aot
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("chip", ["h100", "v5e"])
+@orders
+def test_bytes_of_compiled_programs(chip, order):
+    """Results in each memory, and those that are written into what was donated."""
+    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
+    pytest.importorskip("libtpu", reason='needs pip install "optax-offload[aot]"')
+    args = [templates()[name] for name in order.takes]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNUSABLE)
+        step = oo.jit(order.step, donate_argnums=order.donate_argnums)
+        peak = aot.peak(aot.compile(step, *args, target=aot.Target(chip)))
+    device, host = order.aliased
+    leaves = 2 if "grads" in order.returns else 1
+    assert peak.host_output_bytes == order.host_leaves * LEAF_BYTES
+    assert peak.host_aliased_bytes == host * LEAF_BYTES
+    assert peak.host_temporary_bytes == order.copied * LEAF_BYTES
+    assert leaves * LEAF_BYTES <= peak.output_bytes < leaves * LEAF_BYTES + 2**16
+    assert device * LEAF_BYTES <= peak.aliased_bytes < device * LEAF_BYTES + 2**16
+
+
+def test_a_donated_leaf_that_no_result_of_its_memory_can_use_is_not_donated():
+    """It is alive afterwards, and a warning says so, as of `jax.jit`."""
+    host = jax.device_put(jnp.ones((256, 256)), HOST)
+    double = oo.jit(lambda x: jax.device_put(x, DEVICE) * 2, donate_argnums=0)
+    with pytest.warns(
+        UserWarning, match=r"not usable: tensor<256x256xf32> in pinned_h"
+    ):
+        result = double(host)
+    assert result.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(host, 1.0)
+    np.testing.assert_array_equal(result, 2.0)
+
+
+def test_results_of_another_shape_take_the_buffer_within_a_memory():
+    """XLA finds them; it looks at the memory, on CPU too."""
+
+    def step(a, b):
+        a, b = jax.device_put((a, b), DEVICE)
+        return jnp.ravel(a) * 2, jax.device_put(jnp.ravel(b) * 3, HOST)
+
+    host = jax.device_put(jnp.ones((256, 256)), HOST)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNUSABLE)
+        first, second = oo.jit(step, donate_argnums=(0, 1))(host, jnp.ones((256, 256)))
+    assert kinds((first, second)) == ["device", "pinned_host"]
+    np.testing.assert_array_equal(first, 2.0)
+    np.testing.assert_array_equal(second, 3.0)
+
+
+def test_leaves_that_are_not_read_are_left_alone():
+    """As by `jax.jit`: they are no arguments of the program, nor donated."""
+
+    def step(state):
+        return {"a": state["a"] + 1}
+
+    state = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    assert len(main_arguments(oo.jit(step, donate_argnums=0).lower(state))) == 1
+    oo.jit(step, donate_argnums=0)(state)
+    assert state["a"].is_deleted()
+    assert not state["b"].is_deleted()
+    state = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    kept = oo.jit(step, donate_argnums=0, keep_unused=True)
+    with pytest.warns(UserWarning, match=UNUSABLE):
+        assert len(main_arguments(kept.lower(state))) == 2
+
+
+def test_the_same_buffer_donated_twice_is_jaxs_error():
+    """It is not made anything else."""
+    host = jax.device_put(jnp.ones((256, 256)), HOST)
+    step = oo.jit(lambda a, b: (b, a), donate_argnums=(0, 1))
+    with pytest.raises(Exception, match="donate the same buffer twice"):
+        step(host, host)
+
+
+@pytest.mark.parametrize("named", ["params", "state", "both"])
+def test_on_a_mesh_with_some_shardings_named(named):
+    """JAX pairs what is named by shape; nothing crosses here."""
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    rows = NamedSharding(mesh, P("x"))
+    params = jax.device_put(jnp.ones((64, 64)), rows)
+    state = jax.device_put(jnp.ones((64, 64)), rows.with_memory_kind("pinned_host"))
+
+    def step(state, params):
+        new = jax.device_put(state, DEVICE) + params
+        return params + 1, jax.device_put(new, HOST)
+
+    out = {"params": (rows, None), "state": (None, rows), "both": rows}[named]
+    step = oo.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    for i in range(3):
+        assert crossing(step.lower(state, params)) == 0
+        params, state = step(state, params)
+        assert kinds((params, state)) == ["device", "pinned_host"]
+        np.testing.assert_array_equal(params, i + 2.0)
+
+
+def buffers(*kinds, size=4, sharding=None):
+    return [Buffer(i, size, size, kind, sharding) for i, kind in enumerate(kinds)]
+
+
+@pytest.mark.parametrize(
+    ("donated", "results", "expected"),
+    [
+        ("h", "d", Pairs({}, frozenset(), frozenset({0}))),
+        ("hd", "d", Pairs({1: 0}, frozenset(), frozenset({0}))),
+        ("hd", "dh", Pairs({0: 1, 1: 0}, frozenset(), frozenset())),
+        ("hh", "dhdh", Pairs({0: 1, 1: 3}, frozenset(), frozenset())),
+        ("dh", "", Pairs({}, frozenset(), frozenset({0, 1}))),
+        ("", "dh", Pairs({}, frozenset(), frozenset())),
+    ],
+)
+def test_pairs(donated, results, expected):
+    """In their order, within a memory."""
+    assert pairs_by_kind(buffers(*donated), buffers(*results), False) == expected
+
+
+def test_pairs_of_another_shape_are_left_to_xla():
+    """Of the same size and memory."""
+    argument = Buffer(0, "8x8", 64, "h")
+    assert pairs_by_kind([argument], [Buffer(0, "64", 64, "h")], False).donors == {0}
+    assert pairs_by_kind([argument], [Buffer(0, "64", 64, "d")], False).unusable == {0}
+    assert pairs_by_kind([argument], [Buffer(0, "32", 32, "h")], False).unusable == {0}
+
+
+def test_pairs_on_several_devices():
+    """Of the same sharding where it is given; else XLA decides."""
+    rows, columns = buffers("h", sharding="rows"), buffers("h", sharding="columns")
+    assert pairs_by_kind(rows, rows, True).aliases == {0: 0}
+    assert pairs_by_kind(rows, columns, True).donors == {0}
+    assert pairs_by_kind(rows, buffers("h"), True).donors == {0}
+    assert pairs_by_kind(rows, buffers("d"), True).unusable == {0}
