@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax._src import config as _config
 from jax._src.core import trace_state_clean
 from jax.extend.core import primitives
 from jax.interpreters import partial_eval
@@ -39,6 +40,11 @@ def weakly_typed(x: jax.Array) -> jax.Array:
 def tracing() -> bool:
     """Whether something is being traced or transformed just now."""
     return not trace_state_clean()
+
+
+def jit_is_disabled() -> bool:
+    """Whether functions that are jitted run as they are, as of `jax.disable_jit`."""
+    return _config.disable_jit.value
 
 
 def used_inputs(traced: jax.stages.Traced) -> list[bool]:

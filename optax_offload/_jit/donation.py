@@ -25,6 +25,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import mlir
@@ -157,7 +158,7 @@ def pairs_by_kind(
 def _pair_in(ctx: mlir.LoweringRuleContext, result: Any, *donated: Any) -> list[Any]:
     """Lowers `pair_donations`: to nothing, but for the main function's attributes."""
     module = ctx.module_context.module
-    main = ctx.module_context.symbol_table["main"]
+    main: Any = ctx.module_context.symbol_table["main"]
     attributes = [_named(a) for a in main.arg_attrs]
     kinds = {
         _position(main, value): _memory.kind_of_type(aval)

@@ -51,9 +51,9 @@ def jit(
     in the function, with `jax.device_put`.
 
     A call goes straight to the jitted function's C++ path: it costs what `jax.jit`
-    costs, whatever the number of leaves (`benchmarks/time/call_cost.py`). Arguments that
-    come in other memories than before (a checkpoint that was restored to the device)
-    are one more compilation. Within another `jax.jit`, or under `jax.grad` or
+    costs, whatever the number of leaves (`benchmarks/time/call_cost.py`). Arguments
+    that come in other memories than before (a checkpoint that was restored to the
+    device) are one more compilation. Within another `jax.jit`, or under `jax.grad` or
     `jax.vmap`, nothing is donated: jit the outermost function with this.
 
     Args:
@@ -100,9 +100,9 @@ class _Jitted:
     def __init__(self, fun: Callable[..., Any], options: Mapping[str, Any]):
         functools.update_wrapper(self, fun)
         self._fun, self._options = fun, dict(options)
-        # What is called at top level, and what while something is traced or transformed.
-        # Donation means nothing within another jit. It would under an eager `jax.vmap`
-        # or `jax.grad`, of which the function's own trace knows nothing.
+        # What is called at top level, and what while something is being traced: there
+        # donation means nothing, but for an eager `jax.vmap` or `jax.grad`, whose
+        # programs the function's own trace would know nothing of.
         self._outermost = _Variants(fun, options, donates=True)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
         self._nested = _Variants(fun, nested, donates=False)
@@ -161,7 +161,7 @@ class _Variants:
         self._fun, self._options, self._donates = fun, dict(options), donates
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
-        self._tracer = jax.jit(fun, inline=True, **of_tracing)
+        self._tracer: Any = jax.jit(fun, inline=True, **of_tracing)
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         self._jitted: dict[Hashable, Any] = {}
         self.current = self._variant(self._given, None)
@@ -202,7 +202,7 @@ class _Variants:
         # A pass over the whole step is one over `fun`, before it is traced here.
         @functools.wraps(self._fun)
         def staged(*args: Any, **kwargs: Any) -> Any:
-            if jax.config.jax_disable_jit:
+            if _compat.jit_is_disabled():
                 return self._fun(*args, **kwargs)
             traced = self._tracer.trace(*args, **kwargs)
             if on_one_device:
@@ -242,7 +242,7 @@ class _Kinds:
         return cls(of, jax.sharding.get_abstract_mesh())
 
     def fit(self, given: Mapping[str, Any]) -> bool:
-        """Whether shardings name these kinds, or JAX itself has to say what is wrong."""
+        """Whether shardings name these kinds, or are wrong in what JAX says better."""
         try:
             return all(shardings.fit(v, self.of[k]) for k, v in given.items())
         except ValueError:

@@ -22,7 +22,7 @@ orders = pytest.mark.parametrize("order", ORDERS, ids=str)
 
 def run(step, order, steps=3):
     """Runs steps, as many as can follow on one another; what the last one returns."""
-    values = start()
+    values, results = start(), {}
     for _ in range(steps):
         results = step(*(values[name] for name in order.takes))
         results = results if len(order.returns) > 1 else (results,)
@@ -191,10 +191,10 @@ def test_on_a_mesh_with_some_shardings_named(named):
         return params + 1, jax.device_put(new, HOST)
 
     out = {"params": (rows, None), "state": (None, rows), "both": rows}[named]
-    step = oo.jit(step, donate_argnums=(0, 1), out_shardings=out)
+    jitted = oo.jit(step, donate_argnums=(0, 1), out_shardings=out)
     for i in range(3):
-        assert crossing(step.lower(state, params)) == 0
-        params, state = step(state, params)
+        assert crossing(jitted.lower(state, params)) == 0
+        params, state = jitted(state, params)
         assert kinds((params, state)) == ["device", "pinned_host"]
         np.testing.assert_array_equal(params, i + 2.0)
 

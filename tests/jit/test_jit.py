@@ -240,7 +240,7 @@ def test_random_keys():
 
     for make in (jax.random.key, jax.random.PRNGKey):
         with jax.debug_key_reuse(True):
-            key, noise, state = oo.jit(step, donate_argnums=(0, 1))(
+            _, noise, state = oo.jit(step, donate_argnums=(0, 1))(
                 make(0), host(jnp.ones((4, 4)))
             )
         assert noise.sharding.memory_kind == "device"
