@@ -33,6 +33,7 @@ def test_public_names():
         "Rule",
         "Step",
         "eval_shape",
+        "jit",
         "load_config",
         "measure_link",
         "memory_report",

@@ -18,10 +18,12 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def host(x):
+    """The array in host memory."""
     return jax.device_put(jnp.asarray(x), HOST)
 
 
 def scale(x, factor=2, *, offset=0.0):
+    """A function of all kinds of arguments, and a result without arrays."""
     return {"y": x * factor + offset, "none": None}
 
 
@@ -212,6 +214,7 @@ def test_errors_are_those_of_jax():
 
 
 def first_line(message):
+    """What of a message is the same in every process."""
     return message.splitlines()[0].split(" at 0x")[0]
 
 

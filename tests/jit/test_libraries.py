@@ -20,10 +20,12 @@ X = jnp.linspace(-1.0, 1.0, 4 * 256).reshape(4, 256)
 
 
 def kinds(tree):
+    """The memory kinds of all leaves."""
     return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
 def wrap(offloaded):
+    """Adam, offloaded or not."""
     return oo.offload(optax.adam(1e-3), RULES) if offloaded else optax.adam(1e-3)
 
 
@@ -118,6 +120,7 @@ def partition(tree):
 
 
 def combine(arrays, static):
+    """`equinox.combine`."""
     others, treedef = static
     leaves = [a if b is None else b for a, b in zip(arrays, others, strict=True)]
     return jax.tree.unflatten(treedef, leaves)

@@ -21,15 +21,18 @@ TX = oo.offload(optax.adamw(1e-2), RULES)
 
 
 def mesh_of(axis_type=AxisType.Auto):
+    """All devices along one axis."""
     return Mesh(np.array(jax.devices()), ("x",), axis_types=(axis_type,))
 
 
 def init(key):
+    """Parameters, and state of which two leaves are to be on the host."""
     params = {"w": jax.random.normal(key, (256, 128)), "b": jnp.zeros(128)}
     return params, TX.init(params)
 
 
 def step(carry):
+    """An update of both."""
     params, state = carry
     updates, state = TX.update(params, state, params)
     return optax.apply_updates(params, updates), state
@@ -44,10 +47,12 @@ def shardings_of_a_trainer(mesh):
 
 
 def kinds(tree):
+    """The memory kind of each leaf."""
     return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
-def train(jit, shardings, steps=3, **options):
+def train(jit, shardings, steps=3):
+    """Some steps as a trainer makes them; the jitted step, and what is left."""
     carry = jit(init, out_shardings=shardings)(jax.random.key(0))
     jitted = jit(
         step, in_shardings=(shardings,), out_shardings=shardings, donate_argnums=0
@@ -73,7 +78,11 @@ def test_a_trainers_shardings_keep_the_state_on_the_host(prefix):
     assert step._cache_size() == 1
     _, plain = train(jax.jit, shardings)
     assert kinds(plain[1]).count("pinned_host") == 0
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), carry, plain)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        carry,
+        plain,
+    )
     jax.tree.map(
         lambda a, b: (
             a.sharding.is_equivalent_to(
