@@ -230,7 +230,9 @@ def _kind(attributes: Mapping[str, Any], otherwise: str) -> str:
     return otherwise if kind is None else ir.StringAttr(kind).value
 
 
-def _buffers(types: Iterable[Any], attributes: Iterable[Mapping[str, Any]]) -> list:
+def _buffers(
+    types: Iterable[Any], attributes: Iterable[Mapping[str, Any]]
+) -> list[Buffer]:
     found = []
     for i, (type_, named) in enumerate(zip(types, attributes, strict=True)):
         ranked = isinstance(type_, ir.RankedTensorType)
