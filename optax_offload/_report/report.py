@@ -142,9 +142,9 @@ class MemoryReport:
                     f"({row.nbytes} bytes; {row.why})"
                     for row in wrong
                 )
-                + "\nMove them with optax_offload.set_memory_kind. If a jitted step "
-                "returned them: its out_shardings, where given, have to name the "
-                "memory kinds"
+                + "\nMove them with optax_offload.place(tree, rules). If a jitted step "
+                "returned them: make its out_shardings with "
+                "optax_offload.state_shardings, which name the memory kinds"
             )
         return self
 

@@ -183,7 +183,9 @@ def test_a_mesh_that_is_set(tx):
 @pytest.mark.parametrize(
     "partitioning", [nn.with_partitioning, nn.with_logical_partitioning]
 )
-@pytest.mark.parametrize("given", ["metadata", "specs", "boxes", "shardings"])
+@pytest.mark.parametrize(
+    "given", ["metadata", "specs", "boxes", "boxed shardings", "shardings"]
+)
 def test_linen_boxes(tx, partitioning, given):
     """A box is one sharding, which fits the state with its boxes and without them."""
     mesh = mesh_of()
@@ -193,6 +195,10 @@ def test_linen_boxes(tx, partitioning, given):
         "metadata": None,
         "specs": nn.get_partition_spec(abstract),
         "boxes": abstract,
+        "boxed shardings": jax.tree.map(
+            lambda x: NamedSharding(mesh, P("x", None) if x.ndim == 2 else P()),
+            abstract,
+        ),
         "shardings": spmd.logical_to_mesh_sharding(
             nn.get_partition_spec(abstract), mesh, AXIS_RULES
         ),
@@ -207,6 +213,17 @@ def test_linen_boxes(tx, partitioning, given):
     assert kinds(nn.unbox(state)) == kinds(got)
     moved = jax.device_put(nn.unbox(state), got)
     assert kinds(moved) == kinds(got)
+
+
+def test_boxes_that_bring_their_mesh(tx):
+    """And need no other."""
+    partitioning = functools.partial(nn.with_partitioning, mesh=mesh_of(2))
+    make = functools.partial(
+        make_linen, tx, lambda init, _: partitioning(init, ("x", None))
+    )
+    got = oo.state_shardings(make)
+    assert got.params["kernel"].mesh.size == 2
+    assert got.opt_state[0].nu["kernel"].spec == P("x", None)
 
 
 def test_rules_that_are_set(tx):
