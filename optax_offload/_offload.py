@@ -5,23 +5,22 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
 from optax_offload import _memory, _rules, _templates, _trees
-from optax_offload._errors import OffloadWarning
-from optax_offload._update import Schedule, Update, run, schedule, trace
+from optax_offload._errors import MemoryKindError, OffloadWarning
+from optax_offload._extra_args import Static, split
+from optax_offload._update import Schedule, Update, run, schedule, trace, transforms
 
 logger = logging.getLogger("optax_offload")
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
     """What `offload` returns: a transformation that can tell how it updates."""
-
-    _schedule: Callable[..., Schedule]
 
     def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
         """Tells what was chosen for an update, and why: window, loops, slices.
@@ -34,9 +33,9 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           **extra_args: what ``update`` takes beside.
 
         Returns:
-          A few lines to read. An update that can also keep its state has some for each
-          version. Groups that are updated whole are counted by the equation that keeps
-          them from being sliced.
+          The schedule. Its text is a few lines to read: an update that can also keep
+          its state has some for each version, and groups that are updated whole are
+          counted by the equation that keeps them from being sliced.
 
         Example:
           >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -44,13 +43,24 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))  # doctest: +ELLIPSIS
           1 group of 4194304 bytes in all, the largest of 4194304
           window of 1048576 bytes: as asked
-          loop of 4 turns over 1 group, ... to an iteration, slices of 1048576 bytes
+          loop over 1 group, in 4 slices of 1048576 bytes, ... to an iteration
         """
-        return self._schedule(params, **extra_args)
+        core = getattr(self.update, "__self__", None)
+        if not isinstance(core, _Offloading):
+            raise TypeError(
+                "the update of this transformation was replaced by "
+                f"{self.update!r}, of which nothing is known. Ask the one that "
+                "offload(...) returned"
+            )
+        return core.schedule(params, **extra_args)
 
 
 def offload(
-    inner: Any, rules: _rules.Rules = ".*", *, window_bytes: int | None = None
+    inner: Any,
+    rules: _rules.Rules = ".*",
+    *,
+    window_bytes: int | None = None,
+    on_stray: Literal["raise", "move"] = "raise",
 ) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
 
@@ -76,6 +86,11 @@ def offload(
         link, and more costs memory and gains little. What cannot be cut that small is
         on the device by itself.
 
+      on_stray: what ``update`` does with state that the rules have in host memory and
+        that comes to it on the device: something moved it there, so that offloading is
+        undone. ``"raise"`` says so; ``"move"``, for the first step after a checkpoint
+        was restored without memory kinds, warns and moves it to the host in that step.
+
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its ``schedule(params)`` tells what
       was chosen for an update, and why.
@@ -83,7 +98,9 @@ def offload(
     Raises:
       TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
         are of no known form.
-      ValueError: a rule is wrong; or, from ``init``, a rule matches no leaf.
+      ValueError: a rule or ``on_stray`` is wrong; or, from ``init``, a rule matches no
+        leaf.
+      MemoryKindError: from ``update``, state is not where the rules have it.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -94,63 +111,110 @@ def offload(
     """
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
-    inner = check_inner(inner)
+    if on_stray not in ("raise", "move"):
+        raise ValueError(f"on_stray is {on_stray!r}; it must be 'raise' or 'move'")
+    core = _Offloading(check_inner(inner), config, on_stray)
+    return Offloaded(core.init, core.update)
 
-    def init_fn(params: optax.Params) -> optax.OptState:
+
+class _Offloading:
+    """An optimizer and its rules: what the two functions of a transformation share."""
+
+    def __init__(
+        self,
+        inner: optax.GradientTransformationExtraArgs,
+        config: _rules.OffloadConfig,
+        on_stray: str,
+    ):
+        self._inner, self._config, self._on_stray = inner, config, on_stray
+        self._jitted_update = jax.jit(self._traced_update, static_argnums=4)
+
+    def init(self, params: optax.Params) -> optax.OptState:
+        """As of `optax.GradientTransformation`."""
+        if not jax.tree.leaves(params):
+            # Nothing can move; and optax.tree.map_params asks with a placeholder.
+            return self._inner.init(params)
         if _memory.is_traced(params):
-            return traced_init(params)
-        shardings = _init_shardings(traced_init, params)
-        return jax.jit(traced_init, out_shardings=shardings)(params)
+            return self._traced_init(params)
+        shardings = _init_shardings(self._traced_init, params)
+        return jax.jit(self._traced_init, out_shardings=shardings)(params)
 
-    def traced_init(params: optax.Params) -> optax.OptState:
-        _, state = _streamed(lambda p: ((), inner.init(p)), config, (params,), ())
-        return state
-
-    def update_fn(
+    def update(
+        self,
         updates: optax.Updates,
         state: optax.OptState,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        """As of `optax.GradientTransformationExtraArgs`."""
         args = (updates, state, params, extra_args)
         if _memory.is_traced(args):
-            dynamic, static = _split(extra_args, (jax.Array, np.ndarray, np.generic))
-            return traced_update(updates, state, params, dynamic, static)
+            dynamic, static = split(extra_args, (jax.Array, np.ndarray, np.generic))
+            return self._traced_update(updates, state, params, dynamic, static)
         # A number may be another in every step: traced, it costs no compilation.
         numbers = (int, float, complex)
-        dynamic, static = _split(
+        dynamic, static = split(
             extra_args, (jax.Array, np.ndarray, np.generic, *numbers)
         )
-        return jitted_update(updates, state, params, dynamic, static)
+        return self._jitted_update(updates, state, params, dynamic, static)
 
-    def traced_update(
-        updates: Any, state: Any, params: Any, dynamic: Any, static: _Static
-    ) -> tuple[optax.Updates, optax.OptState]:
-        def fn(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
-            return inner.update(updates, state, params, **dynamic, **static.values)
-
-        return _streamed(fn, config, (updates, state, params, dynamic), state)
-
-    jitted_update = jax.jit(traced_update, static_argnums=4)
-
-    def scheduled(params: optax.Params, **extra_args: Any) -> Schedule:
+    def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
+        """The schedule of an update."""
+        dynamic, static = split(
+            extra_args, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+        )
         found: list[Schedule] = []
 
-        def update(updates: Any, state: Any, params: Any, extra_args: Any) -> None:
-            def fn(updates: Any, state: Any, params: Any, extra_args: Any) -> Any:
-                return inner.update(updates, state, params, **extra_args)
+        def update(*args: Any) -> None:
+            traced, _ = trace(self._fn(static), self._config, args, args[1])
+            found.append(schedule(traced, self._config.window_bytes))
 
-            args = (updates, state, params, extra_args)
-            traced, _ = trace(fn, config, args, state)
-            found.append(schedule(traced, config.window_bytes))
-
-        state = _templates.eval_shape(init_fn, params)
-        jax.eval_shape(update, params, state, params, extra_args)
+        state = _templates.eval_shape(self.init, params)
+        jax.eval_shape(update, params, state, params, dynamic)
         return found[0]
 
-    offloaded = Offloaded(init_fn, update_fn)
-    offloaded._schedule = scheduled
-    return offloaded
+    def _traced_init(self, params: optax.Params) -> optax.OptState:
+        def fn(params: optax.Params) -> tuple[Any, Any]:
+            return (), self._inner.init(params)
+
+        def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+            return self._streamed(fn, args, ())
+
+        _, state = transforms.call(fn, stream, (params,))
+        return state
+
+    def _traced_update(
+        self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static
+    ) -> tuple[optax.Updates, optax.OptState]:
+        def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+            return self._streamed(fn, args, args[1])
+
+        args = (updates, state, params, dynamic)
+        return transforms.call(self._fn(static), stream, args)
+
+    def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
+        """The plain update of these extra arguments."""
+
+        def fn(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
+            return self._inner.update(
+                updates, state, params, **dynamic, **static.values
+            )
+
+        return fn
+
+    def _streamed(
+        self, fn: Callable[..., tuple[Any, Any]], args: tuple[Any, ...], state: Any
+    ) -> tuple[Any, Any]:
+        """Evaluates a function that returns (updates, state) as its schedule says."""
+        update, structure = trace(fn, self._config, args, state)
+        _check_strays(update, state, self._on_stray)
+        if not (update.loads or update.stores):
+            return fn(*args)  # Nothing moves: the program is the plain one.
+        planned = schedule(update, self._config.window_bytes)
+        logger.debug("%s", planned)
+        _warn_of_groups(planned, self._config, update.paths)
+        results = run(update, planned, jax.tree.leaves(args))
+        return jax.tree.unflatten(structure, results)
 
 
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
@@ -161,7 +225,10 @@ def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
             "offload(inner, [Rule(...), Rule(...)])"
         )
     if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
+        # Its own gradient_transformation() is typed as one without extra arguments, and
+        # optax then drops them.
+        update: Any = inner.update
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if not isinstance(inner, optax.GradientTransformation):
         hint = ". Call it first, as in offload(optax.adamw(3e-4))"
         raise TypeError(
@@ -181,74 +248,43 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
             )
 
 
-class _Static:
-    """Extra arguments that are no arrays, compared by identity: jit's cache key."""
-
-    def __init__(self, values: dict[str, Any]):
-        self.values = values
-
-    def __hash__(self) -> int:
-        return hash(frozenset((k, id(v)) for k, v in self.values.items()))
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, _Static)
-            and self.values.keys() == other.values.keys()
-            and all(v is other.values[k] for k, v in self.values.items())
-        )
-
-
-def _split(
-    extra_args: dict[str, Any], dynamic_types: tuple[type, ...]
-) -> tuple[dict[str, Any], _Static]:
-    """Separates what is traced from functions, flags and the like."""
-
-    def is_dynamic(value: Any) -> bool:
-        leaves = jax.tree.leaves(value)
-        return bool(leaves) and all(
-            isinstance(x, dynamic_types) and not isinstance(x, bool) for x in leaves
-        )
-
-    dynamic = {k: v for k, v in extra_args.items() if is_dynamic(v)}
-    static = {k: v for k, v in extra_args.items() if k not in dynamic}
-    return dynamic, _Static(static)
-
-
-def _streamed(
-    fn: Callable[..., tuple[Any, Any]],
-    config: _rules.OffloadConfig,
-    args: tuple[Any, ...],
-    state: Any,
-) -> tuple[Any, Any]:
-    """Evaluates ``fn(*args)``, which returns (updates, state), in a streamed way."""
-    update, structure = trace(fn, config, args, state)
-    _warn_of_strays(update, state)
-    if not (update.loads or update.stores):
-        return fn(*args)  # Nothing moves: the program is the plain one.
-    planned = schedule(update, config.window_bytes)
-    logger.debug("%s", planned)
-    _warn_of_groups(planned, config, update.paths)
-    return jax.tree.unflatten(structure, run(update, planned, jax.tree.leaves(args)))
-
-
-def _warn_of_strays(update: Update, state: Any) -> None:
-    """Warns of state that should have come from the host and did not."""
+def _check_strays(update: Update, state: Any, on_stray: str) -> None:
+    """Raises or warns if state that should have come from the host did not."""
     planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
     strays = [
         path
         for path, x in _trees.leaves_with_paths(state)
         if planned.get(path) == "pinned_host" and not _memory.on_host(x)
     ]
-    if strays:
-        warnings.warn(
-            f"state planned for pinned_host came to update on the device: "
-            f"{_trees.listed(strays)}. It is there whole during this update, and only "
-            "then goes to the host. Make templates with "
-            "optax_offload.eval_shape(tx.init, params), or move the state with "
-            "optax_offload.set_memory_kind",
-            OffloadWarning,
-            stacklevel=2,
-        )
+    if not strays:
+        return
+    came = (
+        f"state planned for pinned_host came to update on the device: "
+        f"{_trees.listed(strays)}"
+    )
+    if on_stray == "raise":
+        raise MemoryKindError(f"{came}. {_CAUSES}")
+    warnings.warn(
+        f"{came}. It is on the device whole during this step, which returns it in host "
+        "memory (unless the out_shardings of a jit around move it again) and is "
+        "compiled once more when it comes from there",
+        OffloadWarning,
+        stacklevel=2,
+    )
+
+
+_CAUSES = (
+    "Something moved it there, and offloading is undone. What does that, and what "
+    "mends it:\n"
+    "- shardings that name no memory kind, as in_shardings or out_shardings of the "
+    "jitted init or step: make them with optax_offload.state_shardings, or jit the "
+    "step with optax_offload.jit\n"
+    "- a device_put of the trainer's own: give it those shardings\n"
+    "- a checkpoint restored without memory kinds: restore with a template of "
+    "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
+    "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
+    'For a first step after such a restore: offload(..., on_stray="move")'
+)
 
 
 def _warn_of_groups(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jax.extend import core as jex
@@ -54,7 +55,15 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     more = [position[v] for v in row_local.outputs[len(group.outputs) :]]
     outputs = (*group.outputs, *more)
     aliases = tuple(_row_alias(update, k, row_local) for k in outputs)
-    types = {(v.aval, axis) for v, axis in row_local.axes.items()}
+    moved = {flat.invars[i] for i in group.loads}
+    moved.update(_var(flat, k) for k in outputs if update.outputs[k].stored)
+    # What has one number for each row, as counters of a population, and does not cross
+    # the link is no matter of tiles.
+    types = {
+        (v.aval, axis)
+        for v, axis in row_local.axes.items()
+        if v in moved or math.prod(shape(v)) > row_local.rows
+    }
     multiple = max(_tpu_layout.unit(aval, axis) for aval, axis in types)
     if row_local.rows < 2 * multiple:
         raise NotRowLocalError(f"{row_local.rows} rows, in units of {multiple}")

@@ -116,8 +116,15 @@ def only(axes: Sequence[Axis], e: jex.JaxprEqn) -> int:
 
 
 def arrays(e: jex.JaxprEqn, axis: int) -> list[Axis]:
-    """The same axis for all operands but scalars, which are for all rows."""
-    return [axis if shape(a) else None for a in e.invars]
+    """The same axis for all operands but those that are the same for all rows.
+
+    These are scalars, and where `jax.vmap` made the equation what has a single row.
+    """
+
+    def of(sizes: tuple[int, ...]) -> Axis:
+        return axis if sizes and sizes[axis] != 1 else None
+
+    return [of(shape(a)) for a in e.invars]
 
 
 class Unary(Rule):
