@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import inspect
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import optax_offload as oo
-
-# Whether `offload` raises for state that comes to update on the device.
-STRAYS_RAISE = "on_stray" in inspect.signature(oo.offload).parameters
 RULES = r".*/(mu|nu)/.*"
 # Of float32: kernels are 128 KiB, and biases, of 512 bytes, are under `min_bytes`.
 IN, OUT, BATCH = 256, 128, 8

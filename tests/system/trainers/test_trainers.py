@@ -97,7 +97,6 @@ def test_trains_saves_and_resumes(name, tmp_path):
     assert len(set(losses)) == 5
 
 
-@pytest.mark.skipif(not pattern.STRAYS_RAISE, reason="offload only warns of strays")
 @pytest.mark.parametrize("name", TRAINERS)
 def test_without_the_second_line(name, tmp_path):
     """It is told when the step is traced, at the first or after a restart."""

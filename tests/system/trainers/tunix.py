@@ -161,8 +161,7 @@ class Trainer(pattern.Trainer):
         with jax.set_mesh(mesh):
             model = Model(nnx.Rngs(0))
             nnx.update(model, shard(nnx.state(model), mesh))
-            moves = setup.second_line and pattern.STRAYS_RAISE
-            on_stray = {"on_stray": "move"} if moves else {}
+            on_stray = {"on_stray": "move"} if setup.second_line else {}
             tx = setup.offload(optax.adamw(1e-2), rules, **on_stray)
             with warnings.catch_warnings():
                 # NNX shards what it makes on the device; it is moved back below.
