@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -14,7 +14,15 @@ import optax
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, split
-from optax_offload._update import Schedule, Update, run, schedule, trace, transforms
+from optax_offload._update import (
+    Schedule,
+    Update,
+    argument_shardings,
+    run,
+    schedule,
+    trace,
+    transforms,
+)
 
 logger = logging.getLogger("optax_offload")
 
@@ -131,9 +139,10 @@ class _Offloading:
 
     def init(self, params: optax.Params) -> optax.OptState:
         """As of `optax.GradientTransformation`."""
-        if not jax.tree.leaves(params):
-            # Nothing can move; and optax.tree.map_params asks with a placeholder.
-            return self._inner.init(params)
+        if not (jax.tree.leaves(params) or self._config.lenient):
+            # Rules may match nothing then: optax.tree.map_params has a placeholder.
+            lenient = self._config.made_lenient()
+            return _Offloading(self._inner, lenient, self._on_stray).init(params)
         if _memory.is_traced(params):
             return self._traced_init(params)
         shardings = _init_shardings(self._traced_init, params)
@@ -178,7 +187,7 @@ class _Offloading:
             return (), self._inner.init(params)
 
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, ())
+            return self._streamed(fn, args, (), {})
 
         _, state = transforms.call(fn, stream, (params,))
         return state
@@ -187,9 +196,10 @@ class _Offloading:
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static
     ) -> tuple[optax.Updates, optax.OptState]:
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, args[1])
+            return self._streamed(fn, args, args[1], cells)
 
         args = (updates, state, params, dynamic)
+        args, cells = argument_shardings.note(args)
         return transforms.call(self._fn(static), stream, args)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
@@ -203,7 +213,11 @@ class _Offloading:
         return fn
 
     def _streamed(
-        self, fn: Callable[..., tuple[Any, Any]], args: tuple[Any, ...], state: Any
+        self,
+        fn: Callable[..., tuple[Any, Any]],
+        args: tuple[Any, ...],
+        state: Any,
+        cells: Mapping[int, Any],
     ) -> tuple[Any, Any]:
         """Evaluates a function that returns (updates, state) as its schedule says."""
         update, structure = trace(fn, self._config, args, state)
@@ -213,7 +227,7 @@ class _Offloading:
         planned = schedule(update, self._config.window_bytes)
         logger.debug("%s", planned)
         _warn_of_groups(planned, self._config, update.paths)
-        results = run(update, planned, jax.tree.leaves(args))
+        results = run(update, planned, jax.tree.leaves(args), cells)
         return jax.tree.unflatten(structure, results)
 
 

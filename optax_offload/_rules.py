@@ -152,6 +152,16 @@ class OffloadConfig:
         if self.window_bytes is not None:
             _check_bytes("window_bytes", self.window_bytes, 1)
 
+    @property
+    def lenient(self) -> bool:
+        """Whether all rules may match nothing."""
+        return all(rule.optional for rule in self.rules)
+
+    def made_lenient(self) -> OffloadConfig:
+        """The same, with rules that may match nothing."""
+        rules = [dataclasses.replace(rule, optional=True) for rule in self.rules]
+        return dataclasses.replace(self, rules=rules)
+
 
 Rules = str | re.Pattern[str] | Rule | Sequence[Rule] | OffloadConfig
 

@@ -13,6 +13,7 @@ from flax import nnx
 from harness import EVERYTHING, bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -65,12 +66,14 @@ def test_a_cpu_does_not_make_one_function_of_a_loop(window_bytes):
 
 
 def bodies_of_loops(jaxpr):
-    """Those in nested jits too: some versions of JAX inline these when lowering."""
+    """Those in nested jits and custom rules too, but not those in loops."""
     for e in jaxpr.eqns:
         if e.primitive.name == "while":
             yield e.params["body_jaxpr"]
-        elif e.primitive.name in ("jit", "pjit"):
-            yield from bodies_of_loops(e.params["jaxpr"].jaxpr)
+            continue
+        for parameter in e.params.values():
+            if isinstance(parameter, jex.ClosedJaxpr):
+                yield from bodies_of_loops(parameter.jaxpr)
 
 
 @pytest.mark.parametrize("window_bytes", [2**14, None])
@@ -281,13 +284,93 @@ def test_random_keys_stay_on_the_device():
     tx.update(PARAMS, state, PARAMS)
 
 
-def test_warns_of_state_that_came_on_the_device():
-    """As from a template that lost its memory kinds."""
+STRAYS = "planned for pinned_host came to update on the device: '0/mu/w', '0/nu/w'"
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_state_that_came_on_the_device_is_an_error(jitted):
+    """As from a template that lost its memory kinds; it says what mends that."""
     tx = oo.offload(optax.adam(1e-3))
-    message = "planned for pinned_host came to update on the device: '0/mu/w', '0/nu/w'"
-    with pytest.warns(oo.OffloadWarning, match=message):
-        _, state = tx.update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
+    update = jax.jit(tx.update) if jitted else tx.update
+    with pytest.raises(oo.MemoryKindError, match=STRAYS) as error:
+        update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
+    for remedy in ("state_shardings", "place(", "eval_shape", 'on_stray="move"'):
+        assert remedy in str(error.value)
+
+
+def test_state_that_came_on_the_device_may_be_moved():
+    """In a first step after a plain restore: with a warning, and one compilation."""
+    tx = oo.offload(optax.adam(1e-3), on_stray="move")
+    update = jax.jit(tx.update)
+    with pytest.warns(oo.OffloadWarning, match=STRAYS):
+        _, state = update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
     oo.memory_report(state, ".*").check()
+    for _ in range(2):
+        _, state = update(PARAMS, state, PARAMS)
+    assert update._cache_size() == 2
+
+
+def test_stray_state_in_a_branch_is_named():
+    """Where JAX would say no more than that the branches differ."""
+    tx = oo.offload(optax.adam(1e-3))
+    state = optax.adam(1e-3).init(PARAMS)
+
+    @jax.jit
+    def step(state, go):
+        return jax.lax.cond(go, lambda: tx.update(PARAMS, state)[1], lambda: state)
+
+    with pytest.raises(oo.MemoryKindError, match=STRAYS):
+        step(state, True)
+
+
+def test_on_stray_is_one_of_two():
+    """A typing mistake is found at once."""
+    with pytest.raises(ValueError, match="on_stray is 'mvoe'; it must be 'raise' or"):
+        oo.offload(optax.adam(1e-3), on_stray="mvoe")
+
+
+def test_extra_arguments_go_through_multi_steps():
+    """Optax types its gradient_transformation() as one that takes none."""
+
+    def update(updates, state, params=None, *, scale=1.0, **extra_args):
+        return jax.tree.map(lambda u: u * scale, updates), state
+
+    scaled = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = oo.offload(optax.MultiSteps(optax.chain(scaled, optax.trace(0.9)), 1))
+    updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS, scale=3.0)
+    np.testing.assert_array_equal(updates["w"], 3.0 * PARAMS["w"])
+
+
+def test_optax_maps_over_what_is_like_parameters():
+    """It calls ``init`` with a placeholder, in which no rule finds a leaf."""
+    tx = oo.offload(optax.adam(1e-3), r".*/(mu|nu)/.*")
+    specs = optax.tree.map_params(
+        tx,
+        lambda _, spec: spec,
+        tx.init(PARAMS),
+        dict.fromkeys(PARAMS, "spec"),
+        transform_non_params=lambda _: "replicated",
+    )
+    assert jax.tree.leaves(specs) == ["replicated", *["spec"] * 4]
+
+
+def test_keys_are_used_once():
+    """In a loop that runs once a key is used once, and JAX's check agrees."""
+    noisy = optax.chain(optax.add_noise(0.1, 0.9, 0), optax.adam(1e-3))
+    tx = oo.offload(noisy)
+    update = jax.jit(tx.update)
+    with jax.debug_key_reuse(True):
+        state = jax.jit(tx.init)(PARAMS)
+        for _ in range(2):
+            _, state = update(PARAMS, state, PARAMS)
+
+
+def test_a_replaced_init_keeps_the_schedule():
+    """And a replaced update is said to be unknown."""
+    tx = oo.offload(optax.adam(1e-3))
+    assert str(tx._replace(init=tx.init).schedule(PARAMS)) == str(tx.schedule(PARAMS))
+    with pytest.raises(TypeError, match=r"was replaced by .* Ask the one that offload"):
+        tx._replace(update=optax.adam(1e-3).update).schedule(PARAMS)
 
 
 def test_warns_of_a_group_larger_than_the_window():

@@ -14,6 +14,8 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._jaxpr import evaluate, read
+from optax_offload._update import argument_shardings, keys
+from optax_offload._update.argument_shardings import Cell
 from optax_offload._update.group import Group, Part
 from optax_offload._update.loops import Loop
 from optax_offload._update.update import Update
@@ -40,18 +42,22 @@ class Traces:
         return known
 
 
-def run_loop(update: Update, loop: Loop, env: Env, traces: Traces) -> Buffers:
+def run_loop(
+    update: Update, loop: Loop, env: Env, traces: Traces, cells: Mapping[int, Cell]
+) -> Buffers:
     """The values of the outputs of a loop, traced once for like loops."""
     inputs = loop.inputs(update.flat)
     outputs = [k for group in loop.groups for k in group.outputs]
 
     def fn(*values: Any) -> list[Any]:
         here = dict(zip(inputs, values, strict=True))
-        done = _Loop(update, loop, here, traces).run()
+        done = _Loop(update, loop, here, traces, cells).run()
         return [done[k] for k in outputs]
 
     kinds = tuple(update.outputs[k].memory_kind for k in outputs)
-    signature = loop.signature(update.flat), kinds
+    # Whose shardings are told apart by the program alone, is not like another.
+    own = tuple(cells.get(i) for group in loop.groups for i in group.loads)
+    signature = loop.signature(update.flat), kinds, own
     traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
     results = traced(*(env[v] for v in inputs))
     return dict(zip(outputs, results, strict=True))
@@ -66,7 +72,15 @@ class _Loop:
     more alive, and a v5e's starts loads long before their use.
     """
 
-    def __init__(self, update: Update, loop: Loop, env: Env, traces: Traces):
+    def __init__(
+        self,
+        update: Update,
+        loop: Loop,
+        env: Env,
+        traces: Traces,
+        cells: Mapping[int, Cell],
+    ):
+        self.cells = cells
         self.update, self.flat, self.traces = update, update.flat, traces
         self._loop = loop
         self._env = env
@@ -75,6 +89,8 @@ class _Loop:
     def run(self) -> Buffers:
         """The values of the outputs of all groups."""
         loop = self._loop
+        values = list(self._env.values())
+        self._places, self._data = keys.Places.of(values), keys.data(values)
         buffers = {
             k: self._buffer(k, alias)
             for group in loop.groups
@@ -104,7 +120,8 @@ class _Loop:
     def _iteration(self, number: Any, buffers: Buffers) -> Buffers:
         """The steps of the schedule, in its order."""
         loop = self._loop
-        env = self._env
+        values = self._places.keys(self._data)
+        env = dict(zip(self._env, values, strict=True))
         if not loop.rows:
             # What is computed from these alone would be computed ahead of the loop, and
             # kept; of a slice it cannot be.
@@ -193,10 +210,16 @@ class _Slice:
             after = lax.optimization_barrier([buffers[k] for k in held])
             buffers = buffers | dict(zip(held, after, strict=True))
         updated = dict(buffers)
+        alias_of = dict(zip(self.group.outputs, self.group.aliases, strict=True))
         for k, y in zip(part.outputs, results, strict=True):
-            y = _memory.transfer(y, self._loop.update.outputs[k].memory_kind)
+            output, alias, axis = self._loop.update.outputs[k], alias_of[k], None
             if rows is not None:
                 axis = self.group.in_rows.axes[_var(flat.outvars[k])]
+            if output.stored and alias is not None:
+                cell = self._loop.cells.get(alias)
+                y = argument_shardings.constrain(y, cell, axis)
+            y = _memory.transfer(y, output.memory_kind)
+            if axis is not None:
                 y = lax.dynamic_update_slice_in_dim(
                     buffers[k], y, self._first, axis, allow_negative_indices=False
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._jaxpr import evaluate, read
+from optax_offload._update import argument_shardings, keys
+from optax_offload._update.argument_shardings import Cell
 from optax_offload._update.group import Group
 from optax_offload._update.loop import Traces, run_loop
 from optax_offload._update.loops import Loop
@@ -22,7 +24,10 @@ Env = Mapping[jex.Var, Any]
 
 
 def run(
-    update: Update, schedule: Schedule, args: Sequence[Any], known: Env | None = None
+    update: Update,
+    schedule: Schedule,
+    args: Sequence[Any],
+    cells: Mapping[int, Cell] | None = None,
 ) -> list[Any]:
     """Evaluates an update as its schedule says.
 
@@ -30,21 +35,42 @@ def run(
       update: The update.
       schedule: Its schedule.
       args: The values of its inputs, wherever they are.
-      known: The values of further variables.
+      cells: For inputs, what their shardings are noted in, by position.
 
     Returns:
       The values of its outputs, each in its memory kind.
     """
+    cells = cells or {}
+    return _run(update, schedule, args, _Outside({}, cells))
+
+
+class _Outside(NamedTuple):
+    """What is known outside of an update that is a version of another.
+
+    Attributes:
+      known: The values of further variables.
+      cells: For inputs, what their shardings are noted in, by position.
+    """
+
+    known: Env
+    cells: Mapping[int, Cell]
+
+
+def _run(
+    update: Update, schedule: Schedule, args: Sequence[Any], outside: _Outside
+) -> list[Any]:
     flat = update.flat
-    known = {**(known or {}), **flat.constants}
+    known = {**outside.known, **flat.constants}
     env = dict(zip(flat.invars, args, strict=True)) | known
     if isinstance(schedule, Branched):
         before = evaluate(flat, schedule.branches.before, _on_device(env))
         env |= before
         env |= evaluate(flat, schedule.branches.beside, _on_device(env))
-        done = _run_branches(update, schedule, args, known | before)
+        done = _run_branches(
+            update, schedule, args, _Outside(known | before, outside.cells)
+        )
     else:
-        done = _run_stages(update, schedule, env)
+        done = _run_stages(update, schedule, env, outside.cells)
     return [
         done[k]
         if k in done
@@ -54,7 +80,10 @@ def run(
 
 
 def _run_stages(
-    update: Update, schedule: Straight, env: dict[jex.Var, Any]
+    update: Update,
+    schedule: Straight,
+    env: dict[jex.Var, Any],
+    cells: Mapping[int, Cell],
 ) -> dict[int, Any]:
     """The values of what is computed in stages. The others are in the environment."""
     flat = update.flat
@@ -67,19 +96,23 @@ def _run_stages(
     held: list[Any] = []
     for stage in schedule.stages:
         if isinstance(stage, Loop):
-            done |= run_loop(update, stage, env, traces)
+            done |= run_loop(update, stage, env, traces, cells)
             continue
         # One value of the group before stands for all that it waited for, so that no
         # result is waited for twice and the barriers are linear in all.
         tokens = held + [x for at in stage.after for x in computed[at]]
-        values, results, held = _run_group(update, stage.group, env, tokens)
+        values, results, held = _run_group(update, stage.group, env, tokens, cells)
         done |= values
         computed.append(results)
     return done
 
 
 def _run_group(
-    update: Update, group: Group, env: Env, tokens: list[Any]
+    update: Update,
+    group: Group,
+    env: Env,
+    tokens: list[Any],
+    cells: Mapping[int, Cell],
 ) -> tuple[dict[int, Any], list[Any], list[Any]]:
     """Loads, computes and stores one group once the tokens are there.
 
@@ -101,10 +134,12 @@ def _run_group(
     results = [read(flat.outvars[k], lookup) for k in group.outputs]
     if not group.loads:
         results, held = _after(tokens, results)
-    done = {
-        k: _memory.transfer(x, update.outputs[k].memory_kind)
-        for k, x in zip(group.outputs, results, strict=True)
-    }
+    done: dict[int, Any] = {}
+    for k, x in zip(group.outputs, results, strict=True):
+        output = update.outputs[k]
+        if output.stored and update.in_place(k) is not None:
+            x = argument_shardings.constrain(x, cells.get(output.alias or 0), None)
+        done[k] = _memory.transfer(x, output.memory_kind)
     stored = [
         x
         for k, x in zip(group.outputs, results, strict=True)
@@ -129,7 +164,7 @@ def _on_device(env: Env) -> Callable[[jex.Var], Any]:
 
 
 def _run_branches(
-    update: Update, schedule: Branched, args: Sequence[Any], known: Env
+    update: Update, schedule: Branched, args: Sequence[Any], outside: _Outside
 ) -> dict[int, Any]:
     """The values of the outputs that the predicate may change.
 
@@ -143,18 +178,22 @@ def _run_branches(
         else args[alias]
         for k, alias in branches.outputs.items()
     }
-    index = known[branches.predicate] > 0
+    index = outside.known[branches.predicate] > 0
+    with_keys = [*args, *outside.known.values()]
+    places, data = keys.Places.of(with_keys), keys.data(with_keys)
     for wanted, version, each in zip(
         (~index, index), branches.versions, schedule.schedules, strict=True
     ):
 
         def once(carry: Any, version: Update = version, each: Schedule = each) -> Any:
             _, values = carry
-            here = list(args)
+            found = places.keys(data)
+            here, rest = found[: len(args)], found[len(args) :]
+            inside = dict(zip(outside.known, rest, strict=True))
             for k, alias in branches.outputs.items():
                 if alias is not None:
                     here[alias] = values[k]
-            results = run(version, each, here, known)
+            results = _run(version, each, here, outside._replace(known=inside))
             return jnp.asarray(False), {k: results[k] for k in values}
 
         _, values = lax.while_loop(lambda carry: carry[0], once, (wanted, values))

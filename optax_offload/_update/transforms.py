@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from optax_offload import _memory
+from optax_offload._update import keys
 
 Function = Callable[..., tuple[Any, Any]]
 Stream = Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
@@ -36,29 +37,41 @@ def call(fn: Function, stream: Stream, args: tuple[Any, ...]) -> tuple[Any, Any]
     Raises:
       TypeError: When a result is differentiated in reverse mode.
     """
+    # JAX's check of keys takes those that come out of a function with a rule of its own
+    # for used ones: their data goes in and out.
+    given = keys.Places.of(args)
+    made: list[keys.Places] = []
+
+    def leave(out: tuple[Any, Any]) -> tuple[Any, Any]:
+        made[:] = [keys.Places.of(out)]
+        return keys.data(out)
 
     @jax.custom_batching.custom_vmap
-    def run(*args: Any) -> tuple[Any, Any]:
-        return stream(fn, args)
+    def run(*data: Any) -> tuple[Any, Any]:
+        return leave(stream(fn, given.keys(data)))
 
     @run.def_vmap
-    def batched(axis_size: int, in_batched: list[Any], *args: Any) -> Any:
+    def batched(axis_size: int, in_batched: list[Any], *data: Any) -> Any:
         axes = tuple(jax.tree.map(lambda b: 0 if b else None, in_batched))
         population = jax.vmap(fn, in_axes=axes, axis_size=axis_size)
-        out = call(population, stream, args)
+        out = leave(call(population, stream, given.keys(data)))
         return out, jax.tree.map(lambda _: True, out)
 
-    differentiable = jax.custom_jvp(lambda *args: run(*args))
+    differentiable = jax.custom_jvp(lambda *data: run(*data))
 
     @differentiable.defjvp
     def forward(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> Any:
+        def on_data(*data: Any) -> tuple[Any, Any]:
+            return keys.data(fn(*given.keys(data)))
+
         out = differentiable(*primals)
         on_device = jax.tree.map(_on_device, (primals, tangents))
-        _, out_tangents = jax.jvp(fn, *on_device)
+        _, out_tangents = jax.jvp(on_data, *on_device)
         out_tangents = jax.tree.map(_forward_only, out_tangents)
         return out, jax.tree.map(_beside, out_tangents, out)
 
-    return differentiable(*args)
+    data = differentiable(*keys.data(args))
+    return made[0].keys(data)
 
 
 def _is_float0(x: Any) -> bool:

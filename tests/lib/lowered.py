@@ -55,8 +55,10 @@ def main() -> None:
         for name, case in CASES.items()
         for platform in PLATFORMS
     }
-    table = json.loads(FILE.read_text()) if FILE.exists() else {}
-    FILE.write_text(json.dumps(table | {jax.__version__: found}, indent=1) + "\n")
+    table = json.loads(FILE.read_text())
+    FILE.write_text(
+        json.dumps(table | {jax.__version__: found}, indent=1, sort_keys=True) + "\n"
+    )
 
 
 if __name__ == "__main__":

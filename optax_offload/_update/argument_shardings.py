@@ -1,0 +1,128 @@
+"""New state sharded as the old, where only the compiled program says how that is.
+
+On a mesh in Auto mode a type does not say how an argument is sharded. XLA then gives
+new state the sharding of its gradient, and where that is another one (a replicated leaf
+in a step sharded over a mesh) it has to be made whole again in host memory: host
+temporaries, or a program that a TPU's compiler refuses. When a step is lowered, the
+sharding is an attribute of its main function's argument. It is noted there, and what is
+stored is constrained to it while it is on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters.mlir import ir
+from jax.sharding import AxisType
+from jaxlib.mlir.dialects import sdy
+
+from optax_offload import _memory
+
+T = TypeVar("T")
+
+_ATTRIBUTE = "sdy.sharding"
+
+
+class Cell:
+    """The sharding of one argument, known once it is lowered.
+
+    Attributes:
+      sharding: An attribute of the program; None where it does not say.
+    """
+
+    def __init__(self):
+        self.sharding: Any = None
+
+
+def note(args: T) -> tuple[T, Mapping[int, Cell]]:
+    """Notes how what comes from the host is sharded.
+
+    Args:
+      args: A pytree of the arguments of an update, as they came.
+
+    Returns:
+      The arguments to go on with, and a cell for each leaf that needs one, by position.
+    """
+    leaves, structure = jax.tree.flatten(args)
+    cells = {
+        i: Cell()
+        for i, x in enumerate(leaves)
+        if isinstance(x, jax.Array) and _memory.on_host(x) and _is_unknown(x)
+    }
+    for i, cell in cells.items():
+        leaves[i] = _note.bind(leaves[i], cell=cell)
+    return jax.tree.unflatten(structure, leaves), cells
+
+
+def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
+    """A value that replaces the argument of a cell, sharded as that is.
+
+    Args:
+      y: The value, on the device, whole or some of its rows.
+      cell: The argument's; None leaves the value as it is.
+      axis: The axis of the rows; None for a whole one.
+    """
+    return y if cell is None else _constrain.bind(y, cell=cell, axis=axis)
+
+
+def _is_unknown(x: Any) -> bool:
+    """Whether a value is on several devices and its type does not say how."""
+    mesh = jax.typeof(x).sharding.mesh
+    return any(
+        kind == AxisType.Auto and mesh.shape[name] > 1
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+
+
+def _lower_note(ctx: mlir.LoweringRuleContext, x: Any, *, cell: Cell) -> list[Any]:
+    cell.sharding = None
+    main: Any = ctx.module_context.symbol_table["main"]
+    if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
+        attributes = ir.DictAttr(main.arg_attrs[ir.BlockArgument(x).arg_number])
+        if _ATTRIBUTE in attributes:
+            cell.sharding = attributes[_ATTRIBUTE]
+    return [x]
+
+
+def _lower_constrain(
+    ctx: mlir.LoweringRuleContext, y: Any, *, cell: Cell, axis: int | None
+) -> list[Any]:
+    if cell.sharding is None:
+        return [y]
+    sharding: Any = sdy.TensorShardingAttr(cell.sharding)
+    if axis is not None and _axes_of(sharding, axis):
+        return [y]  # Of rows that are spread over devices a slice is none of these.
+    return [sdy.ShardingConstraintOp(y, sharding).result]
+
+
+def _axes_of(sharding: Any, dimension: int) -> int:
+    """How many mesh axes a dimension is spread over."""
+    return len(sdy.DimensionShardingAttr(sharding.dimension_shardings[dimension]).axes)
+
+
+def _primitive(name: str, lower: Any) -> jex.Primitive:
+    """A primitive that computes nothing."""
+    made = jex.Primitive(name)
+    made.def_impl(lambda x, **_: x)
+    made.def_abstract_eval(lambda x, **_: x)
+    # Lowered where it is, not in a function of its own that JAX would use again.
+    mlir.register_lowering(made, lower, cacheable=False)
+    return made
+
+
+def _batched(args: Any, dims: Any, *, cell: Cell) -> Any:
+    return _note.bind(*args, cell=cell), dims[0]
+
+
+def _jvp(primals: Any, tangents: Any, *, cell: Cell) -> Any:
+    return _note.bind(*primals, cell=cell), tangents[0]
+
+
+_note = _primitive("note_sharding", _lower_note)
+batching.primitive_batchers[_note] = _batched
+ad.primitive_jvps[_note] = _jvp
+_constrain = _primitive("constrain_to_noted_sharding", _lower_constrain)

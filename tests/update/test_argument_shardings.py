@@ -1,0 +1,100 @@
+"""State whose sharding only the compiled program knows comes back as it went in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from optax_offload import aot
+
+LAYERS, WIDTH = 6, 512
+SHAPES = {
+    "scale": (LAYERS, WIDTH),
+    "v": (LAYERS, 4 * WIDTH, WIDTH),
+    "w": (LAYERS, WIDTH, 4 * WIDTH),
+}
+
+
+def loss(params, tokens):
+    """Layers under a scan, each with a norm's scale."""
+
+    def layer(x, p):
+        return x + jax.nn.gelu((x * p["scale"][None]) @ p["w"]) @ p["v"], None
+
+    x = jnp.ones((64, WIDTH))[tokens]
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, params)[0] ** 2)
+
+
+def step_and_arguments(mesh, tokens):
+    """A step as with FSDP, in which the scale is replicated and its state offloaded."""
+
+    def struct(shape):
+        replicated = shape == SHAPES["scale"]
+        spec = P() if replicated else P(*[None] * (len(shape) - 1), "x")
+        sharding = NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    params = {name: struct(shape) for name, shape in SHAPES.items()}
+    tx = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=1024))
+    state = oo.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((tokens,), jnp.int32, sharding=NamedSharding(mesh, P("x")))
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, (params, state, x)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("given", ["with out_shardings", "without"])
+@pytest.mark.parametrize("target", ["v5e:2x2", "h100:4"])
+def test_a_replicated_leaf_stays_so(target, given):
+    """On a v5e it did not compile, or took host temporaries and came out sharded."""
+    pytest.importorskip("libtpu" if target.startswith("v") else "jax_plugins")
+    chip = aot.Target(target)
+    step, args = step_and_arguments(chip.mesh(), 2048)
+    options = {"donate_argnums": (0, 1)}
+    if given == "with out_shardings":
+        options["out_shardings"] = jax.tree.map(lambda x: x.sharding, args[:2])
+    compiled = aot.compile(step, *args, target=chip, **options)
+    assert aot.peak(compiled).host_temporary_bytes == 0
+    assert aot.host_computations(compiled) == ()
+    _, state = compiled.output_shardings
+    specs = {name: s.spec for name, s in state[0].mu.items()}
+    assert specs == {name: x.sharding.spec for name, x in args[1][0].mu.items()}
+
+
+def test_values_and_shardings_when_it_runs():
+    """On CPU devices, in a plain `jax.jit` without shardings, three times."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, (params, state, x) = step_and_arguments(mesh, 64)
+    keys = iter(jax.random.split(jax.random.key(0), 3))
+    params = jax.tree.map(
+        lambda s: jax.device_put(
+            jax.random.normal(next(keys), s.shape) / 16, s.sharding
+        ),
+        params,
+    )
+    x = jax.device_put(jnp.arange(64), x.sharding)
+    tx = optax.adam(1e-3)
+    want = params, tx.init(params)
+    got = params, oo.place(want[1], state)
+    ours = jax.jit(step)
+
+    @jax.jit
+    def plain(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(3):
+        got, want = ours(*got, x), plain(*want, x)
+    scale = got[1][0].mu["scale"].sharding
+    assert (scale.spec, scale.memory_kind) == (P(), "pinned_host")
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
