@@ -12,7 +12,7 @@ from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 
 # Whether loops may run once, as those over whole leaves. With JAX 0.10.2 a TPU's
-# compiler takes their bodies for row-major, and copies on the host what is not.
+# compiler takes their bodies for row-major, and copies on the host what is not (F25).
 LOOPS_RUN_ONCE = jax.__version_info__ >= (0, 11)
 
 

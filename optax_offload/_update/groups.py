@@ -190,7 +190,8 @@ def _own(
 ) -> tuple[list[Group], list[int]]:
     """Gives equations to the groups that alone need them, as far as that is of use.
 
-    What is fused with an update stays fused with it, and takes no memory of its own.
+    What is fused with an update stays fused with it, and takes no memory of its own
+    (F11).
 
     Returns:
       The groups, and the equations that are left and needed: not those that are only

@@ -69,7 +69,7 @@ class _Loop:
     What is stored is written to where it was read from, so no second buffer is needed
     on the host. Transfers are all inside: between stages, where they could run beside
     the backward pass, an H100's compiler reorders that for them and keeps several times
-    more alive, and a v5e's starts loads long before their use.
+    more alive, and a v5e's starts loads long before their use (F01).
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class _Loop:
         }
         iterations: Any = loop.trip_count
         if iterations == 1:
-            # A compiler that knew would take the loop apart.
+            # A compiler that knew would take the loop apart (F10).
             iterations = lax.optimization_barrier(jnp.int32(1))
 
         def body(carry: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
@@ -123,8 +123,8 @@ class _Loop:
         values = self._places.keys(self._data)
         env = dict(zip(self._env, values, strict=True))
         if not loop.rows:
-            # What is computed from these alone would be computed ahead of the loop, and
-            # kept; of a slice it cannot be.
+            # What is computed from these alone would be computed before the loop, and
+            # kept (F11); of a slice it cannot be.
             whole = self._read_whole()
             values, _ = lax.optimization_barrier(([env[v] for v in whole], number))
             env = {**env, **dict(zip(whole, values, strict=True))}
@@ -188,12 +188,13 @@ class _Slice:
         """The buffers with a part in them.
 
         It is loaded when the outputs it comes after are in theirs, and what the part
-        before hands on has been computed; else the parts would be computed as one.
+        before hands on has been computed; else the parts would be computed as one
+        (F06).
         """
         flat, rows = self._loop.flat, self._rows
         if load_after or self._handed:
             # A barrier over host buffers is what holds a load back in a loop's body, on
-            # a GPU as on a TPU.
+            # a GPU as on a TPU (F02).
             loads = (self._buffers.get(flat.invars[i]) for i in part.loads)
             held = dict.fromkeys((*load_after, *(k for k in loads if k is not None)))
             after, handed = lax.optimization_barrier(
@@ -205,7 +206,7 @@ class _Slice:
         if store_after:
             # The buffers of updates are in the barrier too: else a GPU's compiler
             # writes those at the end of the body, and keeps what they are computed
-            # from until then.
+            # from until then (F05).
             held = list(dict.fromkeys((*store_after, *part.outputs)))
             after = lax.optimization_barrier([buffers[k] for k in held])
             buffers = buffers | dict(zip(held, after, strict=True))
@@ -261,7 +262,7 @@ class _Slice:
         """The rows of a variable, on the device.
 
         Each part reads the gradient's for itself: kept from one to the next, a v5e's
-        compiler reads all slices ahead.
+        compiler reads all slices before the first update (F08).
         """
         loop, rows = self._loop, self._rows
         x = buffers[self._buffers[v]] if v in self._buffers else self._env[v]
@@ -274,7 +275,7 @@ class _Slice:
             )
         if v not in loop.loads:
             # Else what reads it may be one with what replaces it, which a TPU's
-            # compiler does with a copy of the whole.
+            # compiler does with a copy of the whole (F09).
             replaced = v in self._buffers and rows is not None
             return lax.optimization_barrier(x) if replaced else x
         return _tpu_layout.constrain(_memory.transfer(x, "device"), v.aval)
@@ -291,7 +292,7 @@ def _next(number: jax.Array) -> jax.Array:
 
     With JAX 0.12 a CPU's compiler makes one function of a loop over few bytes, in which
     it rounds otherwise than elsewhere, and for which it takes several times as long;
-    not of what its generator for such functions lacks.
+    not of what its generator for such functions lacks (F43).
     """
 
     def cpu(number: jax.Array) -> jax.Array:

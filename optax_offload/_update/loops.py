@@ -27,7 +27,7 @@ LOOP_SECONDS = 40e-6
 UPDATES_IN_AN_ITERATION = 32
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
 # then stores them. What cannot be sliced, such as Muon's products, computes with more
-# memory than it loads.
+# memory than it loads (F12).
 MOST_AT_ONCE = 3
 MOST_UNSLICED_AT_ONCE = 2
 # Of models with leaves of several shapes, whose layers alternate.
@@ -130,14 +130,14 @@ class Loop:
         passed = 0
         for (number, at), wait in zip(updates, self.waits, strict=True):
             group = self.groups[at]
-            # The two parts of a group that is alone take turns, so that one is loaded
-            # while the other is stored. Of several groups each follows its like.
+            # The two parts of a group that is alone alternate, so that one is loaded
+            # while the other is stored. Of several groups each follows its like (F13).
             lag = len(group.parts) if len(self.groups) > 1 else 1
             for n, part in enumerate(group.parts):
                 earlier = (self.groups[x] for _, x in updates[passed:wait])
                 load_after = (k for g in earlier for k in _before(group, g, n))
                 # With slices only: else an H100's compiler stores them late, and keeps
-                # them.
+                # them (F04).
                 previous = stored[-lag] if len(stored) >= lag and self.rows else ()
                 if set(previous) <= set(part.outputs):
                     previous = ()
@@ -287,7 +287,8 @@ def _loop_of(
         at_once = min(at_once, len(groups))
         waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
         if all(len(group.parts) > 1 for group in groups[-2:]):
-            # Else a v5e's compiler loads the last two at once, and stores them late.
+            # Else a v5e's compiler loads the last two at once, and stores them late
+            # (F07).
             waits = (*waits[:-1], len(waits) - 1)
     return Loop(tuple(groups), slices, tuple(rows), unroll, waits)
 

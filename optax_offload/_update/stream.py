@@ -118,8 +118,8 @@ def _run_group(
 
     Returns:
       The values of its outputs, those that are stored as they are on the device (with
-      stored values as tokens, an H100's compiler copies a leaf on the host), and what
-      to wait for to wait for the tokens.
+      stored values as tokens, an H100's compiler copies a leaf on the host: F03), and
+      what to wait for to wait for the tokens.
     """
     flat = update.flat
     loaded = [flat.invars[i] for i in group.loads]
@@ -169,7 +169,7 @@ def _run_branches(
     """The values of the outputs that the predicate may change.
 
     Each version is a loop that runs once or not at all, in place. In a conditional both
-    compilers copy what both branches write to.
+    compilers copy what both branches write to (F18).
     """
     flat, branches = update.flat, schedule.branches
     values = {
