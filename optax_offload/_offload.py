@@ -17,11 +17,11 @@ from optax_offload._extra_args import Static, split
 from optax_offload._update import (
     Schedule,
     Update,
-    argument_shardings,
+    note_shardings,
     run,
     schedule,
     trace,
-    transforms,
+    transformable,
 )
 
 logger = logging.getLogger("optax_offload")
@@ -189,7 +189,7 @@ class _Offloading:
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
             return self._streamed(fn, args, (), {})
 
-        _, state = transforms.call(fn, stream, (params,))
+        _, state = transformable(fn, stream, (params,))
         return state
 
     def _traced_update(
@@ -199,8 +199,8 @@ class _Offloading:
             return self._streamed(fn, args, args[1], cells)
 
         args = (updates, state, params, dynamic)
-        args, cells = argument_shardings.note(args)
-        return transforms.call(self._fn(static), stream, args)
+        args, cells = note_shardings(args)
+        return transformable(self._fn(static), stream, args)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
         """The plain update of these extra arguments."""

@@ -38,7 +38,7 @@ class Cell:
         self.sharding: Any = None
 
 
-def note(args: T) -> tuple[T, Mapping[int, Cell]]:
+def note_shardings(args: T) -> tuple[T, Mapping[int, Cell]]:
     """Notes how what comes from the host is sharded.
 
     Args:

@@ -19,8 +19,10 @@ Function = Callable[..., tuple[Any, Any]]
 Stream = Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
 
 
-def call(fn: Function, stream: Stream, args: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Evaluates ``stream(fn, args)`` such that JAX can transform it.
+def transformable(
+    fn: Function, stream: Stream, args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Evaluates ``stream(fn, args)``, in a way that JAX can transform.
 
     - Under `jax.vmap` the update of a whole population is streamed, as one update whose
       batch axis is the leading axis of every leaf; so are its rules applied.
@@ -54,7 +56,7 @@ def call(fn: Function, stream: Stream, args: tuple[Any, ...]) -> tuple[Any, Any]
     def batched(axis_size: int, in_batched: list[Any], *data: Any) -> Any:
         axes = tuple(jax.tree.map(lambda b: 0 if b else None, in_batched))
         population = jax.vmap(fn, in_axes=axes, axis_size=axis_size)
-        out = leave(call(population, stream, given.keys(data)))
+        out = leave(transformable(population, stream, given.keys(data)))
         return out, jax.tree.map(lambda _: True, out)
 
     differentiable = jax.custom_jvp(lambda *data: run(*data))
