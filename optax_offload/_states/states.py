@@ -1,11 +1,10 @@
-"""Whole states between steps: off the device for a while, and back as they were."""
+"""The two calls: a whole state off the device between steps, and back as it was."""
 
 from __future__ import annotations
 
 import os
-import re
 import warnings
-from concurrent import futures
+from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -13,12 +12,21 @@ from jax.sharding import Sharding
 
 from optax_offload import _memory, _rules, _trees
 from optax_offload._errors import OffloadWarning
-from optax_offload._states import disk as _disk
-from optax_offload._states import moves as _moves
+from optax_offload._states import disk, records, transfers
+from optax_offload._states import leaves as _leaves
+from optax_offload._states.leaves import Leaves
+from optax_offload._states.placeholder import OnDisk
+from optax_offload._states.progress import logger
 
 T = TypeVar("T")
 
 KINDS = ("pinned_host", "unpinned_host", "disk")
+
+# The copies that are waited for when the next one starts: enough to hide the latency
+# of a transfer, and little beside a state.
+COPY_WINDOW_BYTES = 64 * 2**20
+# The same for files, which take longer.
+DISK_WINDOW_BYTES = 256 * 2**20
 
 
 def offload_states(
@@ -43,20 +51,20 @@ def offload_states(
     which are not known: use `set_memory_kind` for those.
 
     Args:
-      tree: the state.
-      include: which leaves: a regex that matches a leaf's whole path, and takes small
+      tree: The state.
+      include: Which leaves: a regex that matches a leaf's whole path, and takes small
         leaves too, so that nothing is left; or a `Rule`, a sequence of them, or an
         `OffloadConfig`, whose ``min_bytes`` count, and whose rules of kind
         ``"device"`` leave their leaves as they are.
       memory_kind: ``"pinned_host"``, ``"unpinned_host"`` or ``"disk"``. On disk, small
         placeholders take the place of leaves; and what was in host memory goes too, to
         come back to there.
-      directory: for ``"disk"``: where this state goes, and no other. What is there from
+      directory: For ``"disk"``: where this state goes, and no other. What is there from
         before is replaced once all of the new is written and synced. With many hosts
         it has to be on a file system that they share. Needs ``optax-offload[disk]``.
-      donate: whether to free each source as soon as its copy is there. The arrays of
+      donate: Whether to free each source as soon as its copy is there. The arrays of
         ``tree`` must then not be used any more.
-      block: whether to wait. Without, this returns when all copies are started, and
+      block: Whether to wait. Without, this returns when all copies are started, and
         sources are freed as the copies end; one that fails raises in the next call that
         is given its leaf. With, at most 64 MiB, or one leaf, is in both places at once;
         of what goes to disk, 256 MiB.
@@ -65,13 +73,14 @@ def offload_states(
       A tree of the same structure.
 
     Raises:
-      OffloadError: a move failed half way. Its ``tree`` has every leaf, those that
+      OffloadError: A transfer failed half way. Its ``tree`` has every leaf, those that
         were moved and those that were not. A `KeyboardInterrupt` has it too.
-      ValueError: a pattern matches no leaf; a leaf was donated or deleted before; the
-        kind is unknown, or missing on a leaf's devices; the directory is in use.
-      TypeError: called under jit, or a leaf is a struct without a value.
-      OSError: the directory cannot be written to, or has too little space.
-      ImportError: tensorstore is missing.
+      ValueError: A pattern matches no leaf; a leaf was donated or deleted before; the
+        kind is unknown, or missing on a leaf's devices; the directory is in use, or
+        named by an empty string.
+      TypeError: It is called under jit, or a leaf is a struct without a value.
+      OSError: The directory cannot be written to, or has too little space.
+      ImportError: The extra ``disk`` is not installed.
 
     Example:
       >>> import jax.numpy as jnp, optax_offload as oo
@@ -81,23 +90,25 @@ def offload_states(
       >>> oo.memory_report(oo.reload_states(state)).totals
       {'device': 260}
     """
-    _check_destination(memory_kind, directory)
-    leaves, chosen = _begin("offload_states", tree, include, block, memory_kind)
-    _check_values(leaves, chosen, "offload_states moves values")
-    if memory_kind == "disk":
-        assert directory is not None
-        _check_not_elsewhere(leaves, chosen, directory)
-        return _to_disk(leaves, chosen, directory, donate=donate, block=block)
-    moves = []
-    for positions in _same(leaves, chosen):
+    root = _check_destination(memory_kind, directory)
+    leaves, chosen = _leaves.begin(
+        "offload_states", tree, include, block=block, memory_kind=memory_kind
+    )
+    _leaves.check_values(leaves, chosen, "offload_states moves values")
+    if root is not None:
+        return _to_disk(leaves, chosen, root, donate=donate, block=block)
+    found = []
+    for positions in _leaves.grouped_by_array(leaves, chosen):
         x = leaves.leaves[positions[0]]
         if _memory.memory_kind_of(x) in (None, memory_kind):
             continue
         path = leaves.paths[positions[0]]
         target = _memory.with_kind(path, x.sharding, memory_kind)
-        origin = _moves.origin_of(x) or x.sharding
-        moves.append(_moves.Move(positions, x, origin, _to_memory(x, target)))
-    return _run("offload_states", leaves, moves, memory_kind, donate, block)
+        origin = records.origin_of(x) or x.sharding
+        start = _to_memory(x, target)
+        found.append(transfers.Transfer(positions, x, origin, start))
+    call = _call("offload_states", memory_kind, donate, found)
+    return _run(call, leaves, found, block)
 
 
 def reload_states(
@@ -115,28 +126,30 @@ def reload_states(
     devices: a step that was compiled for uncommitted ones is compiled once more.
 
     Args:
-      tree: a tree with leaves that `offload_states` moved; or, with ``directory``, a
+      tree: A tree with leaves that `offload_states` moved; or, with ``directory``, a
         template.
-      include: which leaves, as for `offload_states`.
-      directory: reads what another process left there. ``tree`` is then a template, as
-        `eval_shape` makes it: each struct is replaced by the leaf of the same path, put
-        where the struct's sharding says, which may be on another mesh.
-      donate: whether to free each copy as soon as the leaf is back. The files of a
+      include: Which leaves, as for `offload_states`.
+      directory: A directory to read what another process left there. ``tree`` is then
+        a template, as `eval_shape` makes it: each struct is replaced by the leaf of
+        the same path, put where the struct's sharding says, which may be on another
+        mesh.
+      donate: Whether to free each copy as soon as the leaf is back. The files of a
         directory are removed when all of its leaves are back; with ``donate=False``
         they stay, until the next state is complete there.
-      block: whether to wait until all is back. What comes from disk is waited for.
+      block: Whether to wait until all is back. What comes from disk is waited for.
 
     Returns:
       A tree of the same structure.
 
     Raises:
-      OffloadError: as for `offload_states`; also if a file is missing or damaged.
-      ValueError: all chosen leaves are in host memory and `offload_states` moved none
+      OffloadError: As for `offload_states`; also if a file is missing or damaged.
+      ValueError: All chosen leaves are in host memory and `offload_states` moved none
         of them; a pattern matches no leaf; a leaf was donated or deleted before; the
         directory's manifest is damaged, or does not fit the template.
-      TypeError: called under jit, or a leaf is a struct and no directory is given.
-      FileNotFoundError: the directory holds no complete state.
-      ImportError: tensorstore is missing.
+      TypeError: It is called under jit, or a leaf is a struct and no directory is
+        given.
+      FileNotFoundError: The directory holds no complete state.
+      ImportError: The extra ``disk`` is not installed.
 
     Example:
       >>> import jax.numpy as jnp, optax_offload as oo
@@ -145,22 +158,27 @@ def reload_states(
       >>> oo.memory_report(state).totals
       {'pinned_host': 4, 'device': 256}
     """
-    leaves, chosen = _begin("reload_states", tree, include, block, None)
-    if directory is not None:
-        _find_on_disk(leaves, chosen, directory)
-    _check_values(leaves, chosen, "reload_states needs directory=... for a template")
-    moves, staying = [], []
-    for positions in _same(leaves, chosen):
+    root = None if directory is None else disk.checked_directory(directory)
+    leaves, chosen = _leaves.begin(
+        "reload_states", tree, include, block=block, memory_kind=None
+    )
+    if root is not None:
+        _find_on_disk(leaves, chosen, root)
+    needed = "reload_states needs directory=... for a template"
+    _leaves.check_values(leaves, chosen, needed)
+    found, staying = [], []
+    for positions in _leaves.grouped_by_array(leaves, chosen):
         x = leaves.leaves[positions[0]]
-        target = x.sharding if isinstance(x, _disk.OnDisk) else _moves.origin_of(x)
+        target = x.sharding if isinstance(x, OnDisk) else records.origin_of(x)
         if target is not None:
-            moves.append(_moves.Move(positions, x, None, _to_memory(x, target)))
+            start = _to_memory(x, target)
+            found.append(transfers.Transfer(positions, x, None, start))
         elif _memory.memory_kind_of(x) is not None:
             staying.append(positions[0])
     on_host = [
         i for i in staying if _memory.memory_kind_of(leaves.leaves[i]) != "device"
     ]
-    if on_host and on_host == staying and not moves:
+    if on_host and on_host == staying and not found:
         raise ValueError(
             "all leaves that include chooses are in host memory, and offload_states "
             f"moved none of them: {leaves.named(on_host)}. offload keeps them there, "
@@ -168,13 +186,14 @@ def reload_states(
             'device in any case: optax_offload.set_memory_kind(tree, pattern, "device")'
         )
     if on_host:
-        _moves.logger.debug("reload_states leaves %s in place", leaves.named(on_host))
-    return _run("reload_states", leaves, moves, "where it was", donate, block)
+        logger.debug("reload_states leaves %s in place", leaves.named(on_host))
+    call = _call("reload_states", "where it was", donate, found)
+    return _run(call, leaves, found, block)
 
 
 def _check_destination(
     memory_kind: str, directory: str | os.PathLike[str] | None
-) -> None:
+) -> Path | None:
     if memory_kind not in KINDS:
         raise ValueError(
             f"memory_kind is {memory_kind!r}; offload_states moves to "
@@ -185,215 +204,112 @@ def _check_destination(
             f"memory_kind is {memory_kind!r} and directory is {directory!r}: 'disk' "
             "needs a directory, and nothing else takes one"
         )
+    return None if directory is None else disk.checked_directory(directory)
 
 
-def _begin(
-    name: str, tree: Any, include: _rules.Rules, block: bool, memory_kind: str | None
-) -> tuple[_moves.Tree, list[int]]:
-    """The leaves of a tree, and the positions of those that are chosen.
-
-    Raises:
-      OffloadError: an earlier move of one of the leaves failed in the background.
-      TypeError, ValueError: as the calls say.
-    """
-    if _memory.is_traced(tree):
-        raise TypeError(
-            f"{name} is for between steps, and was called under jit: use "
-            "optax_offload.set_memory_kind there"
-        )
-    leaves = _moves.Tree(tree)
-    chosen = _choose(include, leaves, memory_kind)
-    _raise_failed(leaves, block)
-    deleted = [
-        i
-        for i in chosen
-        if isinstance(leaves.leaves[i], jax.Array) and leaves.leaves[i].is_deleted()
-    ]
-    if deleted:
-        raise ValueError(
-            f"{leaves.named(deleted)}: deleted. The array was donated, to a jitted "
-            "step or to a call like this one, and what that returned is the state now"
-        )
-    return leaves, chosen
-
-
-def _choose(
-    include: _rules.Rules, leaves: _moves.Tree, memory_kind: str | None
-) -> list[int]:
-    if isinstance(include, (str, re.Pattern)):
-        include = _rules.Rule(include, min_bytes=0)
-    config = _rules.as_config(include)
-    for position, rule in enumerate(config.rules):
-        if memory_kind and rule.memory_kind not in (
-            "device",
-            "pinned_host",
-            memory_kind,
-        ):
-            raise ValueError(
-                f"rule {position} ({rule.regex!r}) has memory_kind "
-                f"{rule.memory_kind!r}, but memory_kind={memory_kind!r} was asked for. "
-                "Here rules only choose leaves"
-            )
-    sizes = [
-        _memory.nbytes(x) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else 0
-        for x in leaves.leaves
-    ]
-    placements = _rules.place(config, list(zip(leaves.paths, sizes, strict=True)))
-    return [
-        i
-        for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
-        if (rule := placement.rule) is not None
-        and rule.memory_kind != "device"
-        and size >= rule.min_bytes
-    ]
-
-
-def _raise_failed(leaves: _moves.Tree, block: bool) -> None:
-    """Raises what failed in the background, and gives the sources back."""
-    rescued, errors = {}, []
-    for i, leaf in enumerate(leaves.leaves):
-        x = leaf
-        while (record := _moves.record_of(x)) is not None:
-            if record.ended and (block or isinstance(x, _disk.OnDisk)):
-                futures.wait([record.ended])
-            if record.error is None:
-                break
-            errors.append(record.error)
-            x = rescued[i] = record.source
-    if errors:
-        raise _moves.OffloadError(
-            "a move failed after the call that started it: "
-            f"{_moves.one_line(errors[0])}. Not moved: {leaves.named(list(rescued))}. "
-            "Nothing is lost: this error's .tree is the tree as it is now",
-            leaves.with_leaves(rescued),
-        ) from errors[0]
-
-
-def _is_template(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct) and not isinstance(x, _disk.OnDisk)
-
-
-def _check_values(leaves: _moves.Tree, chosen: list[int], why: str) -> None:
-    structs = [i for i in chosen if _is_template(leaves.leaves[i])]
-    if structs:
-        raise TypeError(f"{leaves.named(structs)}: a struct has no value; {why}")
-
-
-def _check_not_elsewhere(
-    leaves: _moves.Tree, chosen: list[int], directory: str | os.PathLike[str]
-) -> None:
-    elsewhere = [
-        i
-        for i in chosen
-        if isinstance(x := leaves.leaves[i], _disk.OnDisk)
-        and x.directory != os.path.abspath(directory)
-    ]
-    if elsewhere:
-        raise ValueError(
-            f"{leaves.named(elsewhere)}: on disk already, but not in "
-            f"{os.fspath(directory)!r}. Reload them first"
-        )
-
-
-def _find_on_disk(
-    leaves: _moves.Tree, chosen: list[int], directory: str | os.PathLike[str]
-) -> None:
+def _find_on_disk(leaves: Leaves, chosen: list[int], root: Path) -> None:
     """Replaces the structs of a template by the places of what is on disk."""
-    wanted = [i for i in chosen if _is_template(leaves.leaves[i])]
-    places, others = _disk.find(
-        directory, [(leaves.paths[i], leaves.leaves[i]) for i in wanted]
+    wanted = [i for i in chosen if _leaves.is_template(leaves.leaves[i])]
+    places, others = disk.find(
+        root, [(leaves.name(i), leaves.leaves[i]) for i in wanted]
     )
     for i, place in zip(wanted, places, strict=True):
         leaves.leaves[i] = place
     unknown = [path for path in others if path not in leaves.paths]
     if unknown:
         warnings.warn(
-            f"{os.fspath(directory)} also holds {_trees.listed(unknown)}, which the "
-            "template has not: it stays there",
+            f"{root} also holds {_trees.listed(unknown)}, which the template has not: "
+            "it stays there",
             OffloadWarning,
             stacklevel=3,
         )
 
 
-def _same(leaves: _moves.Tree, chosen: list[int]) -> list[list[int]]:
-    """The chosen positions, those that hold the same array together."""
-    groups: dict[int, list[int]] = {}
-    for i in chosen:
-        groups.setdefault(id(leaves.leaves[i]), []).append(i)
-    return list(groups.values())
-
-
 def _to_memory(x: Any, target: Sharding) -> Any:
-    return _moves.read(target) if isinstance(x, _disk.OnDisk) else _moves.copy(target)
+    if isinstance(x, OnDisk):
+        return transfers.read(target)
+    return transfers.copy(target)
+
+
+def _call(
+    name: str, where: str, donate: bool, found: list[transfers.Transfer]
+) -> transfers.Call:
+    from_disk = any(isinstance(t.source, OnDisk) for t in found)
+    window = DISK_WINDOW_BYTES if from_disk else COPY_WINDOW_BYTES
+    return transfers.Call(name, where, donate, window)
 
 
 def _run(
-    name: str,
-    leaves: _moves.Tree,
-    moves: list[_moves.Move],
-    where: str,
-    donate: bool,
+    call: transfers.Call,
+    leaves: Leaves,
+    found: list[transfers.Transfer],
     block: bool,
 ) -> Any:
-    from_disk = [m.source for m in moves if isinstance(m.source, _disk.OnDisk)]
-    states = sorted({place.state for place in from_disk}, key=lambda s: s.path)
-    for state in states:
-        state.open(place for place in from_disk if place.state is state)
+    """Makes transfers to memory, from memory or from disk."""
+    placeholders = [t.source for t in found if isinstance(t.source, OnDisk)]
+    # In the same order in all processes, which wait for each other in each.
+    states = sorted({p.files for p in placeholders}, key=lambda files: files.path)
+    for files in states:
+        files.open(p.entry for p in placeholders if p.files is files)
 
-    def tidy(complete: bool) -> None:
-        for state in states:
-            state.tidy(complete)
+    def end_reading(complete: bool) -> None:
+        for files in states:
+            files.end_reading(complete)
 
-    run = _moves.Moves(
-        name,
-        leaves,
-        moves,
-        where=where,
-        donate=donate,
-        window_bytes=(_moves.DISK_WINDOW_BYTES if states else _moves.COPY_WINDOW_BYTES),
-        commit=tidy,
-    )
+    run = transfers.Transfers(call, leaves, found, end_reading)
     # An array cannot be returned before there is something to read it from.
-    return run.in_turn() if block or states else run.started()
+    return run.run() if block or states else run.start()
 
 
 def _to_disk(
-    leaves: _moves.Tree,
-    chosen: list[int],
-    directory: str | os.PathLike[str],
-    *,
-    donate: bool,
-    block: bool,
+    leaves: Leaves, chosen: list[int], root: Path, *, donate: bool, block: bool
 ) -> Any:
+    _check_not_elsewhere(leaves, chosen, root)
     groups = [
         positions
-        for positions in _same(leaves, chosen)
+        for positions in _leaves.grouped_by_array(leaves, chosen)
         if isinstance(leaves.leaves[positions[0]], jax.Array)
     ]
     if not groups:
         return leaves.with_leaves({})
-    arrays = [leaves.leaves[positions[0]] for positions in groups]
-    names = [leaves.paths[positions[0]] for positions in groups]
-    origins = [_moves.origin_of(x) or x.sharding for x in arrays]
     # What is still written to this directory may be of a tree that is gone.
-    _moves.settle()
-    places = _disk.begin(directory, list(zip(names, arrays, origins, strict=True)))
-    moves = [
-        _moves.Move(positions, x, place.sharding, _moves.write(place), result=place)
+    records.settle()
+    arrays = [leaves.leaves[positions[0]] for positions in groups]
+    origins = [records.origin_of(x) or x.sharding for x in arrays]
+    names = [[leaves.name(i) for i in positions] for positions in groups]
+    places, entries = disk.begin(root, list(zip(names, arrays, origins, strict=True)))
+    found = [
+        transfers.Transfer(
+            positions, x, place.sharding, transfers.write(place), result=place
+        )
         for positions, x, place in zip(groups, arrays, places, strict=True)
     ]
-    run = _moves.Moves(
+    call = transfers.Call(
         "offload_states",
-        leaves,
-        moves,
-        where=f"disk, in {os.fspath(directory)}",
-        donate=donate,
-        window_bytes=_moves.DISK_WINDOW_BYTES,
-        commit=lambda complete: places[0].state.commit(places, complete),
+        f"disk, in {root}",
+        donate,
+        DISK_WINDOW_BYTES,
         # A leaf is on disk when all processes have written their part of it.
         all_or_none=jax.process_count() > 1,
     )
+    files = places[0].files
+    run = transfers.Transfers(
+        call, leaves, found, lambda complete: files.commit(entries, complete)
+    )
     # What runs beside the caller must not meet other processes at a barrier.
     if block or jax.process_count() > 1:
-        return run.in_turn()
-    return run.started_in_background()
+        return run.run()
+    return run.start_in_background()
+
+
+def _check_not_elsewhere(leaves: Leaves, chosen: list[int], root: Path) -> None:
+    elsewhere = [
+        i
+        for i in chosen
+        if isinstance(x := leaves.leaves[i], OnDisk) and x.directory != str(root)
+    ]
+    if elsewhere:
+        raise ValueError(
+            f"{leaves.named(elsewhere)}: on disk already, but not in {str(root)!r}. "
+            "Reload them first"
+        )

@@ -1,0 +1,174 @@
+"""A tree as its leaves, and which of them a call is about."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+
+from optax_offload import _memory, _rules, _trees
+from optax_offload._errors import OffloadError
+from optax_offload._states import records
+from optax_offload._states.placeholder import OnDisk
+
+
+class Leaves:
+    """A tree as its leaves and their paths.
+
+    Args:
+      tree: Any pytree.
+
+    Attributes:
+      paths: The path of each leaf, as rules see it.
+      leaves: The leaves, in the order of the paths.
+    """
+
+    def __init__(self, tree: Any):
+        """Flattens the tree."""
+        flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        self._keys = [keys for keys, _ in flat]
+        self.paths = [_trees.path_string(keys) for keys in self._keys]
+        self.leaves = [leaf for _, leaf in flat]
+
+    def name(self, position: int) -> tuple[str, str]:
+        """A leaf's path as rules see it, and in JAX's notation."""
+        return self.paths[position], jax.tree_util.keystr(self._keys[position])
+
+    def with_leaves(self, others: dict[int, Any]) -> Any:
+        """The tree, some leaves replaced, given by their positions."""
+        leaves = [others.get(i, x) for i, x in enumerate(self.leaves)]
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+    def named(self, positions: Sequence[int]) -> str:
+        """The paths of leaves, for a message."""
+        return _trees.listed([self.paths[i] for i in positions])
+
+    def what_is_lost(self, others: dict[int, Any]) -> str:
+        """For an error with `with_leaves(others)` in it: what that tree has no more."""
+        gone = [
+            i
+            for i, x in enumerate(self.leaves)
+            if isinstance(now := others.get(i, x), jax.Array) and now.is_deleted()
+        ]
+        if not gone:
+            return "Nothing is lost"
+        return (
+            f"{self.named(gone)}: deleted meanwhile, by a step or a call that it was "
+            "donated to. All other leaves are there"
+        )
+
+
+def begin(
+    name: str, tree: Any, include: _rules.Rules, *, block: bool, memory_kind: str | None
+) -> tuple[Leaves, list[int]]:
+    """The leaves of a tree, and the positions of those that are chosen.
+
+    Args:
+      name: The name of the call, for messages.
+      tree: The tree that the call was given.
+      include: Which leaves are chosen.
+      block: Whether to wait for what is still on its way.
+      memory_kind: Where the leaves are to go; None for each its own.
+
+    Raises:
+      OffloadError: An earlier transfer of one of the leaves failed in the background.
+      TypeError: The call is under jit.
+      ValueError: A pattern matches no leaf, or a leaf is deleted.
+    """
+    if _memory.is_traced(tree):
+        raise TypeError(
+            f"{name} is for between steps, and was called under jit: use "
+            "optax_offload.set_memory_kind there"
+        )
+    leaves = Leaves(tree)
+    chosen = _choose(include, leaves, memory_kind)
+    _raise_failed(leaves, block)
+    gone = [i for i in chosen if records.is_gone(leaves.leaves[i])]
+    if gone:
+        raise ValueError(
+            f"{leaves.named(gone)}: deleted. The array was donated, to a jitted "
+            "step or to a call like this one, and what that returned is the state now"
+        )
+    return leaves, chosen
+
+
+def _choose(
+    include: _rules.Rules, leaves: Leaves, memory_kind: str | None
+) -> list[int]:
+    if isinstance(include, (str, re.Pattern)):
+        include = _rules.Rule(include, min_bytes=0)
+    config = _rules.as_config(include)
+    for position, rule in enumerate(config.rules):
+        if memory_kind and rule.memory_kind not in (
+            "device",
+            "pinned_host",
+            memory_kind,
+        ):
+            raise ValueError(
+                f"rule {position} ({rule.regex!r}) has memory_kind "
+                f"{rule.memory_kind!r}, but memory_kind={memory_kind!r} was asked for. "
+                "Here rules only choose leaves"
+            )
+    sizes = [
+        _memory.nbytes(x) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else 0
+        for x in leaves.leaves
+    ]
+    placements = _rules.place(config, list(zip(leaves.paths, sizes, strict=True)))
+    return [
+        i
+        for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
+        if (rule := placement.rule) is not None
+        and rule.memory_kind != "device"
+        and size >= rule.min_bytes
+    ]
+
+
+def _raise_failed(leaves: Leaves, block: bool) -> None:
+    """Raises what failed in the background, and gives the sources back."""
+    rescued: dict[int, Any] = {}
+    errors: list[BaseException] = []
+    for i, leaf in enumerate(leaves.leaves):
+        x = leaf
+        while (record := records.record_of(x)) is not None:
+            if record.ended and (block or isinstance(x, OnDisk)):
+                futures.wait([record.ended])
+            if record.error is None:
+                break
+            errors.append(record.error)
+            x = rescued[i] = record.source
+    if errors:
+        raise OffloadError(
+            "a move failed after the call that started it: "
+            f"{one_line(errors[0])}. Not moved: {leaves.named(list(rescued))}. "
+            f"{leaves.what_is_lost(rescued)}: this error's .tree is the tree as it is "
+            "now",
+            leaves.with_leaves(rescued),
+        ) from errors[0]
+
+
+def is_template(x: Any) -> bool:
+    """Whether a leaf is a struct that stands for no value."""
+    return isinstance(x, jax.ShapeDtypeStruct) and not isinstance(x, OnDisk)
+
+
+def check_values(leaves: Leaves, chosen: list[int], why: str) -> None:
+    """Raises a TypeError if a chosen leaf is a struct without a value."""
+    structs = [i for i in chosen if is_template(leaves.leaves[i])]
+    if structs:
+        raise TypeError(f"{leaves.named(structs)}: a struct has no value; {why}")
+
+
+def grouped_by_array(leaves: Leaves, chosen: list[int]) -> list[list[int]]:
+    """The chosen positions, those that hold the same array together."""
+    groups: dict[int, list[int]] = {}
+    for i in chosen:
+        groups.setdefault(id(leaves.leaves[i]), []).append(i)
+    return list(groups.values())
+
+
+def one_line(error: BaseException) -> str:
+    """An error as the first line of its message, for a message of ours."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")

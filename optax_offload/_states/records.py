@@ -1,0 +1,112 @@
+"""What is remembered of arrays between calls, and the work that is left to a thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Hashable, Iterable
+from concurrent import futures
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from optax_offload._states.placeholder import OnDisk
+
+
+@dataclasses.dataclass
+class Record:
+    """What is remembered of an array or a placeholder that a call returned.
+
+    Attributes:
+      origin: Where `reload_states` puts it; None for what came back.
+      ref: A weak reference to it.
+      ended: Ends with the work that makes it, where a thread does that.
+      source: What it is made from, until it is known to be good.
+      error: Why it could not be made.
+    """
+
+    origin: Sharding | None
+    ref: weakref.ref[Any]
+    ended: futures.Future[None] | None = None
+    source: Any = None
+    error: BaseException | None = None
+
+
+# By id: arrays can be referred to weakly, but not hashed.
+_records: dict[int, Record] = {}
+# Sources that calls which are still running will free, by id.
+_being_freed: dict[int, Any] = {}
+# One thread, so that a copy of a copy ends after it.
+_background = futures.ThreadPoolExecutor(1, "optax_offload")
+
+
+def remember(x: Any, origin: Sharding | None) -> Record:
+    """Remembers where a result came from, as long as it lives."""
+    key = id(x)
+    record = Record(origin, weakref.ref(x, lambda _: _records.pop(key, None)))
+    _records[key] = record
+    return record
+
+
+def record_of(x: Any) -> Record | None:
+    """What is remembered of an array or a placeholder."""
+    record = _records.get(id(x))
+    return record if record is not None and record.ref() is x else None
+
+
+def origin_of(x: Any) -> Sharding | None:
+    """Where an array came from, if a call moved it away from there."""
+    record = record_of(x)
+    return record.origin if record else None
+
+
+def count() -> int:
+    """How many arrays and placeholders are remembered."""
+    return len(_records)
+
+
+def in_background(work: Any) -> futures.Future[None]:
+    """Leaves work to the thread, after all that was left to it before."""
+    return _background.submit(work)
+
+
+def settle() -> None:
+    """Waits for all that was left to the thread, and for it to let go of leaves."""
+    _background.submit(lambda: None).result()
+
+
+def start_freeing(sources: Iterable[Any]) -> None:
+    """Says that a call that goes on in the background will free these arrays."""
+    _being_freed.update((id(x), x) for x in sources)
+
+
+def end_freeing(sources: Iterable[Any]) -> None:
+    """Says that the call has ended: these arrays are freed, or are kept."""
+    for x in sources:
+        _being_freed.pop(id(x), None)
+
+
+def is_gone(x: Any) -> bool:
+    """Whether an array is deleted, or will be by a call that is still running."""
+    if not isinstance(x, jax.Array):
+        return False
+    return x.is_deleted() or _being_freed.get(id(x)) is x
+
+
+def buffer_of(x: Any) -> Hashable:
+    """What is freed with a leaf.
+
+    Two arrays may be one buffer, as `jax.device_put` to where an array is already
+    makes them; and deleting either deletes both (F41).
+    """
+    if isinstance(x, OnDisk):
+        return id(x.files), x.entry.number
+    if not isinstance(x, jax.Array) or x.is_deleted() or not x.size:
+        return id(x)
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    data = jax.random.key_data(x) if is_key else x
+    try:
+        return "buffer", data.addressable_data(0).unsafe_buffer_pointer()
+    except jax.errors.JaxRuntimeError:  # Not every plugin has it.
+        return id(x)

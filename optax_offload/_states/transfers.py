@@ -1,0 +1,332 @@
+"""Transfers of leaves outside jit: few at a time, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+from jax.sharding import Sharding
+
+from optax_offload import _memory
+from optax_offload._errors import OffloadError, OffloadWarning
+from optax_offload._states import records
+from optax_offload._states.leaves import Leaves, one_line
+from optax_offload._states.placeholder import OnDisk
+from optax_offload._states.progress import Progress, logger
+
+
+@dataclasses.dataclass(eq=False)
+class Transfer:
+    """One array on its way, which may be at several positions of a tree.
+
+    Attributes:
+      positions: The positions of the array among the tree's leaves.
+      source: The array or the placeholder that is transferred.
+      origin: Where `reload_states` is to put the result.
+      start: Starts to make the result, and returns a function that waits for it. That
+        returns the result, or None if it is gone before it was known to be good.
+      result: The result, once it is known what it will be, which may be before it is
+        good.
+      wait: The function that waits for the result, between its start and its end.
+      arrived: Whether the result is good.
+    """
+
+    positions: list[int]
+    source: Any
+    origin: Sharding | None
+    start: Callable[[Transfer], Callable[[], Any]]
+    result: Any = None
+    wait: Callable[[], Any] | None = None
+    arrived: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array, over all devices together."""
+        return _memory.nbytes(self.source)
+
+
+def copy(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:
+    """A transfer's ``start``: from memory to memory."""
+
+    def start(transfer: Transfer) -> Callable[[], Any]:
+        # Not donate=True: it is not implemented between memory kinds (F39).
+        transfer.result = result = jax.device_put(transfer.source, sharding)
+
+        def wait() -> Any:
+            try:
+                return jax.block_until_ready(result)
+            except RuntimeError:
+                if result.is_deleted():  # Donated, to a step that was started since.
+                    return None
+                raise
+
+        return wait
+
+    return start
+
+
+def read(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:
+    """A transfer's ``start``: from disk to memory."""
+
+    def start(transfer: Transfer) -> Callable[[], Any]:
+        place = transfer.source
+        return place.files.read(place.entry, place.dtype, sharding)
+
+    return start
+
+
+def write(place: OnDisk) -> Callable[[Transfer], Callable[[], Any]]:
+    """A transfer's ``start``: from memory to disk."""
+
+    def start(transfer: Transfer) -> Callable[[], Any]:
+        wait = place.files.write(place.entry, transfer.source)
+        return lambda: wait() or place
+
+    return start
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What a call was asked to do with its leaves.
+
+    Attributes:
+      name: The name of the call, for messages.
+      where: The place that leaves go to, for messages.
+      donate: Whether each source is freed once its result is good.
+      window_bytes: The most bytes of results that are waited for at once.
+      all_or_none: Whether leaves count as transferred, and sources are freed, only
+        when all results are good, in all processes.
+    """
+
+    name: str
+    where: str
+    donate: bool
+    window_bytes: int
+    all_or_none: bool = False
+
+
+class Transfers:
+    """The transfers of one call, which knows at any time where every leaf is.
+
+    Args:
+      call: What the call was asked to do.
+      leaves: The leaves of the tree that it was given.
+      transfers: The transfers to make, in their order.
+      commit: Called once at the end, with whether all results are good.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        leaves: Leaves,
+        transfers: Sequence[Transfer],
+        commit: Callable[[bool], None] = lambda _: None,
+    ):
+        """Starts nothing; warns of arrays that cannot be freed."""
+        self._call, self._leaves, self._transfers = call, leaves, transfers
+        self._commit, self._committed = commit, False
+        self._waiting: list[tuple[Transfer, Any]] = []
+        # How many leaves still use each buffer, and how many of those go.
+        self._users = collections.Counter(records.buffer_of(x) for x in leaves.leaves)
+        self._going = collections.Counter(
+            records.buffer_of(t.source) for t in transfers for _ in t.positions
+        )
+        self._progress = Progress(call.name, sum(t.nbytes for t in transfers))
+        if call.donate:
+            self._warn_of_shared()
+
+    def run(self) -> Any:
+        """Makes all transfers, few at a time; each source is freed as its copy is good.
+
+        Returns:
+          The tree, with all results.
+
+        Raises:
+          OffloadError: One of the transfers failed.
+        """
+        try:
+            self._run()
+        except BaseException as e:
+            self._raise(e)
+        return self._leaves.with_leaves(self._arrived())
+
+    def start(self) -> Any:
+        """Starts all transfers at once, and frees sources in the background.
+
+        Returns:
+          The tree, of which some leaves are still on their way.
+
+        Raises:
+          OffloadError: One of the transfers could not be started.
+        """
+        try:
+            for transfer in self._transfers:
+                transfer.wait = transfer.start(transfer)
+        except BaseException as e:
+            self._raise(e)
+        return self._in_background(self._finish_all)
+
+    def start_in_background(self) -> Any:
+        """Leaves all to the background. Results have to be known already.
+
+        Returns:
+          The tree, of which some leaves are still on their way.
+        """
+        return self._in_background(self._run)
+
+    def _run(self) -> None:
+        in_flight: collections.deque[Transfer] = collections.deque()
+        nbytes = 0
+        for transfer in self._transfers:
+            while in_flight and nbytes + transfer.nbytes > self._call.window_bytes:
+                nbytes -= in_flight[0].nbytes
+                self._finish(in_flight.popleft())
+            transfer.wait = transfer.start(transfer)
+            in_flight.append(transfer)
+            nbytes += transfer.nbytes
+        for transfer in in_flight:
+            self._finish(transfer)
+        self._end(True)
+        for transfer, result in self._waiting:
+            self._arrive(transfer, result)
+
+    def _finish(self, transfer: Transfer) -> None:
+        """Waits until a result is known to be good, and only then frees its source."""
+        if transfer.wait is None:
+            return
+        result = transfer.wait()
+        transfer.wait = None
+        if self._call.all_or_none:
+            self._waiting.append((transfer, result))
+        else:
+            self._arrive(transfer, result)
+
+    def _arrive(self, transfer: Transfer, result: Any) -> None:
+        transfer.arrived = True
+        known = records.record_of(transfer.result)
+        if known is not None:
+            known.source = None
+        elif result is not None:
+            records.remember(result, transfer.origin)
+        transfer.result = transfer.result if result is None else result
+        if self._call.donate and result is not None:
+            self._free(transfer)
+        self._progress.add(transfer.nbytes)
+
+    def _finish_all(self) -> None:
+        """Finishes all that can be; raises the first error of those that cannot."""
+        errors: list[Exception] = []
+        for transfer in self._transfers:
+            try:
+                self._finish(transfer)
+            except Exception as e:
+                errors.append(e)
+        if errors:
+            raise errors[0]
+
+    def _free(self, transfer: Transfer) -> None:
+        buffer = records.buffer_of(transfer.source)
+        self._users[buffer] -= len(transfer.positions)
+        if self._users[buffer]:
+            return
+        if isinstance(transfer.source, OnDisk):
+            transfer.source.files.remaining.discard(transfer.source.entry.number)
+        else:
+            transfer.source.delete()
+
+    def _in_background(self, work: Callable[[], None]) -> Any:
+        results = [
+            records.remember(transfer.result, transfer.origin)
+            for transfer in self._transfers
+        ]
+        for record, transfer in zip(results, self._transfers, strict=True):
+            record.source = transfer.source
+        sources = [t.source for t in self._transfers if self._is_freed(t)]
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as e:
+                self._stop()
+                for record, transfer in zip(results, self._transfers, strict=True):
+                    record.error = None if transfer.arrived else e
+                not_moved = self._not_arrived()
+                logger.error(
+                    "%s failed for %s: %s. The next call with these leaves raises, "
+                    "and gives them back",
+                    self._call.name,
+                    self._leaves.named(not_moved) if not_moved else "the manifest",
+                    one_line(e),
+                )
+            finally:
+                records.end_freeing(sources)
+
+        tree = self._leaves.with_leaves(
+            {i: t.result for t in self._transfers for i in t.positions}
+        )
+        records.start_freeing(sources)
+        ended = records.in_background(run)
+        for record in results:
+            record.ended = ended
+        return tree
+
+    def _arrived(self) -> dict[int, Any]:
+        """The results that are good, by their positions."""
+        return {i: t.result for t in self._transfers if t.arrived for i in t.positions}
+
+    def _not_arrived(self) -> list[int]:
+        return [i for t in self._transfers if not t.arrived for i in t.positions]
+
+    def _is_freed(self, transfer: Transfer) -> bool:
+        """Whether no leaf that stays uses the buffer of a transfer's source."""
+        buffer = records.buffer_of(transfer.source)
+        return self._call.donate and self._users[buffer] <= self._going[buffer]
+
+    def _stop(self) -> None:
+        """Ends what was started."""
+        with contextlib.suppress(Exception):
+            self._finish_all()
+        with contextlib.suppress(Exception):
+            self._end(False)
+
+    def _end(self, complete: bool) -> None:
+        """Commits, once: processes wait for each other there."""
+        if not self._committed:
+            self._committed = True
+            self._commit(complete)
+
+    def _raise(self, error: BaseException) -> NoReturn:
+        self._stop()
+        results = self._arrived()
+        moved, left = list(results), self._not_arrived()
+        message = (
+            f"{self._call.name} stopped: {one_line(error)}. Moved to "
+            f"{self._call.where}: {len(moved)} leaves "
+            f"({self._leaves.named(moved) or 'none'}). Not moved: {len(left)} "
+            f"({self._leaves.named(left) or 'none'}). "
+            f"{self._leaves.what_is_lost(results)}: this error's .tree is the tree as "
+            "it is now. To go on, pass it to the same call, or to reload_states"
+        )
+        tree = self._leaves.with_leaves(results)
+        if isinstance(error, Exception):
+            raise OffloadError(message, tree) from error
+        error.add_note(message)
+        error.tree = tree  # pyright: ignore[reportAttributeAccessIssue]
+        raise error
+
+    def _warn_of_shared(self) -> None:
+        shared = [
+            i for t in self._transfers if not self._is_freed(t) for i in t.positions
+        ]
+        if shared:
+            warnings.warn(
+                f"{self._leaves.named(shared)}: the same array is also a leaf that "
+                "include does not choose. It is copied, and not freed",
+                OffloadWarning,
+                stacklevel=5,
+            )
