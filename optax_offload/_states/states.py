@@ -29,7 +29,7 @@ COPY_WINDOW_BYTES = 64 * 2**20
 DISK_WINDOW_BYTES = 256 * 2**20
 
 
-def offload_states(
+def offload_states(  # noqa: PLR0913 - the public contract
     tree: T,
     include: _rules.Rules = ".*",
     *,

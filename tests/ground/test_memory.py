@@ -13,10 +13,12 @@ import optax_offload as oo
 
 
 def mesh_of(devices, axis_type=AxisType.Auto):
+    """A mesh of one axis."""
     return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 def leaf_makers():
+    """Everything that has a memory kind, by name."""
     sharded = NamedSharding(mesh_of(4), P("x"))
     single = SingleDeviceSharding(jax.devices()[0])
     return {
@@ -30,6 +32,7 @@ def leaf_makers():
 
 
 def sharding_of(x):
+    """A leaf's sharding, or the sharding itself."""
     return x if isinstance(x, jax.sharding.Sharding) else x.sharding
 
 

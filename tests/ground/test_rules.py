@@ -16,6 +16,7 @@ CONFIGS = sorted(
 
 
 def kinds(config, paths, nbytes=1 << 20):
+    """Where rules put leaves of one size."""
     placed = _rules.place(_rules.as_config(config), [(p, nbytes) for p in paths])
     return [p.memory_kind for p in placed]
 

@@ -12,6 +12,7 @@ from optax_offload import _templates
 
 
 def mesh_of(devices, axis_type=AxisType.Auto):
+    """A mesh of one axis."""
     return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 

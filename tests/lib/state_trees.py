@@ -16,6 +16,7 @@ import optax_offload as oo
 
 
 def on_device(x):
+    """The array, committed to the first device."""
     return jax.device_put(x, jax.devices()[0])
 
 
@@ -50,6 +51,7 @@ def what(tree):
 
 
 def kinds(tree):
+    """The memory kind of each leaf, by its path."""
     return {row.path: row.actual for row in oo.memory_report(tree).rows}
 
 
@@ -94,4 +96,5 @@ def template_of(tree):
 
 
 def files(directory):
+    """All files in a directory."""
     return sorted(p for p in directory.rglob("*") if p.is_file())

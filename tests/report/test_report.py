@@ -16,7 +16,7 @@ import optax_offload as oo
 from optax_offload import _memory
 from optax_offload._report import host_memory
 from optax_offload._report import report as reporting
-from optax_offload._states import moves
+from optax_offload._states import records
 
 PARAMS = {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}
 
@@ -282,7 +282,7 @@ def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
     leaf = jax.ShapeDtypeStruct((2**27,), jnp.float32)
     tree = {"mu": oo.set_memory_kind(leaf, ".*", "pinned_host")}
-    moves.settle()  # Arrays of other tests, which are still being moved.
+    records.settle()  # Arrays of other tests, which are still being moved.
     gc.collect()
     before = oo.memory_report(tree).host.limits[0].free_bytes
     other = oo.set_memory_kind(jnp.ones((256, 128)), ".*", "pinned_host")

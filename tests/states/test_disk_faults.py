@@ -33,6 +33,7 @@ def damaged_states(directory):
 
 
 def damaged_trees(directory):
+    """A state on disk: its bits, a template of it and its placeholders."""
     tree = make_tree()
     tree = {k: x for k, x in tree.items() if isinstance(x, jax.Array) and x.size}
     before, template = bits(tree), template_of(tree)

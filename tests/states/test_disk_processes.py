@@ -27,6 +27,7 @@ to_disk = functools.partial(oo.offload_states, memory_kind="disk")
 
 
 def run(program, *arguments):
+    """Runs a program in a process of its own."""
     return subprocess.run(
         [sys.executable, "-c", program, *map(str, arguments)],
         check=False,
@@ -96,8 +97,10 @@ for n in range(1, 10_000):
 
 @pytest.mark.slow
 def test_killed_while_offloading(tmp_path):
-    """At random moments: the old or the new is there, whole; and what is left over is
-    removed by the next."""
+    """At random moments: the old or the new is there, whole.
+
+    What is left over is removed by the next.
+    """
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     struct = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=sharding)
     template = {f"w{i}": struct for i in range(8)}

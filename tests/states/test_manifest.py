@@ -16,6 +16,7 @@ pytest.importorskip("tensorstore", reason="needs the extra disk")
 
 
 def make():
+    """A random key and a matrix."""
     return {"key": jax.random.key(5), "w": jnp.arange(12.0).reshape(3, 4)}
 
 
@@ -37,6 +38,7 @@ def sealed(table):
 
 
 def everything(directory):
+    """What a directory holds, bytes and all."""
     return {
         str(p.relative_to(directory)): p.read_bytes() if p.is_file() else None
         for p in directory.rglob("*")

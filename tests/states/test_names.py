@@ -22,6 +22,7 @@ def to_disk(tree, directory, include=".*"):
 
 
 def colliding():
+    """Two leaves have the path a/b."""
     return {"a/b": jnp.ones((2, 3)), "a": {"b": jnp.zeros((2, 3)), "c": jnp.ones(4)}}
 
 
