@@ -121,7 +121,9 @@ EXAMPLES = {
     ),
     "jit": lambda x: lax.map(jax.jit(lambda y: y * 2), x),
     "cond": lambda x: lax.cond(True, lambda y: 2 * y, lambda y: y, x),
-    "while": lambda x: lax.fori_loop(0, 3, lambda _, y: y * 1.5 + x, x),
+    "while": lambda x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1.5 + x), (0, x)
+    )[1],
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
 }
 # Never in a jaxpr, not in every version of JAX, or made others by vmap: see below.
