@@ -24,11 +24,21 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def struct_is_on_host(struct: jax.ShapeDtypeStruct) -> bool:
+    """Whether a struct without a sharding says that it is in host memory.
+
+    JAX 0.10 has no such structs: there only a sharding says it.
+    """
+    space = getattr(struct, "_memory_space", None)  # JAX 0.11 and later
+    return space == jax.memory.Space.Host
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same value as one of a Python number's dtype, which gives way to others'.
 
-    Arrays made from NumPy's never are, and a step that was compiled for a weakly typed
-    counter would be compiled again, or promote otherwise.
+    Arrays made from NumPy's never are (F40), and a step that was compiled for a weakly
+    typed counter would be compiled again, or promote otherwise. JAX has no public call
+    that makes one from an array, so this binds the primitive of its own conversions.
     """
     moved = jax.device_put(x, x.sharding.with_memory_kind("device"))
     weak = primitives.convert_element_type_p.bind(

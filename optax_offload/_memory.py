@@ -23,7 +23,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from optax_offload import _rules, _trees
+from optax_offload import _compat, _rules, _trees
 
 T = TypeVar("T")
 
@@ -164,8 +164,7 @@ def memory_kind_of(x: Any) -> str | None:
         # platform of interest calls "device".
         return sharding.memory_kind or "device"
     if isinstance(x, jax.ShapeDtypeStruct):
-        space = getattr(x, "_memory_space", None)  # JAX 0.11 and later
-        return "pinned_host" if space == jax.memory.Space.Host else "device"
+        return "pinned_host" if _compat.struct_is_on_host(x) else "device"
     return None
 
 

@@ -23,10 +23,12 @@ TX = oo.offload(optax.adam(1e-3), RULES)
 
 
 def mesh_of(devices=4):
+    """A mesh of one axis."""
     return jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def make(key=0):
+    """Parameters and their optimizer's state."""
     shapes, treedef = jax.tree.flatten(SHAPES, is_leaf=lambda x: isinstance(x, tuple))
     keys = jax.random.split(jax.random.key(key), len(shapes))
     params = jax.tree.unflatten(treedef, list(map(jax.random.normal, keys, shapes)))
@@ -44,10 +46,12 @@ def shardings(devices):
 
 @functools.lru_cache
 def state_of(devices):
+    """The state, where its shardings say."""
     return jax.jit(make, out_shardings=shardings(devices))()
 
 
 def places(tree):
+    """Shapes, dtypes, kinds and shards of all leaves."""
     return [
         (x.shape, x.dtype, x.sharding.memory_kind, x.sharding.shard_shape(x.shape))
         for x in jax.tree.leaves(tree)

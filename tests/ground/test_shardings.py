@@ -23,15 +23,18 @@ IN, OUT = 256, 128
 
 
 def mesh_of(devices=4, axis_type=AxisType.Auto):
+    """A mesh of one axis."""
     return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 def make_bare(tx):
+    """A state of dictionaries."""
     params = {"dense": {"kernel": jnp.ones((IN, OUT)), "bias": jnp.ones(OUT)}}
     return {"params": params, "opt_state": tx.init(params)}
 
 
 def make_linen(tx, partitioning):
+    """A Flax linen state, its kernel boxed."""
     model = nn.Dense(
         OUT, kernel_init=partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
     )
@@ -40,6 +43,7 @@ def make_linen(tx, partitioning):
 
 
 def make_nnx(tx, metadata):
+    """A Flax nnx state, its kernel with metadata."""
     init = nnx.with_partitioning(nnx.initializers.lecun_normal(), metadata)
     model = nnx.Linear(IN, OUT, kernel_init=init, rngs=nnx.Rngs(0))
     return nnx.state((model, nnx.Optimizer(model, tx, wrt=nnx.Param)))
@@ -47,6 +51,7 @@ def make_nnx(tx, metadata):
 
 @pytest.fixture
 def tx():
+    """Adam, its moments in host memory."""
     return oo.offload(optax.adam(1e-3), RULES)
 
 
