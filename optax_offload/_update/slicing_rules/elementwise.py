@@ -60,26 +60,9 @@ class Barrier(Rule):
         return [*outs]
 
 
-@rule("concatenate")
-class Concatenate(Elementwise):
-    """Along another axis than that of the rows."""
-
-    arithmetic = False
-
-    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
-        if e.params["dimension"] == only(ins, e):
-            raise NotRowLocalError(e.primitive.name)
-        return super().forward(e, ins, rows)
-
-    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
-        if e.params["dimension"] == only(outs, e):
-            raise NotRowLocalError(e.primitive.name)
-        return super().backward(e, outs, rows)
-
-
-@rule("sort")
-class Sort(Elementwise):
-    """Of one array or of several together, along another axis than that of the rows."""
+@rule("concatenate", "sort")
+class AlongDimension(Elementwise):
+    """Of one array or of several, along another axis than that of the rows."""
 
     arithmetic = False
 
