@@ -1,7 +1,7 @@
 """The lowered text of every case: what it was, for what it is to be compared with.
 
 `PYTHONPATH=.:tests/lib:examples python tests/lib/lowered.py` writes the digests of
-today's code for the version of JAX that runs it. They are to change only with a commit
+today's code for the versions (of JAX, optax, Flax) that run it. They are to change only with a commit
 that says what in the programs changes, and why.
 """
 
@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import pathlib
+from importlib import metadata
 from typing import Any
 
 FILE = pathlib.Path(__file__).parent / "lowered.json"
@@ -37,17 +38,19 @@ def digest(case: Any, platform: str) -> str:
     return hashlib.sha256(lowered.as_text().encode()).hexdigest()[:16]
 
 
-def known() -> dict[str, str]:
-    """The digests for this version of JAX; {} if it is none that they were made for."""
-    import jax
+def versions() -> str:
+    """The packages that have a part in what is lowered, as installed."""
+    return ", ".join(f"{x} {metadata.version(x)}" for x in ("jax", "optax", "flax"))
 
-    return json.loads(FILE.read_text()).get(jax.__version__, {})
+
+def known() -> dict[str, str]:
+    """The digests for these versions; {} if they were made for none of them."""
+    return json.loads(FILE.read_text()).get(versions(), {})
 
 
 def main() -> None:
     """Writes the digests of today's code."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
     from cases import CASES
 
     found = {
@@ -57,7 +60,7 @@ def main() -> None:
     }
     table = json.loads(FILE.read_text())
     FILE.write_text(
-        json.dumps(table | {jax.__version__: found}, indent=1, sort_keys=True) + "\n"
+        json.dumps(table | {versions(): found}, indent=1, sort_keys=True) + "\n"
     )
 
 
