@@ -1,8 +1,8 @@
 """The lowered text of every case: what it was, for what it is to be compared with.
 
 `PYTHONPATH=.:tests/lib:examples python tests/lib/lowered.py` writes the digests of
-today's code for the versions (of JAX, optax, Flax) that run it. They are to change only with a commit
-that says what in the programs changes, and why.
+today's code for the versions (of JAX, optax, Flax) that run it. They are to change only
+with a commit that says what in the programs changes, and why.
 """
 
 from __future__ import annotations
