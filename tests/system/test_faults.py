@@ -236,7 +236,7 @@ def by_out_shardings_on_a_device(state):
 
 
 @pytest.mark.parametrize(
-    ("move", "warns"),
+    ("move", "seen"),
     [
         (by_device_put, True),
         (by_set_memory_kind, True),
@@ -246,10 +246,11 @@ def by_out_shardings_on_a_device(state):
     ],
 )
 @pytest.mark.parametrize("jitted", [True, False])
-def test_kinds_changed_behind_our_back(move, warns, jitted):
-    """Leaves are named, the update warns, is exact, and puts them back."""
+def test_kinds_changed_behind_our_back(move, seen, jitted):
+    """Leaves are named, and the update raises; or warns, is exact, and puts them back."""
     params = harness.make_params()
-    tx = oo.offload(optax.adam(1e-2), RULES)
+    tx = oo.offload(optax.adam(1e-2), RULES, on_stray="move")
+    strict = oo.offload(optax.adam(1e-2), RULES)
     (_, state, _), *_ = harness.run_updates(tx, params, tx.init(params), steps=1)[0]
     want = harness.bits(jax.jit(tx.update)(params, state, params))
     moved = move(state)
@@ -257,10 +258,14 @@ def test_kinds_changed_behind_our_back(move, warns, jitted):
         oo.memory_report(moved, RULES).check()
     for path in ("0/mu/embed/embedding", "0/nu/layers_9/bias"):
         assert f"  {path}: planned pinned_host, is device" in str(error.value)
-    update = jax.jit(tx.update) if jitted else tx.update
     message = "came to update on the device: '0/mu/"
+    if seen:
+        update = jax.jit(strict.update) if jitted else strict.update
+        with pytest.raises(oo.MemoryKindError, match=message):
+            update(params, moved, params)
+    update = jax.jit(tx.update) if jitted else tx.update
     expected = pytest.warns(oo.OffloadWarning, match=message)
-    with expected if warns else contextlib.nullcontext():
+    with expected if seen else contextlib.nullcontext():
         got = update(params, moved, params)
     assert harness.bits(got) == want
     oo.memory_report(got[1], RULES).check()
