@@ -221,7 +221,7 @@ class _Offloading:
     ) -> tuple[Any, Any]:
         """Evaluates a function that returns (updates, state) as its schedule says."""
         update, structure = trace(fn, self._config, args, state)
-        _check_strays(update, state, self._on_stray)
+        _check_strays(update, self._config, state, self._on_stray)
         if not (update.loads or update.stores):
             return fn(*args)  # Nothing moves: the program is the plain one.
         planned = schedule(update, self._config.window_bytes)
@@ -262,13 +262,20 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
             )
 
 
-def _check_strays(update: Update, state: Any, on_stray: str) -> None:
+def _check_strays(
+    update: Update, config: _rules.OffloadConfig, state: Any, on_stray: str
+) -> None:
     """Raises or warns if state that should have come from the host did not."""
     planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
+    leaves = _trees.leaves_with_paths(state)
+    # State whose first update widens its dtype may have been too small to go before.
+    sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
+    before = _rules.place(config.made_lenient(), sizes)
     strays = [
         path
-        for path, x in _trees.leaves_with_paths(state)
-        if planned.get(path) == "pinned_host" and not _memory.on_host(x)
+        for (path, x), placed in zip(leaves, before, strict=True)
+        if planned.get(path) == placed.memory_kind == "pinned_host"
+        and not _memory.on_host(x)
     ]
     if not strays:
         return

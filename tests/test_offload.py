@@ -323,6 +323,20 @@ def test_stray_state_in_a_branch_is_named():
         step(state, True)
 
 
+def test_state_may_grow_beyond_the_least_bytes():
+    """As of bfloat16 parameters, when hyperparameters of float32 widen the moments."""
+    inner = optax.inject_hyperparams(optax.adam, hyperparam_dtype=jnp.float32)
+    tx = oo.offload(inner(b1=0.9, learning_rate=1e-3))
+    # 48 KiB before the first update, and 96 after it; the rule's least is 64.
+    params = {"w": jnp.ones(24576, jnp.bfloat16), "v": jnp.ones(65536, jnp.bfloat16)}
+    state = tx.init(params)
+    assert state.inner_state[0].mu["w"].sharding.memory_kind == "device"
+    for _ in range(2):
+        _, state = jax.jit(tx.update)(params, state, params)
+        mu = state.inner_state[0].mu["w"]
+        assert (mu.dtype, mu.sharding.memory_kind) == (jnp.float32, "pinned_host")
+
+
 def test_on_stray_is_one_of_two():
     """A typing mistake is found at once."""
     with pytest.raises(ValueError, match="on_stray is 'mvoe'; it must be 'raise' or"):

@@ -247,7 +247,7 @@ def by_out_shardings_on_a_device(state):
 )
 @pytest.mark.parametrize("jitted", [True, False])
 def test_kinds_changed_behind_our_back(move, seen, jitted):
-    """Leaves are named, and the update raises; or warns, is exact, and puts them back."""
+    """Leaves are named; the update raises, or warns, is exact, and puts them back."""
     params = harness.make_params()
     tx = oo.offload(optax.adam(1e-2), RULES, on_stray="move")
     strict = oo.offload(optax.adam(1e-2), RULES)
