@@ -63,6 +63,12 @@ def test_each_wing_has_a_short_readme(wing):
         assert (wing / file).exists() or (PACKAGE / file).exists(), file
 
 
+def test_no_two_test_files_have_one_name():
+    """Together pytest collects only the first of them."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))
+
+
 def documented():
     """The names in README and its pages: those after `oo.`, and those in backticks."""
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
