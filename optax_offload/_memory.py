@@ -49,7 +49,7 @@ def on_host(x: Any) -> bool:
 
 def device_type(x: Any) -> Any:
     """The type of a value (shape, dtype, weak type, sharding) were it on the device."""
-    return _aval(x).update(memory_space=jax.memory.Space.Device)
+    return _aval(x).update(memory_space=_SPACES["device"])
 
 
 def _aval(x: Any) -> Any:

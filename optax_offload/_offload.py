@@ -15,10 +15,12 @@ from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, split
 from optax_offload._update import (
+    Deferred,
     Schedule,
     Update,
+    closed,
+    defer,
     note_shardings,
-    run,
     schedule,
     trace,
     transformable,
@@ -224,10 +226,12 @@ class _Offloading:
         _check_strays(update, self._config, state, self._on_stray)
         if not (update.loads or update.stores):
             return fn(*args)  # Nothing moves: the program is the plain one.
+        update, leaves = closed(update, jax.tree.leaves(args))
         planned = schedule(update, self._config.window_bytes)
         logger.debug("%s", planned)
         _warn_of_groups(planned, self._config, update.paths)
-        results = run(update, planned, jax.tree.leaves(args), cells)
+        what = Deferred(update, self._config.window_bytes, cells)
+        results = defer(what, planned, leaves)
         return jax.tree.unflatten(structure, results)
 
 

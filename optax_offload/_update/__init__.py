@@ -1,7 +1,15 @@
 """An update: traced, scheduled, run."""
 
-from optax_offload._update.argument_shardings import note_shardings
+from optax_offload._update.argument_shardings import (
+    Cell,
+    constrain,
+    is_noted,
+    note_shardings,
+)
+from optax_offload._update.deferred import Deferred, closed, defer, deferred
 from optax_offload._update.schedule import Branched, Schedule, Straight, schedule
+from optax_offload._update.slicing import Analysis, RowCount, RowLocal
+from optax_offload._update.slicing_rules import NotRowLocalError
 from optax_offload._update.stream import run
 from optax_offload._update.transforms import transformable
 from optax_offload._update.update import Input, Output, Update, trace
@@ -10,13 +18,24 @@ from optax_offload._update.window import LINK, MOST_WINDOW_BYTES, Link
 __all__ = [
     "LINK",
     "MOST_WINDOW_BYTES",
+    "Analysis",
     "Branched",
+    "Cell",
+    "Deferred",
     "Input",
     "Link",
+    "NotRowLocalError",
     "Output",
+    "RowCount",
+    "RowLocal",
     "Schedule",
     "Straight",
     "Update",
+    "closed",
+    "constrain",
+    "defer",
+    "deferred",
+    "is_noted",
     "note_shardings",
     "run",
     "schedule",

@@ -69,6 +69,11 @@ def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
     return y if cell is None else _constrain.bind(y, cell=cell, axis=axis)
 
 
+def is_noted(e: jex.JaxprEqn) -> bool:
+    """Whether an equation only notes how its operand is sharded."""
+    return e.primitive is _note
+
+
 def _is_unknown(x: Any) -> bool:
     """Whether a value is on several devices and its type does not say how."""
     mesh = jax.typeof(x).sharding.mesh

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -49,7 +49,7 @@ class RowLocal:
             eqns=self.equations,
             debug_info=debug_info,
         )
-        return _Rows(self.rows).resized_jaxpr(whole, self.axes, rows)
+        return RowCount(self.rows).resized_jaxpr(whole, self.axes, rows)
 
     def split(
         self,
@@ -62,13 +62,13 @@ class RowLocal:
         The first has as further outputs what depends on the early inputs and is an
         input of the other. What does not depend on them is computed by both.
         """
-        first, inputs = self._needed(outputs, ())
+        first, inputs = self.needed(outputs, ())
         depends = set(early)
         for e in first:
             if not depends.isdisjoint(variables(e.invars)):
                 depends.update(e.outvars)
         depends &= {*inputs, *(v for e in first for v in e.outvars)}
-        rest, needed = self._needed(last, depends)
+        rest, needed = self.needed(last, depends)
         handed = tuple(v for v in needed if v in depends)
         return (
             dataclasses.replace(
@@ -77,7 +77,7 @@ class RowLocal:
             dataclasses.replace(self, equations=rest, inputs=needed, outputs=(*last,)),
         )
 
-    def _needed(
+    def needed(
         self, outputs: Sequence[jex.Var], known: Collection[jex.Var]
     ) -> tuple[tuple[jex.JaxprEqn, ...], tuple[jex.Var, ...]]:
         """The equations that outputs need, and the variables that these take."""
@@ -93,6 +93,13 @@ class RowLocal:
         return (
             tuple(equations[::-1]),
             tuple(v for v in inputs if v in known or v not in defined),
+        )
+
+    def restricted(self, outputs: Sequence[jex.Var]) -> RowLocal:
+        """What it takes to evaluate these variables, which have rows."""
+        equations, inputs = self.needed(outputs, ())
+        return dataclasses.replace(
+            self, equations=equations, inputs=inputs, outputs=tuple(outputs)
         )
 
     def signature(self) -> Hashable:
@@ -130,7 +137,7 @@ def analyze(
         sizes = ", ".join(str(shape(v)) for v in loads)
         raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
     (rows,) = counts
-    analysis = _Analysis(_Rows(rows), flat.equations, flat.producers)
+    analysis = Analysis(RowCount(rows), flat.equations, flat.producers)
     analysis.whole = set(variables(flat.outvars))
     for v, axis in loads.items():
         analysis.mark(v, axis)
@@ -147,14 +154,10 @@ def analyze(
         if more is not None:
             analysis = more
             found.append(beside[before])
-    ordered = tuple(flat.equations[i] for i in sorted(analysis.positions))
-    defined = {v for e in ordered for v in e.outvars}
-    used = (v for e in ordered for v in variables(e.invars))
-    free = dict.fromkeys(v for v in (*loads, *used, *found) if v not in defined)
-    return RowLocal(ordered, rows, analysis.axes, tuple(free), tuple(found))
+    return analysis.row_local(loads, found)
 
 
-class _Analysis:
+class Analysis:
     """Carries batch axes through equations: forward, and back where they are needed.
 
     Attributes:
@@ -166,7 +169,7 @@ class _Analysis:
 
     def __init__(
         self,
-        rows: _Rows,
+        rows: RowCount,
         equations: Sequence[jex.JaxprEqn],
         producers: Mapping[jex.Var, int],
     ):
@@ -211,7 +214,7 @@ class _Analysis:
                 (x, i) for x, i in zip(e.invars, ins, strict=True) if i is not None
             ]
 
-    def with_result(self, v: jex.Var, like: jex.Var) -> _Analysis | None:
+    def with_result(self, v: jex.Var, like: jex.Var) -> Analysis | None:
         """With another result, which has its rows where an input has; if it can be."""
         if v not in self._producers:
             return None
@@ -235,6 +238,22 @@ class _Analysis:
         more.positions.add(position)
         return more
 
+    def row_local(
+        self, loads: Iterable[jex.Var], outputs: Sequence[jex.Var]
+    ) -> RowLocal:
+        """The equations that were found to be evaluated for slices.
+
+        Args:
+          loads: Variables that are inputs, needed or not.
+          outputs: Variables that have rows.
+        """
+        ordered = tuple(self._equations[i] for i in sorted(self.positions))
+        defined = {v for e in ordered for v in e.outvars}
+        used = (v for e in ordered for v in variables(e.invars))
+        free = dict.fromkeys(v for v in (*loads, *used, *outputs) if v not in defined)
+        rows = self._rows.count
+        return RowLocal(ordered, rows, self.axes, tuple(free), tuple(outputs))
+
     def visit(self, e: jex.JaxprEqn) -> None:
         """Finds the rows of an equation's results from those of its operands."""
         known = [_axis_of(a, self.axes) for a in e.invars]
@@ -254,7 +273,7 @@ def _axis_of(a: Atom, axes: Mapping[jex.Var, int]) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rows:
+class RowCount:
     """So many rows, followed through the bodies of equations.
 
     Attributes:
@@ -283,7 +302,7 @@ class _Rows:
         arguments = zip(jaxpr.invars, axes.ins, strict=True)
         known = {v: axis for v, axis in arguments if axis is not None}
         while True:
-            analysis = _Analysis(self, jaxpr.eqns, producers)
+            analysis = Analysis(self, jaxpr.eqns, producers)
             analysis.follow_all = True
             for v, axis in known.items():
                 analysis.mark(v, axis)

@@ -1,0 +1,89 @@
+"""A scheduled update as one equation, which also says what it is an update of.
+
+So whoever reads a step's jaxpr before it is compiled finds its updates there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend import core as jex
+from jax.interpreters import mlir
+
+from optax_offload import _memory
+from optax_offload._update.argument_shardings import Cell
+from optax_offload._update.schedule import Schedule
+from optax_offload._update.stream import run
+from optax_offload._update.update import Input, Update
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deferred:
+    """What an equation carries out.
+
+    Attributes:
+      update: The update.
+      window_bytes: The window that was asked for.
+      cells: For inputs, what their shardings are noted in, by position.
+    """
+
+    update: Update
+    window_bytes: int | None
+    cells: Mapping[int, Cell]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.update.outputs)} outputs>"
+
+
+def closed(update: Update, args: Sequence[Any]) -> tuple[Update, list[Any]]:
+    """An update that closes over no traced value, and its arguments."""
+    constants = update.flat.constants
+    traced = {v: x for v, x in constants.items() if isinstance(x, jax.core.Tracer)}
+    flat = dataclasses.replace(
+        update.flat,
+        invars=[*update.flat.invars, *traced],
+        constants={v: x for v, x in constants.items() if v not in traced},
+    )
+    inputs = (*update.inputs, *(Input(_memory.on_host(x)) for x in traced.values()))
+    update = dataclasses.replace(update, flat=flat, inputs=inputs)
+    return update, [*args, *traced.values()]
+
+
+def defer(what: Deferred, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
+    """The values of an update's outputs, each in its memory kind, as one equation.
+
+    Args:
+      what: The update, which closes over no traced value.
+      schedule: How it is carried out.
+      args: The values of its inputs.
+    """
+    # JAX looks through the bodies of equations to learn whether anything is moved.
+    body = jax.make_jaxpr(lambda *args: run(what.update, schedule, args, what.cells))
+    return _update.bind(*args, jaxpr=body(*args), what=what)
+
+
+def deferred(e: jex.JaxprEqn) -> Deferred | None:
+    """What an equation carries out, if it is an update."""
+    return e.params["what"] if e.primitive is _update else None
+
+
+def _run(*args: Any, jaxpr: jex.ClosedJaxpr, what: Deferred) -> list[Any]:
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
+
+
+def _types(*_: Any, jaxpr: jex.ClosedJaxpr, what: Deferred) -> Any:
+    return jaxpr.out_avals, jaxpr.jaxpr.effects
+
+
+_update = jex.Primitive("offloaded_update")
+_update.multiple_results = True
+_update.def_impl(_run)
+_update.def_effectful_abstract_eval(_types)
+# Not as a function of its own, in which nothing would be an argument of the program.
+mlir.register_lowering(
+    _update, mlir.lower_fun(_run, multiple_results=True), cacheable=False
+)
