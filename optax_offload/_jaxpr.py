@@ -40,7 +40,7 @@ class Flat:
 
 
 def flatten(closed: jex.ClosedJaxpr) -> Flat:
-    """Inlines nested jits, and conds whose branch is known.
+    """Inlines nested jits, calls with own derivatives, and conds of a known branch.
 
     optax jits its bias correction: left whole, it ties every leaf to every other. So
     does the cond of `optax.MultiSteps`, whose predicate is the constant False unless
@@ -88,6 +88,10 @@ def _is_known_scalar(c: Any) -> bool:
     return not isinstance(c, jax.core.Tracer) and getattr(c, "shape", None) == ()
 
 
+# Calls with rules of their own for derivatives and batches, which are taken by now.
+_BODIES = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
+
+
 def _inlinable(
     e: jex.JaxprEqn, operands: list[Atom], value_of: Callable[[Atom], Any]
 ) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
@@ -97,6 +101,8 @@ def _inlinable(
             for s in (*e.params["in_shardings"], *e.params["out_shardings"])
         )
         return (None if constrained else e.params["jaxpr"]), operands
+    if e.primitive.name in _BODIES:
+        return e.params[_BODIES[e.primitive.name]], operands
     if e.primitive.name == "cond":
         index = value_of(operands[0])
         if index is not None:

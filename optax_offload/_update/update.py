@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+from jax.extend import core as jex
 
 from optax_offload import _jaxpr, _memory, _rules, _trees
 
@@ -87,6 +88,36 @@ class Update:
         same_type = (before.shape, before.dtype) == (after.shape, after.dtype)
         same_memory = self.inputs[alias].on_host == self.outputs[k].stored
         return alias if same_type and same_memory else None
+
+    def restricted(
+        self, wanted: Sequence[int], known: Sequence[jex.Var] = ()
+    ) -> tuple[Update, list[int]]:
+        """The update for some of its outputs only.
+
+        Args:
+          wanted: The outputs, as positions.
+          known: Variables that are arguments, after the others.
+
+        Returns:
+          The update, and the positions of the inputs that it takes.
+        """
+        outvars = [self.flat.outvars[k] for k in wanted]
+        equations = [
+            e for e in self.flat.equations if not any(v in known for v in e.outvars)
+        ]
+        flat = dataclasses.replace(self.flat, outvars=outvars, equations=equations)
+        equations = [equations[i] for i in _jaxpr.live(flat)]
+        used = {v for e in equations for v in _jaxpr.variables(e.invars)}
+        used.update(_jaxpr.variables(outvars))
+        outputs = [self.outputs[k] for k in wanted]
+        used.update(flat.invars[o.alias] for o in outputs if o.alias is not None)
+        kept = [i for i, v in enumerate(flat.invars) if v in used]
+        position = {None: None} | {i: at for at, i in enumerate(kept)}
+        invars = [*(flat.invars[i] for i in kept), *known]
+        flat = dataclasses.replace(flat, equations=equations, invars=invars)
+        inputs = (*(self.inputs[i] for i in kept), *(Input() for _ in known))
+        placed = [dataclasses.replace(o, alias=position[o.alias]) for o in outputs]
+        return Update(flat, inputs, tuple(placed)), kept
 
 
 def trace(

@@ -1,0 +1,254 @@
+"""Carrying out a scan that updates are moved into: it decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory, _tpu_layout
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.kernel import kernel
+from optax_offload._backward.rows import SUMMED_BY, Scan, Sum
+from optax_offload._jaxpr import Flat, read, variables
+from optax_offload._update import Cell, RowLocal, constrain
+
+Env = Mapping[jex.Var, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a scan does beside its own iterations.
+
+    Attributes:
+      fused: What is updated.
+      sums: What is summed up over the rows.
+      kept: The stacked results that are made whole, on the device.
+      waiting: Those that wait in host memory.
+    """
+
+    fused: Sequence[Fused]
+    sums: Sequence[Sum]
+    kept: Sequence[jex.Var]
+    waiting: Sequence[jex.Var] = ()
+
+
+def run(
+    flat: Flat, scan: Scan, work: Work, env: Env, cells: Mapping[jex.Var, Cell]
+) -> dict[jex.Var, Any]:
+    """The values of what a scan and the work in it define.
+
+    Args:
+      flat: The step.
+      scan: The scan.
+      work: What is done in it.
+      env: The values of what it takes.
+      cells: For arguments, what their shardings are noted in.
+    """
+    return _Loop(flat, scan, work, env, cells).run()
+
+
+class _Loop:
+    """A scan whose stacked gradients are used up row by row."""
+
+    def __init__(
+        self,
+        flat: Flat,
+        scan: Scan,
+        work: Work,
+        env: Env,
+        cells: Mapping[jex.Var, Cell],
+    ):
+        self._flat, self._scan, self._work = flat, scan, work
+        self._env, self._cells = env, cells
+        self._kernels = [(f, kernel(f.rows)) for f in work.fused]
+        # The buffer that has the rows of an argument that are not yet replaced.
+        self._now = {
+            before: after
+            for f in work.fused
+            for after, before in f.replaced.items()
+            if before is not None
+        }
+        self._jaxprs = [k.rows.jaxpr(1, flat.debug_info) for _, k in self._kernels]
+
+    def run(self) -> dict[jex.Var, Any]:
+        """The values of what the loop defines."""
+        scan, work = self._scan, self._work
+        carry = [self._read(a) for a in scan.carry]
+        buffers: dict[jex.Var, Any] = {}
+        for f in work.fused:
+            for after, before in f.replaced.items():
+                buffers[after] = (
+                    _empty(after.aval, _memory.kind_of_type(after.aval))
+                    if before is None
+                    else self._env[before]
+                )
+        buffers |= {v: _empty(v.aval, "device") for v in work.kept}
+        buffers |= {v: _empty(v.aval, "pinned_host") for v in work.waiting}
+        sums = [_identity(self._flat.equations[s.position]) for s in work.sums]
+        names = list(buffers)
+
+        def iteration(number: Any, state: Any) -> Any:
+            carry, values, sums = state
+            i = scan.length - 1 - number if scan.equation.params["reverse"] else number
+            carry, buffers, sums = self._iteration(
+                i, carry, dict(zip(names, values, strict=True)), sums
+            )
+            return carry, [buffers[v] for v in names], sums
+
+        carry, values, sums = lax.fori_loop(
+            0,
+            scan.length,
+            iteration,
+            (carry, list(buffers.values()), sums),
+            unroll=scan.equation.params["unroll"],
+        )
+        found = dict(zip(scan.carried, carry, strict=True))
+        found |= dict(zip(names, values, strict=True))
+        for s, value in zip(work.sums, sums, strict=True):
+            found[self._flat.equations[s.position].outvars[0]] = value
+        return found
+
+    def _iteration(
+        self, i: Any, carry: list[Any], buffers: dict[jex.Var, Any], sums: list[Any]
+    ) -> tuple[list[Any], dict[jex.Var, Any], list[Any]]:
+        scan, body = self._scan, self._scan.body
+        xs = [self._x(a, i, buffers) for a in scan.xs]
+        consts = [self._read(a) for a in scan.consts]
+        results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
+        count = len(carry)
+        carry = results[:count]
+        stacked = {
+            v: lax.expand_dims(y, (0,))
+            for v, y in zip(scan.stacked, results[count:], strict=True)
+        }
+        rows: dict[jex.Var, Any] = dict(stacked)
+        for (f, k), jaxpr in zip(self._kernels, self._jaxprs, strict=True):
+            inputs = [
+                self._input(v, to, k.rows, i, buffers, stacked)
+                for v, to in zip(k.sources, k.rows.inputs, strict=True)
+            ]
+            values = jax.core.eval_jaxpr(jaxpr, (), *inputs)
+            rows |= dict(zip(k.targets, values, strict=True))
+            for v in f.component.results:
+                buffers[v] = self._write(v, rows[v], i, k.rows, buffers, f)
+        for v in self._work.kept:
+            buffers[v] = _put(buffers[v], stacked[v], i, 0)
+        for v in self._work.waiting:
+            row = _memory.transfer(stacked[v], "pinned_host")
+            buffers[v] = _put(buffers[v], row, i, 0)
+        sums = [
+            self._added(s, total, rows)
+            for s, total in zip(self._work.sums, sums, strict=True)
+        ]
+        return carry, buffers, sums
+
+    def _read(self, a: Any) -> Any:
+        return read(a, lambda v: _memory.transfer(self._env[v], "device"))
+
+    def _whole(self, v: jex.Var, buffers: Mapping[jex.Var, Any]) -> Any:
+        return buffers[self._now[v]] if v in self._now else self._env[v]
+
+    def _x(self, a: Any, i: Any, buffers: Mapping[jex.Var, Any]) -> Any:
+        """What an iteration of the scan takes a row of."""
+        if not isinstance(a, jex.Var):
+            return a.val[i]
+        row = _row(self._whole(a, buffers), i, 0)
+        return _memory.transfer(lax.squeeze(row, (0,)), "device")
+
+    def _input(
+        self,
+        v: jex.Var,
+        to: jex.Var,
+        rows: RowLocal,
+        i: Any,
+        buffers: Mapping[jex.Var, Any],
+        stacked: Mapping[jex.Var, Any],
+    ) -> Any:
+        """What the equations for a row take."""
+        if v in stacked:
+            return stacked[v]
+        if v not in rows.axes:
+            return _memory.transfer(self._env[v], "device")
+        row = _row(self._whole(v, buffers), i, rows.axes[v])
+        if not _memory.on_host(row):
+            return row
+        return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
+
+    def _write(
+        self,
+        v: jex.Var,
+        row: Any,
+        i: Any,
+        rows: RowLocal,
+        buffers: Mapping[jex.Var, Any],
+        fused: Fused,
+    ) -> Any:
+        """The buffer of a result, with a row in it."""
+        axis = rows.axes[v]
+        before = fused.replaced[v]
+        if _memory.on_host(buffers[v]):
+            cell = None if before is None else self._cells.get(before)
+            row = constrain(row, cell, axis)
+        row = _memory.transfer(row, _memory.memory_kind_of(buffers[v]) or "device")
+        return _put(buffers[v], row, i, axis)
+
+    def _added(self, s: Sum, total: Any, rows: Mapping[jex.Var, Any]) -> Any:
+        e = self._flat.equations[s.position]
+        free = list(dict.fromkeys(variables(e.invars)))
+        one = jex.Jaxpr((), free, e.outvars, [e], debug_info=self._flat.debug_info)
+        values = [rows[v] if v in rows else self._env[v] for v in free]
+        (part,) = jax.core.eval_jaxpr(one, (), *values)
+        return _ADD[SUMMED_BY[e.primitive.name]](total, part)
+
+
+_ADD = {
+    "add": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "mul": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+
+
+def _identity(e: jex.JaxprEqn) -> Any:
+    """What a reduction of nothing is."""
+    aval: Any = e.outvars[0].aval
+    by = SUMMED_BY[e.primitive.name]
+    value: Any = {"add": 0, "mul": 1, "and": -1, "or": 0}.get(by)
+    if by in ("max", "min"):
+        least = by == "max"
+        if jnp.issubdtype(aval.dtype, jnp.inexact):
+            value = -jnp.inf if least else jnp.inf
+        elif aval.dtype == jnp.bool_:
+            value = not least
+        else:
+            info = jnp.iinfo(aval.dtype)
+            value = info.min if least else info.max
+    if aval.dtype == jnp.bool_:
+        value = bool(value)
+    return jnp.full(aval.shape, value, aval.dtype)
+
+
+def _empty(aval: Any, memory_kind: str) -> Any:
+    explicit = any(names is not None for names in aval.sharding.spec)
+    sharding = aval.sharding if explicit else None
+    zeros = lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
+    return _memory.transfer(zeros, memory_kind)
+
+
+def _row(x: Any, i: Any, axis: int) -> Any:
+    return lax.dynamic_slice_in_dim(x, i, 1, axis, allow_negative_indices=False)
+
+
+def _put(buffer: Any, row: Any, i: Any, axis: int) -> Any:
+    return lax.dynamic_update_slice_in_dim(
+        buffer, row, i, axis, allow_negative_indices=False
+    )

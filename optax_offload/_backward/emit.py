@@ -1,0 +1,131 @@
+"""Evaluating a step as its plan says: it decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload._backward import body, held
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.plan import FusedScan, Plan
+from optax_offload._backward.rest import Node, rest
+from optax_offload._backward.rows import Sum
+from optax_offload._jaxpr import evaluate, read, variables
+from optax_offload._update import Deferred, defer, note_shardings, schedule
+
+
+def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+    """The results of a step, evaluated as its plan says.
+
+    Args:
+      plan: The plan.
+      args: The values of its arguments.
+    """
+    return _Run(plan, args).results()
+
+
+class _Run:
+    """The values of a step's variables, as they become known."""
+
+    def __init__(self, plan: Plan, args: Sequence[Any]):
+        self._plan, self._step = plan, plan.step
+        flat = plan.step.flat
+        noted, cells = note_shardings(list(args))
+        self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
+        self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
+        self._env |= flat.constants
+
+    def results(self) -> list[Any]:
+        """The values of the step's results."""
+        flat = self._step.flat
+        scans = {s.scan.position: s for s in self._plan.scans}
+        fused = [f for s in self._plan.scans for f in s.fused]
+        nodes = rest(self._step, scans, fused)
+        wanted = {v for node in nodes for v in node.reads}
+        wanted.update(variables(flat.outvars))
+        wanted.update(v for f in fused for v in f.rows.inputs)
+        postponed: list[Node] = []
+        for node in nodes:
+            if node.position in scans:
+                self._run_scan(scans[node.position], wanted)
+            elif all(v in self._env for v in node.reads):
+                self._run_node(node)
+            else:  # It takes what is summed up over rows that have to wait.
+                postponed.append(node)
+        for each in self._plan.scans:
+            if each.held:
+                self._run_held(each)
+        for node in postponed:
+            self._run_node(node)
+        return [read(a, self._env.__getitem__) for a in flat.outvars]
+
+    def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
+        gradients = {g for f in each.fused for g in f.component.gradients}
+        waiting = []
+        if self._plan.how == "store":
+            waiting = [g for f in each.held for g in f.component.gradients]
+        kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
+        first = [*each.now, *(f.summed_only() for f in each.held)]
+        work = body.Work(first, self._sums(each.fused, late=False), kept, waiting)
+        scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
+        self._require(variables(scanned))
+        self._require(v for f in first for v in f.rows.inputs)
+        self._run_work(each, work)
+
+    def _run_held(self, each: FusedScan) -> None:
+        self._require(v for f in each.held for v in f.rows.inputs)
+        if self._plan.how == "twice":
+            sums = self._sums(each.held, late=True)
+            self._run_work(each, body.Work(each.held, sums, (), ()))
+        else:
+            self._env |= held.run(self._step, each.held, self._env, self._cells)
+
+    def _sums(self, fused: Iterable[Fused], *, late: bool) -> list[Sum]:
+        """What is summed up before anything that waits is updated, or then."""
+        return [
+            s
+            for f in fused
+            for s in f.component.sums
+            if (s in f.component.late_sums) == late
+        ]
+
+    def _run_work(self, each: FusedScan, work: body.Work) -> None:
+        self._env |= body.run(self._step.flat, each.scan, work, self._env, self._cells)
+
+    def _require(self, wanted: Iterable[jex.Var]) -> None:
+        """Evaluates what variables take, as far as it is not known yet."""
+        flat = self._step.flat
+        missing = {v for v in wanted if v not in self._env and v in flat.producers}
+        found: list[int] = []
+        for i in reversed(range(len(flat.equations))):
+            e = flat.equations[i]
+            if not missing.isdisjoint(e.outvars):
+                found.append(i)
+                missing.update(v for v in variables(e.invars) if v not in self._env)
+        for i in found[::-1]:
+            self._env |= evaluate(flat, [i], self._env.__getitem__)
+
+    def _run_node(self, node: Node) -> None:
+        if node.left is None:
+            outvars = self._step.flat.equations[node.position].outvars
+            if any(v not in self._env for v in outvars):
+                self._env |= evaluate(
+                    self._step.flat, [node.position], self._env.__getitem__
+                )
+            return
+        region, wanted, update, operands = node.left
+        args = [read(a, self._env.__getitem__) for a in operands]
+        cells = {
+            i: self._cells[a]
+            for i, a in enumerate(operands)
+            if isinstance(a, jex.Var) and a in self._cells
+        }
+        window_bytes = region.what.window_bytes
+        planned = schedule(update, window_bytes)
+        values = defer(Deferred(update, window_bytes, cells), planned, args)
+        for k, value in zip(wanted, values, strict=True):
+            a = region.results[k]
+            if isinstance(a, jex.Var):
+                self._env[a] = value

@@ -1,0 +1,32 @@
+"""Gradients that are used up row by row, and what is done with them, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.extend import core as jex
+
+from optax_offload._backward.rows import Component
+from optax_offload._update import RowLocal
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Gradients of which every row is used up as soon as it is there.
+
+    Attributes:
+      component: The gradients, and what follows from them.
+      rows: The equations that lead to results, and to what is summed up.
+      replaced: For each result the argument whose buffer it is written into.
+    """
+
+    component: Component
+    rows: RowLocal
+    replaced: Mapping[jex.Var, jex.Var | None]
+
+    def summed_only(self) -> Fused:
+        """What leads to the sums over its rows."""
+        component = dataclasses.replace(self.component, results=())
+        operands = dict.fromkeys(v for s in component.sums for v in s.operands)
+        return Fused(component, self.rows.restricted([*operands]), {})

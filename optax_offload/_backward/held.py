@@ -1,0 +1,86 @@
+"""Updates whose gradients wait in host memory: carried out as `offload` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.kernel import Kernel, kernel
+from optax_offload._backward.step import Step
+from optax_offload._jaxpr import Flat
+from optax_offload._update import (
+    Cell,
+    Deferred,
+    Input,
+    Output,
+    Update,
+    defer,
+    schedule,
+)
+
+
+def run(
+    step: Step,
+    fused: Sequence[Fused],
+    env: Mapping[jex.Var, Any],
+    cells: Mapping[jex.Var, Cell],
+) -> dict[jex.Var, Any]:
+    """The results of updates whose gradients wait in host memory."""
+    update, sources, results = _held(step, [(f, kernel(f.rows)) for f in fused])
+    args = [env[v] for v in sources]
+    inputs = tuple(
+        dataclasses.replace(x, on_host=_memory.on_host(value))
+        for x, value in zip(update.inputs, args, strict=True)
+    )
+    update = dataclasses.replace(update, inputs=inputs)
+    asked = [r.what.window_bytes for r in step.regions]
+    window_bytes = asked[0] if asked else None
+    of = {i: cells[v] for i, v in enumerate(sources) if v in cells}
+    what = Deferred(update, window_bytes, of)
+    values = defer(what, schedule(update, window_bytes), args)
+    return dict(zip(results, values, strict=True))
+
+
+def _held(
+    step: Step, fused: Sequence[tuple[Fused, Kernel]]
+) -> tuple[Update, list[jex.Var], list[jex.Var]]:
+    """One update of all that waits; its arguments and its results in the step."""
+    flat = step.flat
+    equations: dict[int, jex.JaxprEqn] = {}
+    sources: dict[jex.Var, jex.Var] = {}
+    axes: dict[jex.Var, int] = {}
+    outputs: list[tuple[jex.Var, jex.Var, jex.Var | None]] = []
+    for f, k in fused:
+        for e in k.rows.equations:
+            equations[flat.producers[e.outvars[0]]] = e
+        axes |= {v: i for v, i in k.rows.axes.items() if v in k.rows.inputs}
+        sources |= dict(zip(k.rows.inputs, k.sources, strict=True))
+        inside = dict(zip(k.targets, k.rows.outputs, strict=True))
+        outputs += [(v, inside[v], f.replaced[v]) for v in f.component.results]
+    known = set(sources.values())
+    for _, _, before in outputs:
+        if before is not None and before not in known:
+            sources[jex.Var(_memory.device_type(before.aval))] = before
+    invars = list(sources)
+    position = {v: i for i, v in enumerate(sources.values())}
+    ordered = [equations[i] for i in sorted(equations)]
+    inner = Flat(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)
+    update = Update(
+        inner,
+        tuple(Input(slice_axis=axes.get(v)) for v in invars),
+        tuple(
+            Output(
+                f"{n}",
+                _memory.kind_of_type(v.aval),
+                None if before is None else position[before],
+                is_update=False,
+            )
+            for n, (v, _, before) in enumerate(outputs)
+        ),
+    )
+    return update, list(sources.values()), [v for v, _, _ in outputs]

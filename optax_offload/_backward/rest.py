@@ -1,0 +1,93 @@
+"""What of a step is evaluated outside of the scans that updates are moved into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.step import Region, Step
+from optax_offload._jaxpr import Atom, variables
+from optax_offload._update import Update
+
+
+class Left(NamedTuple):
+    """What is left of an update.
+
+    Attributes:
+      region: The whole of it.
+      wanted: The outputs that are computed, as positions.
+      update: The update for these.
+      operands: What the step gives it.
+    """
+
+    region: Region
+    wanted: tuple[int, ...]
+    update: Update
+    operands: tuple[Atom, ...]
+
+
+class Node(NamedTuple):
+    """An equation that is evaluated, or what is left of an update.
+
+    Attributes:
+      position: The position of the equation, or of the update's last.
+      reads: The variables that it takes.
+      left: What is left of the update.
+    """
+
+    position: int
+    reads: tuple[jex.Var, ...]
+    left: Left | None = None
+
+
+def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Node]:
+    """What is evaluated outside of scans, and these, in order.
+
+    What is only needed by the updates in the scans is left out.
+    """
+    flat = step.flat
+    results = {v for f in fused for v in f.component.results}
+    sums = {s.position for f in fused for s in f.component.sums}
+    known = {v for i in sums for v in flat.equations[i].outvars}
+    needed = {v for v in variables(flat.outvars) if v not in results}
+    found: list[Node] = []
+    for i in reversed(range(len(flat.equations))):
+        e = flat.equations[i]
+        region = step.region_of.get(i)
+        if region is not None:
+            if i == region.positions[-1]:
+                node = _left(step, region, needed, known)
+                found += [node] if node.left else []
+                needed.update(node.reads)
+            continue
+        if i in sums:
+            continue
+        if i in scans or e.effects or not needed.isdisjoint(e.outvars):
+            found.append(Node(i, tuple(variables(e.invars))))
+            needed.update(variables(e.invars))
+    return found[::-1]
+
+
+def _left(
+    step: Step,
+    region: Region,
+    needed: Collection[jex.Var],
+    known: Collection[jex.Var],
+) -> Node:
+    """What is left of an update."""
+    producers = step.flat.producers
+    wanted = tuple(
+        k
+        for k, a in enumerate(region.results)
+        if isinstance(a, jex.Var)
+        and a in needed
+        and producers.get(a, -1) in region.positions
+    )
+    if not wanted:
+        return Node(region.positions[-1], ())
+    update, operands = region.left(wanted, known)
+    left = Left(region, wanted, update, tuple(operands))
+    return Node(region.positions[-1], tuple(variables(operands)), left)

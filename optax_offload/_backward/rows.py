@@ -1,0 +1,282 @@
+"""What follows from the gradients that a scan stacks: row by row, and not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._backward.step import Step
+from optax_offload._jaxpr import shape, variables
+from optax_offload._update import Analysis, NotRowLocalError, RowCount, RowLocal
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A scan of a step.
+
+    Attributes:
+      position: The position of its equation.
+      equation: The equation.
+    """
+
+    position: int
+    equation: jex.JaxprEqn
+
+    @property
+    def length(self) -> int:
+        """The number of its iterations."""
+        return self.equation.params["length"]
+
+    @property
+    def body(self) -> jex.ClosedJaxpr:
+        """What an iteration computes."""
+        return self.equation.params["jaxpr"]
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        """What every iteration takes whole."""
+        return self.equation.invars[: self._counts[0]]
+
+    @property
+    def carry(self) -> Sequence[Any]:
+        """What the first iteration takes, and every other from the one before."""
+        consts, carried = self._counts
+        return self.equation.invars[consts : consts + carried]
+
+    @property
+    def xs(self) -> Sequence[Any]:
+        """What every iteration takes a row of."""
+        return self.equation.invars[sum(self._counts) :]
+
+    @property
+    def carried(self) -> Sequence[jex.Var]:
+        """What the last iteration carries."""
+        return self.equation.outvars[: self._counts[1]]
+
+    @property
+    def stacked(self) -> Sequence[jex.Var]:
+        """What every iteration gives a row of."""
+        return self.equation.outvars[self._counts[1] :]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        return _compat.scan_counts(self.equation.params)
+
+
+class Sum(NamedTuple):
+    """An equation that reduces over the rows, which can be summed up row by row.
+
+    Attributes:
+      position: The position of the equation.
+      operands: Its operands that have rows.
+    """
+
+    position: int
+    operands: tuple[jex.Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Gradients that some equation joins, and what follows from them row by row.
+
+    Attributes:
+      gradients: The gradients.
+      results: The results of the step that have rows.
+      sums: What is reduced over the rows.
+      late: Whether results depend on what is known only after the scan.
+      late_sums: Those of the sums that do.
+    """
+
+    gradients: tuple[jex.Var, ...]
+    results: tuple[jex.Var, ...]
+    sums: tuple[Sum, ...]
+    late: bool
+    late_sums: tuple[Sum, ...]
+
+
+class MixesError(Exception):
+    """An equation needs all rows of a gradient at once.
+
+    Attributes:
+      gradients: The gradients.
+      because: The reason.
+    """
+
+    def __init__(self, gradients: Collection[jex.Var], because: str):
+        super().__init__(because)
+        self.gradients, self.because = gradients, because
+
+
+@dataclasses.dataclass(frozen=True)
+class Followed:
+    """What follows from gradients of a scan.
+
+    Attributes:
+      rows: The equations that treat every row alone.
+      components: The gradients, by what joins them.
+      late: The variables that depend on the scan otherwise than row by row, or on what
+        does.
+    """
+
+    rows: RowLocal
+    components: tuple[Component, ...]
+    late: frozenset[jex.Var]
+
+
+def follow(
+    step: Step, scan: Scan, gradients: Sequence[jex.Var], later: Collection[int]
+) -> Followed:
+    """Follows gradients of a scan to the results of a step.
+
+    Args:
+      step: The step.
+      scan: The scan.
+      gradients: Those of its stacked results that are followed.
+      later: Scans that cannot be computed before this one, as positions.
+
+    Raises:
+      MixesError: An equation needs all rows of some at once.
+    """
+    walk = _Walk(step, scan, gradients, later)
+    for i in range(scan.position + 1, len(step.flat.equations)):
+        if i in step.live:
+            walk.visit(i)
+    return walk.found()
+
+
+class _Walk:
+    """Follows gradients from equation to equation.
+
+    Attributes:
+      of: For each variable with rows that depends on a gradient, one of its component.
+      late: See `Followed`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        scan: Scan,
+        gradients: Sequence[jex.Var],
+        later: Collection[int],
+    ):
+        flat = step.flat
+        self._step, self._gradients, self._later = step, tuple(gradients), later
+        self._analysis = Analysis(RowCount(scan.length), flat.equations, flat.producers)
+        self._analysis.whole = set(variables(flat.outvars))
+        for v in gradients:
+            self._analysis.mark(v, 0)
+        self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+        self._parent: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+        self.late = set(scan.equation.outvars).difference(gradients)
+        self._sums: list[Sum] = []
+
+    def _root(self, v: jex.Var) -> jex.Var:
+        while self._parent[v] is not v:
+            v = self._parent[v]
+        return v
+
+    def visit(self, i: int) -> None:
+        """Goes on with an equation."""
+        e = self._step.flat.equations[i]
+        operands = variables(e.invars)
+        late = i in self._later or not self.late.isdisjoint(operands)
+        touched = [v for v in operands if v in self.of]
+        if touched:
+            self._visit_rows(i, e, touched)
+        if late:
+            self.late.update(e.outvars)
+
+    def _visit_rows(self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]) -> None:
+        roots = {self._root(self.of[v]) for v in touched}
+        summed = _summed(e, self._analysis)
+        if summed:
+            self._sums.append(Sum(i, tuple(summed)))
+            self.late.update(e.outvars)
+            return
+        try:
+            self._analysis.visit(e)
+        except NotRowLocalError as error:
+            raise self._mixes(roots, i, str(error)) from None
+        self._analysis.positions.add(i)
+        first, *rest = roots
+        for v in rest:
+            self._parent[v] = first
+        for v in e.outvars:
+            if v in self._analysis.axes:
+                self.of[v] = first
+            else:
+                raise self._mixes(roots, i, e.primitive.name)
+
+    def _mixes(self, roots: Collection[jex.Var], i: int, because: str) -> MixesError:
+        found = [v for v in self._gradients if self._root(v) in roots]
+        return MixesError(found, f"{because} needs all of it at once")
+
+    def found(self) -> Followed:
+        """What was found."""
+        outvars = dict.fromkeys(variables(self._step.flat.outvars))
+        results = [v for v in outvars if v in self.of]
+        components: list[Component] = []
+        for root in dict.fromkeys(map(self._root, self._gradients)):
+            mine = [v for v in results if self._root(self.of[v]) is root]
+            sums = [
+                s
+                for s in self._sums
+                if any(self._root(self.of[v]) is root for v in s.operands)
+            ]
+            components.append(
+                Component(
+                    tuple(v for v in self._gradients if self._root(v) is root),
+                    tuple(mine),
+                    tuple(sums),
+                    any(v in self.late for v in mine),
+                    tuple(s for s in sums if not self.late.isdisjoint(s.operands)),
+                )
+            )
+        summed = [v for s in self._sums for v in s.operands]
+        rows = self._analysis.row_local(self._gradients, [*results, *summed])
+        return Followed(rows, tuple(components), frozenset(self.late))
+
+
+# What a reduction over rows is summed up with.
+SUMMED_BY = {
+    "reduce_sum": "add",
+    "dot_general": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "mul",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+
+
+def _summed(e: jex.JaxprEqn, analysis: Analysis) -> list[jex.Var]:
+    """The operands with rows of an equation that reduces over them."""
+    axes = analysis.axes
+    known = [v for v in variables(e.invars) if v in axes]
+    if e.primitive.name not in SUMMED_BY:
+        return []
+    if e.primitive.name == "dot_general":
+        return _contracted(e, axes)
+    if axes[known[0]] not in e.params["axes"]:
+        return []
+    return known
+
+
+def _contracted(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:
+    """The operands of a product whose rows are summed up in it."""
+    (left, right), _ = e.params["dimension_numbers"]
+    a, b = e.invars
+    if not (isinstance(a, jex.Var) and isinstance(b, jex.Var)):
+        return []
+    if a not in axes or b not in axes or axes[a] not in left:
+        return []
+    return [a, b] if right[left.index(axes[a])] == axes[b] else []
+
+
+def rows_of(v: jex.Var, rows: RowLocal) -> int:
+    """The number of rows that a variable has."""
+    return shape(v)[rows.axes[v]]

@@ -1,0 +1,157 @@
+"""A train step as one value: its equations, those of its updates among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._jaxpr import Atom, Flat, flatten, live
+from optax_offload._update import Deferred, Update, deferred, is_noted
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """An offloaded update in a step.
+
+    Attributes:
+      what: The update.
+      operands: What the step gives it.
+      results: What the step takes from it.
+      positions: The positions of its equations.
+      names: What the step calls the variables of the update.
+    """
+
+    what: Deferred
+    operands: tuple[Atom, ...]
+    results: tuple[Atom, ...]
+    positions: range
+    names: Mapping[jex.Var, Atom]
+
+    def left(
+        self, wanted: Sequence[int], known: Collection[jex.Var]
+    ) -> tuple[Update, list[Atom]]:
+        """The update for some of its outputs only.
+
+        Args:
+          wanted: The outputs, as positions.
+          known: Variables of the step that are computed elsewhere.
+
+        Returns:
+          The update, and what the step gives it.
+        """
+        inner = [v for v, a in self.names.items() if a in known]
+        update, kept = self.what.update.restricted(wanted, inner)
+        operands = [self.operands[i] for i in kept]
+        return update, [*operands, *(self.names[v] for v in inner)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A train step.
+
+    Attributes:
+      flat: All equations. What is moved to or from the host is an equation too.
+      regions: The offloaded updates whose equations are among them.
+    """
+
+    flat: Flat
+    regions: tuple[Region, ...]
+
+    @functools.cached_property
+    def region_of(self) -> Mapping[int, Region]:
+        """The region that an equation is of, by position."""
+        return {i: region for region in self.regions for i in region.positions}
+
+    @functools.cached_property
+    def live(self) -> frozenset[int]:
+        """The equations that a result or an effect needs, as positions."""
+        return frozenset(live(self.flat))
+
+
+def take_apart(closed: jex.ClosedJaxpr) -> Step:
+    """The equations of a step, and of the updates in it."""
+    outer = flatten(closed)
+    taken = _Taken(outer)
+    for e in outer.equations:
+        taken.take(e)
+    outvars = [taken.read(a) for a in outer.outvars]
+    flat = dataclasses.replace(
+        outer, equations=taken.equations, constants=taken.constants, outvars=outvars
+    )
+    return Step(flat, tuple(taken.regions))
+
+
+class _Taken:
+    """Equations taken out of a step one after the other."""
+
+    def __init__(self, outer: Flat):
+        self.equations: list[jex.JaxprEqn] = []
+        self.constants: dict[jex.Var, Any] = dict(outer.constants)
+        self.regions: list[Region] = []
+        self._names: dict[jex.Var, Atom] = {}
+
+    def read(self, a: Atom) -> Atom:
+        """What stands for an atom of the step."""
+        return a if isinstance(a, jex.Literal) else self._names.get(a, a)
+
+    def take(self, e: jex.JaxprEqn) -> None:
+        """Takes an equation, or an update's own in its place."""
+        operands = [self.read(a) for a in e.invars]
+        what = deferred(e)
+        if what is not None:
+            region = self._region(what, operands)
+            self.regions.append(region)
+            self._names.update(zip(e.outvars, region.results, strict=True))
+        elif is_noted(e):
+            self._names[e.outvars[0]] = operands[0]
+        else:
+            self.equations.append(e.replace(invars=operands))
+
+    def _region(self, what: Deferred, operands: list[Atom]) -> Region:
+        flat, first = what.update.flat, len(self.equations)
+        names: dict[jex.Var, Atom] = {v: jex.Var(v.aval) for v in flat.constants}
+        self.constants.update((names[v], c) for v, c in flat.constants.items())
+
+        def read(a: Atom) -> Any:
+            return a if isinstance(a, jex.Literal) else names.get(a, a)
+
+        for v, a in zip(flat.invars, operands, strict=True):
+            names[v] = self._moved(a, "device")
+        for e in flat.equations:
+            results = [jex.Var(v.aval) for v in e.outvars]
+            moved = e.replace(invars=[read(a) for a in e.invars], outvars=results)
+            names.update(zip(e.outvars, results, strict=True))
+            self.equations.append(moved)
+        results = [
+            self._moved(read(a), output.memory_kind)
+            for a, output in zip(flat.outvars, what.update.outputs, strict=True)
+        ]
+        positions = range(first, len(self.equations))
+        return Region(what, tuple(operands), tuple(results), positions, names)
+
+    def _moved(self, a: Atom, memory_kind: str) -> Atom:
+        """What an atom is in a memory."""
+        if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
+            return a
+        closed = jax.make_jaxpr(lambda x: _memory.transfer(x, memory_kind))(a.aval)
+        (e,) = closed.jaxpr.eqns
+        result = jex.Var(e.outvars[0].aval)
+        self.equations.append(e.replace(invars=[a], outvars=[result]))
+        return result
+
+
+def _is_key(a: Atom) -> bool:
+    return _memory.movable_nbytes(a.aval) is None
+
+
+def is_transfer(e: jex.JaxprEqn) -> bool:
+    """Whether an equation moves one value to another memory."""
+    return e.primitive.name == "device_put" and _memory.kind_of_type(
+        e.invars[0].aval
+    ) != _memory.kind_of_type(e.outvars[0].aval)
