@@ -14,12 +14,31 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.kernel import kernel
+from optax_offload._backward.kernel import Kernel, kernel
 from optax_offload._backward.rows import SUMMED_BY, Scan, Sum
 from optax_offload._jaxpr import Flat, read, variables
 from optax_offload._update import Cell, RowLocal, constrain
 
 Env = Mapping[jex.Var, Any]
+
+
+Buffers = dict[jex.Var, Any]
+import os
+AT_ONCE = int(os.environ.get("AT_ONCE", "2"))
+
+
+class _Unit:
+    """A part of an update: loaded, computed and stored."""
+
+    def __init__(self, fused: Fused, k: Kernel, debug_info: Any):
+        self.fused, self.kernel = fused, k
+        self.jaxpr = k.rows.jaxpr(1, debug_info)
+        self.results = [v for v in k.targets if v in fused.replaced]
+
+    @property
+    def rows(self) -> RowLocal:
+        """The equations, with what they move."""
+        return self.kernel.rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +86,11 @@ class _Loop:
     ):
         self._flat, self._scan, self._work = flat, scan, work
         self._env, self._cells = env, cells
-        self._kernels = [(f, kernel(f.rows)) for f in work.fused]
+        self._units = [
+            _Unit(f, kernel(part), flat.debug_info)
+            for f in sorted(work.fused, key=self._availability)
+            for part in f.parts()
+        ]
         # The buffer that has the rows of an argument that are not yet replaced.
         self._now = {
             before: after
@@ -75,7 +98,6 @@ class _Loop:
             for after, before in f.replaced.items()
             if before is not None
         }
-        self._jaxprs = [k.rows.jaxpr(1, flat.debug_info) for _, k in self._kernels]
 
     def run(self) -> dict[jex.Var, Any]:
         """The values of what the loop defines."""
@@ -129,19 +151,18 @@ class _Loop:
             for v, y in zip(scan.stacked, results[count:], strict=True)
         }
         rows: dict[jex.Var, Any] = dict(stacked)
-        for (f, k), jaxpr in zip(self._kernels, self._jaxprs, strict=True):
-            inputs = [
-                self._input(v, to, k.rows, i, buffers, stacked)
-                for v, to in zip(k.sources, k.rows.inputs, strict=True)
-            ]
-            values = jax.core.eval_jaxpr(jaxpr, (), *inputs)
-            rows |= dict(zip(k.targets, values, strict=True))
-            for v in f.component.results:
-                buffers[v] = self._write(v, rows[v], i, k.rows, buffers, f)
+        for n, unit in enumerate(self._units):
+            if n >= AT_ONCE:
+                buffers = self._wait(unit, self._units[n - AT_ONCE], buffers)
+            rows |= self._values(unit, i, buffers, rows)
+            for v in unit.results:
+                row = self._stored(v, rows[v], unit)
+                buffers[v] = _put(buffers[v], row, i, unit.rows.axes[v])
         for v in self._work.kept:
             buffers[v] = _put(buffers[v], stacked[v], i, 0)
         for v in self._work.waiting:
-            row = _memory.transfer(stacked[v], "pinned_host")
+            row = _tpu_layout.constrain(stacked[v], v.aval)
+            row = _memory.transfer(row, "pinned_host")
             buffers[v] = _put(buffers[v], row, i, 0)
         sums = [
             self._added(s, total, rows)
@@ -162,42 +183,54 @@ class _Loop:
         row = _row(self._whole(a, buffers), i, 0)
         return _memory.transfer(lax.squeeze(row, (0,)), "device")
 
+    def _wait(self, unit: _Unit, before: _Unit, buffers: Buffers) -> Buffers:
+        """The buffers, of which those of a unit are there once another is stored."""
+        held = [v for v in before.results if _memory.on_host(buffers[v])]
+        loads = [self._now[v] for v in unit.kernel.sources if v in self._now]
+        held += [v for v in loads if v not in held and _memory.on_host(buffers[v])]
+        after = lax.optimization_barrier([buffers[v] for v in held])
+        return buffers | dict(zip(held, after, strict=True))
+
+    def _values(
+        self, unit: _Unit, i: Any, buffers: Buffers, rows: Mapping[jex.Var, Any]
+    ) -> dict[jex.Var, Any]:
+        """The outputs of a unit."""
+        k = unit.kernel
+        inputs = [
+            rows[v] if v in rows else self._input(v, to, unit, i, buffers)
+            for v, to in zip(k.sources, k.rows.inputs, strict=True)
+        ]
+        values = jax.core.eval_jaxpr(unit.jaxpr, (), *inputs)
+        return dict(zip(k.targets, values, strict=True))
+
     def _input(
-        self,
-        v: jex.Var,
-        to: jex.Var,
-        rows: RowLocal,
-        i: Any,
-        buffers: Mapping[jex.Var, Any],
-        stacked: Mapping[jex.Var, Any],
+        self, v: jex.Var, to: jex.Var, unit: _Unit, i: Any, buffers: Buffers
     ) -> Any:
         """What the equations for a row take."""
-        if v in stacked:
-            return stacked[v]
-        if v not in rows.axes:
+        axis = unit.rows.axes.get(v)
+        if axis is None:
             return _memory.transfer(self._env[v], "device")
-        row = _row(self._whole(v, buffers), i, rows.axes[v])
+        row = _row(self._whole(v, buffers), i, axis)
         if not _memory.on_host(row):
             return row
         return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
 
-    def _write(
-        self,
-        v: jex.Var,
-        row: Any,
-        i: Any,
-        rows: RowLocal,
-        buffers: Mapping[jex.Var, Any],
-        fused: Fused,
-    ) -> Any:
-        """The buffer of a result, with a row in it."""
-        axis = rows.axes[v]
-        before = fused.replaced[v]
-        if _memory.on_host(buffers[v]):
-            cell = None if before is None else self._cells.get(before)
-            row = constrain(row, cell, axis)
-        row = _memory.transfer(row, _memory.memory_kind_of(buffers[v]) or "device")
-        return _put(buffers[v], row, i, axis)
+    def _stored(self, v: jex.Var, row: Any, unit: _Unit) -> Any:
+        """The row of a result, where it belongs."""
+        memory_kind = _memory.kind_of_type(v.aval)
+        before = unit.fused.replaced[v]
+        if memory_kind != "device" and before is not None:
+            row = constrain(row, self._cells.get(before), unit.rows.axes[v])
+        return _memory.transfer(row, memory_kind)
+
+    def _availability(self, f: Fused) -> int:
+        """When the last of its gradients is there."""
+        body: Any = self._scan.body.jaxpr
+        producers = {v: n for n, e in enumerate(body.eqns) for v in e.outvars}
+        carried = len(self._scan.carried)
+        inside = dict(zip(self._scan.stacked, body.outvars[carried:], strict=True))
+        found = (inside[g] for g in f.component.gradients)
+        return max(producers.get(a, -1) if isinstance(a, jex.Var) else -1 for a in found)
 
     def _added(self, s: Sum, total: Any, rows: Mapping[jex.Var, Any]) -> Any:
         e = self._flat.equations[s.position]

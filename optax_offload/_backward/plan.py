@@ -188,7 +188,8 @@ def _replaced(
             if a in found and before in arguments and isinstance(before, jex.Var):
                 found[a] = before
     taken = set(found.values())
-    free = [v for v in step.flat.invars if v in rows.axes and v not in taken]
+    read = {v for v in rows.inputs if v in rows.axes}
+    free = [v for v in step.flat.invars if v in read and v not in taken]
     for v in [v for v, before in found.items() if before is None]:
         fits = (
             x for x in free if _type(x) == _type(v) and rows.axes[x] == rows.axes[v]
