@@ -1,5 +1,6 @@
 """The update inside the backward pass."""
 
-from optax_offload._backward.fuse_backward import fuse_backward
+from optax_offload._backward.fuse_backward import fuse_backward, plan_of, run
+from optax_offload._backward.plan import FusedStep, Held
 
-__all__ = ["fuse_backward"]
+__all__ = ["FusedStep", "Held", "fuse_backward", "plan_of", "run"]

@@ -23,12 +23,10 @@ Env = Mapping[jex.Var, Any]
 
 
 Buffers = dict[jex.Var, Any]
-import os
-AT_ONCE = int(os.environ.get("AT_ONCE", "2"))
 
 
 class _Unit:
-    """A part of an update: loaded, computed and stored."""
+    """An update of a row: loaded, computed and stored."""
 
     def __init__(self, fused: Fused, k: Kernel, debug_info: Any):
         self.fused, self.kernel = fused, k
@@ -87,9 +85,8 @@ class _Loop:
         self._flat, self._scan, self._work = flat, scan, work
         self._env, self._cells = env, cells
         self._units = [
-            _Unit(f, kernel(part), flat.debug_info)
+            _Unit(f, kernel(f.rows), flat.debug_info)
             for f in sorted(work.fused, key=self._availability)
-            for part in f.parts()
         ]
         # The buffer that has the rows of an argument that are not yet replaced.
         self._now = {
@@ -151,9 +148,7 @@ class _Loop:
             for v, y in zip(scan.stacked, results[count:], strict=True)
         }
         rows: dict[jex.Var, Any] = dict(stacked)
-        for n, unit in enumerate(self._units):
-            if n >= AT_ONCE:
-                buffers = self._wait(unit, self._units[n - AT_ONCE], buffers)
+        for unit in self._units:
             rows |= self._values(unit, i, buffers, rows)
             for v in unit.results:
                 row = self._stored(v, rows[v], unit)
@@ -182,14 +177,6 @@ class _Loop:
             return a.val[i]
         row = _row(self._whole(a, buffers), i, 0)
         return _memory.transfer(lax.squeeze(row, (0,)), "device")
-
-    def _wait(self, unit: _Unit, before: _Unit, buffers: Buffers) -> Buffers:
-        """The buffers, of which those of a unit are there once another is stored."""
-        held = [v for v in before.results if _memory.on_host(buffers[v])]
-        loads = [self._now[v] for v in unit.kernel.sources if v in self._now]
-        held += [v for v in loads if v not in held and _memory.on_host(buffers[v])]
-        after = lax.optimization_barrier([buffers[v] for v in held])
-        return buffers | dict(zip(held, after, strict=True))
 
     def _values(
         self, unit: _Unit, i: Any, buffers: Buffers, rows: Mapping[jex.Var, Any]
@@ -230,7 +217,9 @@ class _Loop:
         carried = len(self._scan.carried)
         inside = dict(zip(self._scan.stacked, body.outvars[carried:], strict=True))
         found = (inside[g] for g in f.component.gradients)
-        return max(producers.get(a, -1) if isinstance(a, jex.Var) else -1 for a in found)
+        return max(
+            producers.get(a, -1) if isinstance(a, jex.Var) else -1 for a in found
+        )
 
     def _added(self, s: Sum, total: Any, rows: Mapping[jex.Var, Any]) -> Any:
         e = self._flat.equations[s.position]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,14 +10,14 @@ from jax.extend import core as jex
 
 from optax_offload._backward import body, held
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.plan import FusedScan, Plan
-from optax_offload._backward.rest import Node, rest
+from optax_offload._backward.plan import FusedScan, FusedStep
+from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Sum
 from optax_offload._jaxpr import evaluate, read, variables
 from optax_offload._update import Deferred, defer, note_shardings, schedule
 
 
-def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
+def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     """The results of a step, evaluated as its plan says.
 
     Args:
@@ -29,7 +30,7 @@ def run(plan: Plan, args: Sequence[Any]) -> list[Any]:
 class _Run:
     """The values of a step's variables, as they become known."""
 
-    def __init__(self, plan: Plan, args: Sequence[Any]):
+    def __init__(self, plan: FusedStep, args: Sequence[Any]):
         self._plan, self._step = plan, plan.step
         flat = plan.step.flat
         noted, cells = note_shardings(list(args))
@@ -42,29 +43,27 @@ class _Run:
         flat = self._step.flat
         scans = {s.scan.position: s for s in self._plan.scans}
         fused = [f for s in self._plan.scans for f in s.fused]
-        nodes = rest(self._step, scans, fused)
+        nodes = self._plan.rest
         wanted = {v for node in nodes for v in node.reads}
         wanted.update(variables(flat.outvars))
         wanted.update(v for f in fused for v in f.rows.inputs)
         postponed: list[Node] = []
-        for node in nodes:
-            if node.position in scans:
-                self._run_scan(scans[node.position], wanted)
-            elif all(v in self._env for v in node.reads):
-                self._run_node(node)
-            else:  # It takes what is summed up over rows that have to wait.
-                postponed.append(node)
+        for is_scan, some in itertools.groupby(nodes, lambda n: n.position in scans):
+            if is_scan:
+                for node in some:
+                    self._run_scan(scans[node.position], wanted)
+            else:
+                postponed += self._run_nodes(list(some))
         for each in self._plan.scans:
             if each.held:
                 self._run_held(each)
-        for node in postponed:
-            self._run_node(node)
+        self._run_nodes(postponed)
         return [read(a, self._env.__getitem__) for a in flat.outvars]
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
         waiting = []
-        if self._plan.how == "store":
+        if each.way == "store":
             waiting = [g for f in each.held for g in f.component.gradients]
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
         first = [*each.now, *(f.summed_only() for f in each.held)]
@@ -76,7 +75,7 @@ class _Run:
 
     def _run_held(self, each: FusedScan) -> None:
         self._require(v for f in each.held for v in f.rows.inputs)
-        if self._plan.how == "twice":
+        if each.way == "twice":
             sums = self._sums(each.held, late=True)
             self._run_work(each, body.Work(each.held, sums, (), ()))
         else:
@@ -107,15 +106,39 @@ class _Run:
         for i in found[::-1]:
             self._env |= evaluate(flat, [i], self._env.__getitem__)
 
-    def _run_node(self, node: Node) -> None:
-        if node.left is None:
-            outvars = self._step.flat.equations[node.position].outvars
-            if any(v not in self._env for v in outvars):
-                self._env |= evaluate(
-                    self._step.flat, [node.position], self._env.__getitem__
+    def _run_nodes(self, nodes: Sequence[Node]) -> list[Node]:
+        """Evaluates nodes, and returns those that take what is not known yet.
+
+        What is summed up over rows that have to wait is known when these are updated.
+        """
+        known = set(self._env)
+        ready: list[Node] = []
+        postponed: list[Node] = []
+        for node in nodes:
+            (ready if known.issuperset(node.reads) else postponed).append(node)
+            if ready and ready[-1] is node:
+                known.update(self._defines(node))
+        flat = self._step.flat
+        for left, some in itertools.groupby(ready, lambda node: node.left):
+            if left is None:
+                found = (
+                    node.position
+                    for node in some
+                    if any(v not in self._env for v in self._defines(node))
                 )
-            return
-        region, wanted, update, operands = node.left
+                self._env |= evaluate(flat, list(found), self._env.__getitem__)
+            else:
+                self._run_left(left)
+        return postponed
+
+    def _defines(self, node: Node) -> list[jex.Var]:
+        if node.left is None:
+            return list(self._step.flat.equations[node.position].outvars)
+        return variables(node.left.region.results[k] for k in node.left.wanted)
+
+    def _run_left(self, left: Left) -> None:
+        """Carries out what is left of an update."""
+        region, wanted, update, operands = left
         args = [read(a, self._env.__getitem__) for a in operands]
         cells = {
             i: self._cells[a]

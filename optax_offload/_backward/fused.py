@@ -9,7 +9,6 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._backward.rows import Component
-from optax_offload._jaxpr import variables
 from optax_offload._update import RowLocal
 
 
@@ -27,29 +26,22 @@ class Fused:
     rows: RowLocal
     replaced: Mapping[jex.Var, jex.Var | None]
 
-    def parts(self) -> tuple[RowLocal, ...]:
-        """Two, if half of what is loaded suffices for a store; else one.
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of its gradients on each device."""
+        return sum(map(_nbytes, self.component.gradients))
 
-        Outputs of the first that are no results are for the second.
-        """
-        loads = [v for v in self.rows.inputs if _memory.on_host(v.aval)]
-        early = loads[: (len(loads) + 1) // 2]
-        missing = set(loads[len(early) :])
-        for e in self.rows.equations:
-            if not missing.isdisjoint(variables(e.invars)):
-                missing.update(e.outvars)
-        first = [
-            v
-            for v in self.rows.outputs
-            if self.replaced.get(v) in early and v not in missing
-        ]
-        last = [v for v in self.rows.outputs if v not in first]
-        if not (first and last) or len(early) == len(loads):
-            return (self.rows,)
-        return self.rows.split(early, first, last)
+    @property
+    def loaded_bytes(self) -> int:
+        """The bytes that it takes from the host, on each device."""
+        return sum(_nbytes(v) for v in self.rows.inputs if _memory.on_host(v.aval))
 
     def summed_only(self) -> Fused:
         """What leads to the sums over its rows."""
         component = dataclasses.replace(self.component, results=())
         operands = dict.fromkeys(v for s in component.sums for v in s.operands)
         return Fused(component, self.rows.restricted([*operands]), {})
+
+
+def _nbytes(v: jex.Var) -> int:
+    return _memory.nbytes_on_each_device(v.aval)

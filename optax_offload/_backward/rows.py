@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import shape, variables
+from optax_offload._jaxpr import variables
 from optax_offload._update import Analysis, NotRowLocalError, RowCount, RowLocal
 
 
@@ -97,6 +97,17 @@ class Component:
     late: bool
     late_sums: tuple[Sum, ...]
 
+    @property
+    def waits(self) -> bool:
+        """Whether what follows from them has to wait for the end of the scan."""
+        return self.late or bool(self.late_sums)
+
+    @property
+    def ends(self) -> list[jex.Var]:
+        """What has to be evaluated for every row."""
+        summed = [v for s in self.sums for v in s.operands]
+        return list(dict.fromkeys([*self.results, *summed]))
+
 
 class MixesError(Exception):
     """An equation needs all rows of a gradient at once.
@@ -120,11 +131,13 @@ class Followed:
       components: The gradients, by what joins them.
       late: The variables that depend on the scan otherwise than row by row, or on what
         does.
+      sums: The equations that reduce over rows, as positions.
     """
 
     rows: RowLocal
     components: tuple[Component, ...]
     late: frozenset[jex.Var]
+    sums: tuple[int, ...]
 
 
 def follow(
@@ -238,7 +251,8 @@ class _Walk:
             )
         summed = [v for s in self._sums for v in s.operands]
         rows = self._analysis.row_local(self._gradients, [*results, *summed])
-        return Followed(rows, tuple(components), frozenset(self.late))
+        positions = tuple(s.position for s in self._sums)
+        return Followed(rows, tuple(components), frozenset(self.late), positions)
 
 
 # What a reduction over rows is summed up with.
@@ -275,8 +289,3 @@ def _contracted(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:
     if a not in axes or b not in axes or axes[a] not in left:
         return []
     return [a, b] if right[left.index(axes[a])] == axes[b] else []
-
-
-def rows_of(v: jex.Var, rows: RowLocal) -> int:
-    """The number of rows that a variable has."""
-    return shape(v)[rows.axes[v]]

@@ -115,8 +115,9 @@ class _Taken:
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         flat, first = what.update.flat, len(self.equations)
-        names: dict[jex.Var, Atom] = {v: jex.Var(v.aval) for v in flat.constants}
-        self.constants.update((names[v], c) for v, c in flat.constants.items())
+        constants = {v: jex.Var(v.aval) for v in flat.constants}
+        self.constants |= {constants[v]: c for v, c in flat.constants.items()}
+        names: dict[jex.Var, Atom] = {**constants}
 
         def read(a: Atom) -> Any:
             return a if isinstance(a, jex.Literal) else names.get(a, a)

@@ -7,8 +7,7 @@ from typing import Any
 
 import jax
 
-from optax_offload import aot
-from optax_offload._plan import flops as _flops
+from optax_offload import _flops, aot
 from optax_offload._plan.step import StepFactory
 from optax_offload._units import size_text
 

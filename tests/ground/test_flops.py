@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from optax_offload._plan import flops
+from optax_offload import _flops as flops
 
 A, B, C = 4, 8, 16
 X, W = jnp.ones((A, B)), jnp.ones((B, C))

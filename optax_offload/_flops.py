@@ -26,10 +26,11 @@ def count(fn: Callable[..., Any], *args: Any) -> int:
       fn: A function that JAX can trace.
       *args: Its arguments: arrays or `jax.ShapeDtypeStruct`.
     """
-    return _of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
+    return of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
-def _of_jaxpr(jaxpr: jex.Jaxpr) -> int:
+def of_jaxpr(jaxpr: jex.Jaxpr) -> int:
+    """Those of a jaxpr. See `count`."""
     return sum(_of_equation(e) for e in jaxpr.eqns)
 
 
@@ -48,7 +49,7 @@ def _of_equation(e: jex.JaxprEqn) -> int:
         features = e.params["dimension_numbers"].rhs_spec[0]
         per_output = math.prod(kernel) // kernel[features]
         return 2 * math.prod(_shape(e.outvars[0])) * per_output
-    inside = [_of_jaxpr(jaxpr) for jaxpr in _nested(e.params)]
+    inside = [of_jaxpr(jaxpr) for jaxpr in _nested(e.params)]
     if name == "cond":
         return max(inside, default=0)
     return e.params.get("length", 1) * sum(inside) if name == "scan" else sum(inside)
