@@ -16,8 +16,8 @@ The model, deliberately simple:
   for loads and stores for stores, in the order in which they are started; a load and
   a store do not disturb each other. A copy within host memory occupies both directions.
 - A transfer that a kernel does, and no copy engine, occupies the device: nothing else
-  is computed beside it. Under "as copies" stands what the model says if it were done by
-  a copy engine.
+  is computed beside it. "done by" counts both kinds; under "as copies" stands what the
+  model says if all were done by copy engines.
 - The device carries out the schedule in order. A `-start` begins a transfer and goes
   on, its `-done` waits. A transfer without them ("sync") is waited for at once.
 - Any other operation takes the longer of its matrix products over the peak rate of the
@@ -64,10 +64,10 @@ from optax_offload._units import MIB
 FLAGS = flags.FLAGS
 
 HEADER = """\
-                                                     moved           MiB each  \
-in flight compute   effi-   both exposed    step   step/ as copies
-workload         target    mode      load store sync kernel   least median   most \
-ld/st/both between  ciency   ways      ms      ms   floor   effic.    step"""
+                                          moved          done by              MiB \
+each  in flight compute   effi-   both exposed    step   step/        as copies
+workload         target    mode      load store sync copy kernel   least median   \
+most ld/st/both between  ciency   ways      ms      ms   floor   effic.    step"""
 
 
 def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None:
@@ -83,7 +83,7 @@ def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None
     between = sorted(t.between for t in transfers) or [0]
     workload, target, mode = names
     counts = [found.count("load"), found.count("store")]
-    counts += [found.synchronous, found.kernels]
+    counts += [found.synchronous, found.copies, found.kernels]
     least_median_most = (
         f"{size / MIB:7.2f}"
         for size in (
@@ -103,7 +103,7 @@ def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None
     )
     print(
         f"{workload:16s} {target:9s} {mode:8s}"
-        + "{:6d}{:6d}{:5d}{:7d} ".format(*counts)
+        + "{:6d}{:6d}{:5d}{:5d}{:7d} ".format(*counts)
         + "".join(least_median_most)
         + f"{'/'.join(map(str, found.most_in_flight)):>11s} "
         + f"{statistics.median(between):7.0f} "

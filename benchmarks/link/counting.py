@@ -64,6 +64,12 @@ class Census:
         return sum(t.runs for t in found if t.kernel)
 
     @property
+    def copies(self) -> int:
+        """Transfers (also host copies) that copy engines do, in a step."""
+        found = (t for p in self.places for t in p.moves)
+        return sum(t.runs for t in found if not t.kernel)
+
+    @property
     def least_seconds(self) -> float:
         """What the direction that has more to do would take without any latency."""
         sizes = (sum(self.sizes(d)) for d in ("load", "store"))
@@ -111,7 +117,9 @@ class Census:
             }
         row["median_bytes"] = self.median_bytes
         row["most_in_flight"] = self.most_in_flight
-        for name in ("synchronous", "kernels", "efficiency", "both_ways", "over_floor"):
+        for name in ("synchronous", "copies", "kernels"):
+            row[name] = getattr(self, name)
+        for name in ("efficiency", "both_ways", "over_floor"):
             row[name] = getattr(self, name)
         for name in ("", "compute_", "exposed_", "least_", "link_", "span_"):
             row[f"{name}seconds"] = getattr(self, f"{name}seconds")

@@ -201,18 +201,25 @@ def cost(loop: Loop) -> float:
 
     Whole numbers: of loops that take as long the first is the same on every machine.
 
-    Loads and stores overlap, but for the first and the last part of an iteration; and
-    for those of a group in one part: it is loaded again when it has been stored.
+    A part is loaded while the one before is stored, which takes as long as the larger
+    of them; but for the first and the last of an iteration, and for those of a group in
+    one part: it is loaded again when it has been stored. Nothing runs beside what is
+    left when a loop has ended.
     """
     updates = [
         nbytes + LINK.latency_bytes * len(group.loads)
         for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
     ]
-    ends = max(u / len(g.parts) for u, g in zip(updates, loop.groups, strict=True))
-    iteration = loop.unroll * sum(updates) + ends
-    total = loop.slices / loop.unroll * iteration + LINK.bytes_in(LOOP_SECONDS)
+    parts = [
+        nbytes / len(group.parts)
+        for nbytes, group in zip(updates, loop.groups, strict=True)
+        for _ in group.parts
+    ] * loop.unroll
+    iteration = parts[0] + sum(map(max, parts, parts[1:])) + parts[-1]
+    total = loop.trip_count * iteration + LINK.bytes_in(LOOP_SECONDS)
     in_turn = (u for u, g in zip(updates, loop.groups, strict=True) if not g.parts[1:])
-    return max(total, 2 * loop.slices * max(in_turn, default=0))
+    left = sum(updates[rest.group] for rest in loop.remainders)
+    return max(total, 2 * loop.slices * max(in_turn, default=0)) + 2 * left
 
 
 def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
@@ -256,28 +263,43 @@ def _slice_loops(
     """
     least = max(2, math.ceil(max(g.nbytes for g in groups) / bound))
     common = math.gcd(*(g.rows // g.row_multiple for g in groups))
+    in_slices: list[list[int]] = []
     if all(g.rows % g.row_multiple == 0 for g in groups):
         most = min(8 * least - 1, common)
         divisors = [d for d in range(least, most + 1) if common % d == 0]
         # A number of slices that divides is within twice of what is needed, or not
         # used.
         if divisors and divisors[0] < 2 * least:
-            return [
-                _loop_of(groups, d, [g.rows // d for g in groups], window_bytes)
-                for d in divisors
-            ]
-    if len(groups) > 1:
-        return []
-    in_slice = max(1, common // least)
-    rows = [in_slice * groups[0].row_multiple]
-    return [_loop_of(groups, common // in_slice, rows, window_bytes)]
+            in_slices = [[g.rows // d for g in groups] for d in divisors]
+    if not in_slices and len(groups) == 1:
+        counts = range(least, min(2 * least, least + UPDATES_IN_AN_ITERATION))
+        units = dict.fromkeys(max(1, common // count) for count in counts)
+        in_slices = [[n * groups[0].row_multiple] for n in units]
+    return [
+        loop for rows in in_slices for loop in _loops_of(groups, rows, window_bytes)
+    ]
+
+
+def _loops_of(
+    groups: Sequence[Group], rows: Sequence[int], window_bytes: int
+) -> list[Loop]:
+    """A loop over all slices of so many rows, and one that leaves the last of them.
+
+    Where their number is prime, as of 61 layers, no number of them to an iteration
+    divides it.
+    """
+    slices, rest = divmod(groups[0].rows, rows[0])
+    least = slices if rest else max(2, slices - 1)
+    numbers = range(slices, least - 1, -1)
+    return [_loop_of(groups, n, rows, window_bytes) for n in numbers]
 
 
 def _loop_of(
     groups: Sequence[Group], slices: int, rows: Sequence[int], window_bytes: int
 ) -> Loop:
-    most = UPDATES_IN_AN_ITERATION // len(groups)
-    most = min(most, slices if _compat.LOOPS_RUN_ONCE else slices // 2)
+    # Two iterations at least: a GPU's copy engines take only slices whose position
+    # follows from the counter of a loop, and of a loop of one it has none (F14).
+    most = min(UPDATES_IN_AN_ITERATION // len(groups), slices // 2)
     unroll = next((n for n in range(most, 1, -1) if slices % n == 0), 1)
     waits = window.waits(_slice_bytes(groups, rows) * unroll, window_bytes)
     if len(groups) > 1:

@@ -74,9 +74,10 @@ def transfers(compiled: jax.stages.Compiled) -> tuple[Transfer, ...]:
     """What a compiled program moves between device and host memory.
 
     On a TPU copy engines do all of it, unless a fusion reads or writes host memory. On
-    a GPU they copy whole arrays, and slices whose position is a linear function of the
-    counter of a loop of known trip count. Any other slice is a kernel that reaches into
-    pinned memory with the multiprocessors, beside which nothing else computes.
+    a GPU they copy whole arrays, and contiguous slices whose position is a linear
+    function of the counter of a loop of known trip count. Any other slice is a kernel
+    that reaches into pinned memory with the multiprocessors, beside which nothing else
+    computes.
 
     Args:
       compiled: A program, of `aot.compile` or of JAX itself.

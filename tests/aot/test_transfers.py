@@ -226,6 +226,34 @@ def test_compiled_slices(name, hidden):
         assert t.by == ("kernel" if hidden and name == "h100" else "copy engine")
 
 
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("axis", "times", "by"),
+    [(0, 8, "copy engine"), (1, 8, "kernel"), (0, 1, "kernel")],
+    ids=["rows", "columns", "once"],
+)
+def test_which_slices_a_gpu_copies(axis, times, by):
+    """Not those that are not contiguous, nor those at a constant position (F62)."""
+    target = aot.Target("h100")
+    x = struct((8, 256, 1024), target, kind="pinned_host")
+
+    def one(i, x):
+        part = lax.dynamic_slice_in_dim(x, i, 1, axis)
+        part = jax.device_put(-jax.device_put(part, TO_DEVICE), TO_HOST)
+        return lax.dynamic_update_slice_in_dim(x, part, i, axis)
+
+    compiled = aot.compile(
+        lambda x: lax.fori_loop(0, times, one, x),
+        x,
+        target=target,
+        out_shardings=x.sharding,
+        donate_argnums=0,
+    )
+    load, store = aot.transfers(compiled)
+    assert (load.direction, load.by) == ("load", by)
+    assert (store.direction, store.by) == ("store", by)
+
+
 def test_transfers_are_frozen():
     """So that they can be kept and compared."""
     (first, *_) = transfers(TOP_LEVEL)

@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from optax_offload import _jaxpr, _trees
 from optax_offload._update import Input, Output, Update
+from optax_offload._update import schedule as scheduled
 
 
 def traced(
@@ -52,3 +54,31 @@ def traced(
         kind = "pinned_host" if stored else "device"
         outputs.append(Output(name, kind, k if in_place else None, k < first))
     return Update(_jaxpr.flatten(closed), tuple(inputs), tuple(outputs))
+
+
+def plan_of(
+    tx: Any, params: Any, *, window_bytes: int | None = None, **options: Any
+) -> tuple[Any, list[list[str]]]:
+    """The schedule of an update whose non-scalar state is all on the host.
+
+    Args:
+      tx: the optimizer.
+      params: the types of its parameters.
+      window_bytes: how much may be on the device at once.
+      options: of `traced`.
+
+    Returns:
+      The schedule, and for each of its groups the paths of the updates in it.
+    """
+    update = traced(tx, params, **options)
+    schedule = scheduled(update, window_bytes)
+    names = [
+        [update.outputs[k].path for k in g.outputs if update.outputs[k].is_update]
+        for g in schedule.groups
+    ]
+    return schedule, names
+
+
+def stacked(*shapes: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """A leaf of each shape."""
+    return {f"w{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}

@@ -85,3 +85,29 @@ def test_no_leaf_is_copied_for_its_slices(chip):
     assert "slices of" in str(tx.schedule(params))
     copies = re.findall(r"= f32\[1024,1024\]\S* copy\(.*", str(compiled.as_text()))
     assert not copies
+
+
+@pytest.mark.parametrize("around", ["nothing", "multi_steps"])
+def test_slices_are_copies(chip, around):
+    """No kernel of a GPU reads or writes host memory: its processors compute (F14).
+
+    Also in the versions of an update, which are loops around these.
+    """
+    tx = optax.adamw(1e-3)
+    if around == "multi_steps":
+        tx = optax.MultiSteps(tx, 2).gradient_transformation()
+    tx = oo.offload(tx, window_bytes=2**21)
+    params = {"stacked": jax.ShapeDtypeStruct((8, 256, 512), jnp.float32)}
+    params |= {f"w{i}": PARAMS[f"w{i}"] for i in range(4)}
+    state = oo.eval_shape(tx.init, params)
+    compiled = aot.compile(
+        lambda grads, state, params: tx.update(grads, state, params),
+        *(params, state, params),
+        target=aot.Target(chip),
+        donate_argnums=(0, 1),
+    )
+    assert "slices of" in str(tx.schedule(params))
+    slices = [t for t in aot.transfers(compiled) if "slice" in t.form]
+    assert {t.direction for t in slices} == {"load", "store"}
+    assert {t.by for t in slices} == {"copy engine"}
+    assert all(t.times > 1 for t in slices)

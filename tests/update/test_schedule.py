@@ -4,24 +4,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from updates import traced
+from updates import plan_of, stacked, traced
 
 from optax_offload import _compat
 from optax_offload._update import schedule as scheduled
 
 SHAPE = (8, 4)
 NBYTES = 8 * 4 * 4
-
-
-def plan_of(tx, params, *, window_bytes=None, **options):
-    """The schedule of an update whose non-scalar state is all on the host."""
-    update = traced(tx, params, **options)
-    schedule = scheduled(update, window_bytes)
-    names = [
-        [update.outputs[k].path for k in g.outputs if update.outputs[k].is_update]
-        for g in schedule.groups
-    ]
-    return schedule, names
 
 
 @pytest.fixture(autouse=True)
@@ -181,106 +170,6 @@ def test_planning_is_linear_in_leaves():
     assert equations(50) - equations(5) == 45 * (equations(6) - equations(5))
 
 
-def stacked(*shapes, dtype=jnp.float32):
-    """A leaf of each shape."""
-    return {f"w{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
-
-
-def test_groups_of_like_rows_share_a_loop():
-    """As many slices as there have to be, and it says so."""
-    params = stacked(*[(24, 128, 256), (24, 256, 128)] * 4)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
-    (loop,) = schedule.loops
-    # Of 6 MiB of moments each; two slices take at most 5: 3 slices of 2 MiB.
-    assert (loop.slices, loop.rows, loop.unroll) == (3, (8,) * 8, 3)
-    assert loop.slice_bytes == (2 << 20,) * 8
-    # A third slice would make 6 MiB; and the last waits for all others.
-    assert loop.waits == (0, 0, *range(1, 22), 23)
-    assert not schedule.whole
-    assert "loop over 8 groups, in 3 slices of 2097152 bytes, 3 to an iteration" in str(
-        schedule
-    )
-
-
-def test_leaves_are_whole_where_two_fit():
-    """Of any shapes, in a loop that runs once."""
-    params = stacked(*[(24, 128, 256), (1000, 128)] * 2)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=13 << 20)
-    (loop,) = schedule.loops
-    assert (loop.slices, loop.rows, loop.unroll) == (1, (), 1)
-    assert [g.nbytes for g in loop.groups] == [1024000, 6291456, 6291456, 1024000]
-    assert loop.waits == (0, 0, 0, 1)
-    assert "runs once over 4 groups, whole, of 1024000 to 6291456 bytes" in str(
-        schedule
-    )
-
-
-def test_a_loop_begins_and_ends_with_its_smallest():
-    """When nothing else is stored or loaded; the largest are beside each other."""
-    shapes = [(rows, 1024) for rows in (1024, 64, 512, 64, 1024, 512)]
-    schedule, names = plan_of(optax.adam(1e-3), stacked(*shapes), slice_axis=0)
-    (loop,) = schedule.loops
-    rows = [g.nbytes // (2 * 4 * 1024) for g in loop.groups]
-    assert rows == [64, 512, 1024, 1024, 512, 64]
-    assert loop.waits == (0, 0, 0, 2, 3, 3)
-    # Where none is more than twice another, last layer first.
-    alike = [(rows, 1024) for rows in (1024, 512, 1024, 512)]
-    _, names = plan_of(optax.adam(1e-3), stacked(*alike), slice_axis=0)
-    assert names == [["w3"], ["w2"], ["w1"], ["w0"]]
-
-
-def test_a_group_that_outweighs_all_others_has_a_loop_of_its_own():
-    """In one with others each of its slices would wait for the one before."""
-    params = stacked((24, 256, 1024), (24, 256, 256))
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=10 << 20)
-    assert [len(loop.groups) for loop in schedule.loops] == [1, 1]
-
-
-def test_a_loop_that_another_shape_interrupts_goes_on():
-    """Groups in the order of layers: those of odd shapes have loops of their own."""
-    params = stacked(*[(2048, 1024), (24, 2048)] * 6)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
-    assert [(len(loop.groups), loop.slices) for loop in schedule.loops] == [
-        (6, 1),
-        (6, 2),
-    ]
-
-
-def test_slices_need_not_fill_a_wide_window():
-    """No more than three of 16 MiB are in flight."""
-    params = stacked(*[(4096, 4096)] * 4)
-    schedule, _ = plan_of(
-        optax.adam(1e-3), params, slice_axis=0, window_bytes=256 << 20
-    )
-    (loop,) = schedule.loops
-    assert loop.slice_bytes == (16 << 20,) * 4
-    assert loop.waits == (0, 0, *range(29), 31)
-
-
-def test_one_group_unrolls_its_loop():
-    """Nothing overlaps from one iteration to the next."""
-    schedule, _ = plan_of(
-        optax.adam(1e-3), stacked((32, 64, 128)), slice_axis=0, window_bytes=1
-    )
-    assert [(s.slices, s.unroll) for s in schedule.loops] == [(32, 32)]
-
-
-def test_rows_that_do_not_divide_leave_a_last_slice():
-    """97 layers, in seven slices of 13 and one of 6."""
-    params = stacked((97, 64, 256))
-    schedule, _ = plan_of(
-        optax.adam(1e-3), params, slice_axis=0, window_bytes=16 * 2 * 64 * 256 * 4
-    )
-    assert [(s.slices, s.rows) for s in schedule.loops] == [(7, (13,))]
-
-
-def test_loops_hold_32_groups():
-    """More would cost compile time and gain a percent."""
-    params = stacked(*[(2048, 1024)] * 40)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0)
-    assert [len(loop.groups) for loop in schedule.loops] == [32, 8]
-
-
 @pytest.mark.parametrize(
     ("tx", "rows", "parts"),
     [
@@ -324,46 +213,6 @@ def test_slices_are_whole_tiles(shape, dtype, unit):
         assert schedule.whole[0].whole_because == f"{shape[0]} rows, in units of {unit}"
     else:
         assert schedule.groups[0].row_multiple == unit
-
-
-def test_the_order_in_a_loop_is_data():
-    """Which part waits for which store stands in the schedule, and is printed."""
-    params = stacked(*[(512, 1024)] * 3)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=8 << 20)
-    (loop,) = schedule.loops
-    assert [(step.slice, step.group, step.part) for step in loop.steps] == [
-        (0, group, part) for group in range(3) for part in (0, 1)
-    ]
-    of = [[part.outputs for part in group.parts] for group in loop.groups]
-    # Two updates of 4 MiB fit, and the last of a loop waits for the one before.
-    assert [step.load_after for step in loop.steps] == [
-        *[(), (), (), ()],
-        (*of[0][0], *of[1][0]),
-        (*of[0][1], *of[1][1]),
-    ]
-    assert all(step.store_after == () for step in loop.steps), "leaves are whole"
-    *_, last = str(loop).splitlines()
-    outputs = ", ".join(map(str, of[2][1]))
-    after = ", ".join(map(str, (*of[0][1], *of[1][1])))
-    assert last == f"slice 0 of group 2: outputs {outputs}, loaded after {after}"
-
-
-def test_slices_are_stored_in_order():
-    """Each part after its like of the update before; of a group alone, in turns."""
-    params = stacked(*[(24, 128, 256)] * 2)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
-    (loop,) = schedule.loops
-    of = [[part.outputs for part in group.parts] for group in loop.groups]
-    first, second, third, fourth, *_ = loop.steps
-    assert (first.store_after, second.store_after) == ((), ())
-    assert (third.store_after, fourth.store_after) == (of[0][0], of[0][1])
-    schedule, _ = plan_of(
-        optax.adam(1e-3), stacked((32, 512, 1024)), slice_axis=0, window_bytes=1
-    )
-    (loop,) = schedule.loops
-    (one, other) = (part.outputs for part in loop.groups[0].parts)
-    stored_after = [step.store_after for step in loop.steps[:4]]
-    assert stored_after == [(), one, other, one]
 
 
 def test_a_branch_has_a_schedule_for_each_version():
