@@ -1,5 +1,6 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
+from optax_offload._backward import fuse_backward
 from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
 from optax_offload._jit import jit
 from optax_offload._memory import set_memory_kind
@@ -22,6 +23,7 @@ __all__ = [
     "Rule",
     "Step",
     "eval_shape",
+    "fuse_backward",
     "jit",
     "load_config",
     "measure_link",

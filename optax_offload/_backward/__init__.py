@@ -1,6 +1,11 @@
 """The update inside the backward pass."""
 
-from optax_offload._backward.fuse_backward import fuse_backward, plan_of, run
+from optax_offload._backward.fuse_backward import (
+    check_held,
+    fuse_backward,
+    plan_of,
+    run,
+)
 from optax_offload._backward.plan import FusedStep, Held
 
-__all__ = ["FusedStep", "Held", "fuse_backward", "plan_of", "run"]
+__all__ = ["FusedStep", "Held", "check_held", "fuse_backward", "plan_of", "run"]

@@ -65,9 +65,7 @@ def fuse_backward(
       >>> state[0].mu.sharding.memory_kind
       'pinned_host'
     """
-    if held not in get_args(Held):
-        allowed = ", ".join(map(repr, get_args(Held)))
-        raise ValueError(f"held is {held!r}; it must be one of {allowed}")
+    check_held(held, "held")
 
     @functools.wraps(step)
     def fused(*args: Any, **kwargs: Any) -> Any:
@@ -89,6 +87,13 @@ def fuse_backward(
         return jax.tree.unflatten(jax.tree.structure(shape), run(found, values))
 
     return fused
+
+
+def check_held(held: object, name: str) -> None:
+    """Raises if this says nothing of gradients that have to wait."""
+    if held not in get_args(Held):
+        allowed = ", ".join(map(repr, get_args(Held)))
+        raise ValueError(f"{name} is {held!r}; it must be one of {allowed}")
 
 
 def plan_of(closed: jex.ClosedJaxpr, held: Held) -> FusedStep:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.core
 
 from optax_offload import _compat, _trees
+from optax_offload._backward import FusedStep, Held, check_held, plan_of
+from optax_offload._backward import run as run_fused
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
+from optax_offload._jit.kinds import Kinds, check_on_device
 
 # What `jax.jit` is told to trace a function, and to say which leaves are donated.
 _OF_TRACING = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
@@ -26,11 +29,13 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Iterable[str] = (),
+    fused_backward: Held | Literal[False] = "auto",
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
 
-    It is `jax.jit`, with all of its arguments, methods and errors, and two things more.
+    It is `jax.jit`, with all of its arguments, methods and errors, and three things
+    more.
 
     **Donation stays within a memory.** JAX pairs donated arguments with results by
     shape and dtype alone, in their order, unless the sharding of every argument and
@@ -50,6 +55,10 @@ def jit(
     names a host memory for a result that the function left on the device warns: move it
     in the function, with `jax.device_put`.
 
+    **Updates of scanned layers are in the backward pass**, so that their gradients
+    never exist: see `fuse_backward`. ``schedule(*args)`` of what is returned tells what
+    was fused, and why the rest was not.
+
     A call goes straight to the jitted function's C++ path: it costs what `jax.jit`
     costs, whatever the number of leaves (`benchmarks/time/call_cost.py`). Arguments
     that come in other memories than before (a checkpoint that was restored to the
@@ -60,13 +69,16 @@ def jit(
       fun: the function. Without it, a decorator is returned.
       donate_argnums: as of `jax.jit`.
       donate_argnames: as of `jax.jit`.
+      fused_backward: what to do with gradients whose update needs all of them first:
+        ``held`` of `fuse_backward`. False fuses nothing.
       **jit_kwargs: the other arguments of `jax.jit`.
 
     Returns:
       The jitted function, with the methods that `jax.jit` gives: `lower`, `trace`,
-      `eval_shape`, `clear_cache`.
+      `eval_shape`, `clear_cache`; and `schedule`.
 
     Raises:
+      ValueError: ``fused_backward`` is none of what it may be.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device.
 
@@ -89,23 +101,30 @@ def jit(
         options["donate_argnums"] = donate_argnums
     if donate_argnames:
         options["donate_argnames"] = donate_argnames
+    if fused_backward is not False:
+        check_held(fused_backward, "fused_backward")
     if fun is None:
-        return functools.partial(jit, **options)
-    return _Jitted(fun, options)
+        return functools.partial(jit, fused_backward=fused_backward, **options)
+    return _Jitted(fun, options, fused_backward)
 
 
 class _Jitted:
     """A function jitted by `jit`."""
 
-    def __init__(self, fun: Callable[..., Any], options: Mapping[str, Any]):
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        options: Mapping[str, Any],
+        held: Held | Literal[False],
+    ):
         functools.update_wrapper(self, fun)
-        self._fun, self._options = fun, dict(options)
+        self._fun, self._options, self._held = fun, dict(options), held
         # What is called at top level, and what while something is being traced: there
         # donation means nothing, but for an eager `jax.vmap` or `jax.grad`, whose
         # programs the function's own trace would know nothing of.
-        self._outermost = _Variants(fun, options, donates=True)
+        self._outermost = _Variants(fun, options, held)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
-        self._nested = _Variants(fun, nested, donates=False)
+        self._nested = _Variants(fun, nested, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function, compiled."""
@@ -120,7 +139,7 @@ class _Jitted:
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return _Jitted, (self._fun, self._options)
+        return _Jitted, (self._fun, self._options, self._held)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
@@ -139,6 +158,18 @@ class _Jitted:
         """What the function returns, as the method that `jax.jit` gives."""
         return self.trace(*args, **kwargs).out_info
 
+    def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
+        """What of a step is fused into its backward pass, and what is not.
+
+        Args:
+          *args: those of a call: arrays or `jax.ShapeDtypeStruct`.
+          **kwargs: those of a call.
+
+        Returns:
+          The schedule, whose text is a few lines to read.
+        """
+        return self._outermost.schedule(*args, **kwargs)
+
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as the method that `jax.jit` gives."""
         for variants in (self._outermost, self._nested):
@@ -156,9 +187,13 @@ class _Variants:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], options: Mapping[str, Any], *, donates: bool
+        self,
+        fun: Callable[..., Any],
+        options: Mapping[str, Any],
+        held: Held | Literal[False] | None,
     ):
-        self._fun, self._options, self._donates = fun, dict(options), donates
+        self._fun, self._options = fun, dict(options)
+        self._held: Held | Literal[False] | None = held
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         self._tracer: Any = jax.jit(fun, inline=True, **of_tracing)
@@ -166,7 +201,7 @@ class _Variants:
         self._jitted: dict[Hashable, Any] = {}
         self.current = self._variant(self._given, None)
 
-    def switch(self, found: _Kinds) -> Any:
+    def switch(self, found: Kinds) -> Any:
         """Makes the variant for such memory kinds the one to be called."""
         _compat.forget_only_call(self.current)
         given = {
@@ -182,7 +217,7 @@ class _Variants:
     def cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self._jitted.values())
 
-    def _variant(self, given: Mapping[str, Any], found: _Kinds | None) -> Any:
+    def _variant(self, given: Mapping[str, Any], found: Kinds | None) -> Any:
         leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: x is None)
         # Specs mean a mesh only when they are used, other entries bring their own.
         specs = any(map(shardings.names_partition_specs, self._given.values()))
@@ -199,21 +234,20 @@ class _Variants:
         """The function as it is traced for one variant."""
         on_one_device = any(self._options.get(k) for k in ("device", "backend"))
 
-        # A pass over the whole step is one over `fun`, before it is traced here.
         @functools.wraps(self._fun)
         def staged(*args: Any, **kwargs: Any) -> Any:
             if _compat.jit_is_disabled():
                 return self._fun(*args, **kwargs)
             traced = self._tracer.trace(*args, **kwargs)
             if on_one_device:
-                _check_on_device(traced)
+                check_on_device(traced)
             if given:
-                found = _Kinds.of_call(traced)
+                found = Kinds.of_call(traced)
                 if not found.fit(given) or mesh not in (None, found.mesh):
                     raise _OtherKinds(found)
-            results = self._tracer(*args, **kwargs)
-            if not self._donates:
-                return results
+            if self._held is None:  # Within another function, which is compiled.
+                return self._tracer(*args, **kwargs)
+            results = self._fused(traced, args, kwargs)
             return donation.pair(
                 results, donation.donated_leaves((args, kwargs), traced)
             )
@@ -221,75 +255,32 @@ class _Variants:
         staged.__name__ = _name_of(self._fun)
         return staged
 
+    def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
+        """What is fused of a call."""
+        traced = self._tracer.trace(*args, **kwargs)
+        return plan_of(traced.jaxpr, self._held or "leave")
 
-@dataclasses.dataclass(frozen=True)
-class _Kinds:
-    """The memory kinds of a call.
-
-    Attributes:
-      of: A tree of kinds for each of `in_shardings` and `out_shardings`.
-      mesh: The mesh that the call was made with.
-    """
-
-    of: Mapping[str, Any]
-    mesh: Any
-
-    @classmethod
-    def of_call(cls, traced: jax.stages.Traced) -> _Kinds:
-        args, _ = jax.tree.unflatten(traced.in_tree, _kinds(_argument_types(traced)))
-        results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
-        of = {"in_shardings": args, "out_shardings": results}
-        return cls(of, jax.sharding.get_abstract_mesh())
-
-    def fit(self, given: Mapping[str, Any]) -> bool:
-        """Whether shardings name these kinds, or are wrong in what JAX says better."""
-        try:
-            return all(shardings.fit(v, self.of[k]) for k, v in given.items())
-        except ValueError:
-            return True
+    def _fused(
+        self, traced: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The results of a call, updated in its backward pass where that can be."""
+        if self._held:
+            found = plan_of(traced.jaxpr, self._held)
+            if found.scans:
+                # What is not traced is static.
+                leaves = jax.tree.leaves((args, kwargs))
+                leaves = [x for x in leaves if isinstance(x, jax.core.Tracer)]
+                results = run_fused(found, leaves)
+                return jax.tree.unflatten(traced.out_tree, results)
+        return self._tracer(*args, **kwargs)
 
 
 class _OtherKinds(Exception):  # noqa: N818 (it is caught where it belongs)
     """A call has values in other memories than its shardings say."""
 
-    def __init__(self, found: _Kinds):
+    def __init__(self, found: Kinds):
         super().__init__(found)
         self.found = found
-
-
-def _argument_types(traced: jax.stages.Traced) -> list[Any]:
-    # Values of an outer trace that the function closes over come first.
-    count = traced.in_tree.num_leaves
-    return traced.jaxpr.in_avals[len(traced.jaxpr.in_avals) - count :]
-
-
-def _kinds(avals: Iterable[Any]) -> list[str]:
-    host = jax.memory.Space.Host
-    return [
-        "pinned_host" if getattr(a, "memory_space", None) == host else "device"
-        for a in avals
-    ]
-
-
-def _check_on_device(traced: jax.stages.Traced) -> None:
-    args, kwargs = jax.tree.unflatten(traced.in_tree, _kinds(_argument_types(traced)))
-    results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
-    strays = [
-        f"{what} {path}"
-        for what, tree in [
-            ("argument", args),
-            ("argument", kwargs),
-            ("result", results),
-        ]
-        for path, kind in _trees.leaves_with_paths(tree)
-        if kind != "device"
-    ]
-    if strays:
-        raise ValueError(
-            f"device= and backend= put all that a function takes and returns onto the "
-            f"device, and these are in host memory: {_trees.listed(strays)}. Leave "
-            "both out: a step runs where its arguments are (jax.device_put)"
-        )
 
 
 def _warn_of_host(given: Any, kinds: Any) -> None:

@@ -6,7 +6,7 @@ from optax_offload._update.argument_shardings import (
     is_noted,
     note_shardings,
 )
-from optax_offload._update.deferred import Deferred, closed, defer, deferred
+from optax_offload._update.equation import Deferred, closed, defer, deferred
 from optax_offload._update.schedule import Branched, Schedule, Straight, schedule
 from optax_offload._update.slicing import Analysis, RowCount, RowLocal
 from optax_offload._update.slicing_rules import NotRowLocalError

@@ -1,0 +1,76 @@
+"""The memory kinds of a call's arguments and results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from optax_offload import _trees
+from optax_offload._jit import shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Kinds:
+    """The memory kinds of a call.
+
+    Attributes:
+      of: A tree of kinds for each of `in_shardings` and `out_shardings`.
+      mesh: The mesh that the call was made with.
+    """
+
+    of: Mapping[str, Any]
+    mesh: Any
+
+    @classmethod
+    def of_call(cls, traced: jax.stages.Traced) -> Kinds:
+        args, _ = jax.tree.unflatten(traced.in_tree, _kinds(argument_types(traced)))
+        results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
+        of = {"in_shardings": args, "out_shardings": results}
+        return cls(of, jax.sharding.get_abstract_mesh())
+
+    def fit(self, given: Mapping[str, Any]) -> bool:
+        """Whether shardings name these kinds, or are wrong in what JAX says better."""
+        try:
+            return all(shardings.fit(v, self.of[k]) for k, v in given.items())
+        except ValueError:
+            return True
+
+
+def argument_types(traced: jax.stages.Traced) -> list[Any]:
+    """The types of the leaves that a call gives."""
+    # Values of an outer trace that the function closes over come first.
+    count = traced.in_tree.num_leaves
+    return traced.jaxpr.in_avals[len(traced.jaxpr.in_avals) - count :]
+
+
+def _kinds(avals: Iterable[Any]) -> list[str]:
+    host = jax.memory.Space.Host
+    return [
+        "pinned_host" if getattr(a, "memory_space", None) == host else "device"
+        for a in avals
+    ]
+
+
+def check_on_device(traced: jax.stages.Traced) -> None:
+    """Raises if anything is in host memory, for which there must be no device."""
+    args, kwargs = jax.tree.unflatten(traced.in_tree, _kinds(argument_types(traced)))
+    results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
+    strays = [
+        f"{what} {path}"
+        for what, tree in [
+            ("argument", args),
+            ("argument", kwargs),
+            ("result", results),
+        ]
+        for path, kind in _trees.leaves_with_paths(tree)
+        if kind != "device"
+    ]
+    if strays:
+        raise ValueError(
+            f"device= and backend= put all that a function takes and returns onto the "
+            f"device, and these are in host memory: {_trees.listed(strays)}. Leave "
+            "both out: a step runs where its arguments are (jax.device_put)"
+        )
