@@ -23,7 +23,7 @@ from optax_offload._backward.rows import (
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import Flat, shape, variables
 from optax_offload._units import size_text
-from optax_offload._update import RowLocal, Schedule, schedule
+from optax_offload._update import RowLocal, Schedule, keeping, schedule
 
 # What is done with gradients whose update needs all of them first.
 Held = Literal["auto", "store", "twice", "leave"]
@@ -214,6 +214,8 @@ class _Search:
         if held and way == "twice":
             # The scan that comes second has to find the old parameters.
             now, held = (), tuple(all_fused)
+        if self._held == "auto":
+            self._check_always_moved(found, all_fused)
         self._check_old_values(found, all_fused)
         return FusedScan(self._scan, now, held, way, tuple(outside))
 
@@ -241,6 +243,20 @@ class _Search:
                 )
         return way
 
+    def _check_always_moved(self, found: Followed, fused: Sequence[Fused]) -> None:
+        """Raises if state is only moved in some steps, known before the scan.
+
+        `optax.MultiSteps` keeps it in the others. In a scan it would be moved in all.
+        """
+        for region in self._step.regions:
+            predicate = keeping(region.what.update)
+            if predicate is None or region.names.get(predicate) in found.late:
+                continue
+            results = set(variables(region.results))
+            for f in fused:
+                if f.loaded_bytes and not results.isdisjoint(f.component.results):
+                    raise MixesError(f.component.gradients, _KEPT)
+
     def _check_old_values(self, found: Followed, fused: Sequence[Fused]) -> None:
         """Raises if a value is read when its buffer has another one already."""
         owner = {
@@ -263,6 +279,12 @@ class _Search:
                     raise MixesError(
                         owner[v], f"{reader} reads what it replaces, after the scan"
                     )
+
+
+_KEPT = (
+    "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
+    "(which held='store' and held='twice' allow)"
+)
 
 
 def _fused(step: Step, found: Followed, component: Component) -> Fused:

@@ -11,6 +11,7 @@ import jax
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live
 from optax_offload._update import Deferred, Update, deferred, is_noted
 
@@ -111,9 +112,10 @@ class _Taken:
         elif is_noted(e):
             self._names[e.outvars[0]] = operands[0]
         else:
-            self.equations.append(e.replace(invars=operands))
+            self.equations += split(e.replace(invars=operands))
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
+        what = _split(what)
         flat, first = what.update.flat, len(self.equations)
         constants = {v: jex.Var(v.aval) for v in flat.constants}
         self.constants |= {constants[v]: c for v, c in flat.constants.items()}
@@ -145,6 +147,14 @@ class _Taken:
         result = jex.Var(e.outvars[0].aval)
         self.equations.append(e.replace(invars=[a], outvars=[result]))
         return result
+
+
+def _split(what: Deferred) -> Deferred:
+    """An update whose conditionals are taken apart."""
+    flat = what.update.flat
+    equations = [small for e in flat.equations for small in split(e)]
+    flat = dataclasses.replace(flat, equations=equations)
+    return dataclasses.replace(what, update=dataclasses.replace(what.update, flat=flat))
 
 
 def _is_key(a: Atom) -> bool:

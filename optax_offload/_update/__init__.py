@@ -6,6 +6,7 @@ from optax_offload._update.argument_shardings import (
     is_noted,
     note_shardings,
 )
+from optax_offload._update.branches import keeping
 from optax_offload._update.equation import Deferred, closed, defer, deferred
 from optax_offload._update.schedule import Branched, Schedule, Straight, schedule
 from optax_offload._update.slicing import Analysis, RowCount, RowLocal
@@ -36,6 +37,7 @@ __all__ = [
     "defer",
     "deferred",
     "is_noted",
+    "keeping",
     "note_shardings",
     "run",
     "schedule",

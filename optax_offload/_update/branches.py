@@ -55,6 +55,12 @@ class Branches:
     versions: tuple[Update, Update]
 
 
+def keeping(update: Update) -> jex.Var | None:
+    """What says whether an update keeps its state, if anything does."""
+    found = find(update)
+    return None if found is None else found.predicate
+
+
 def find(update: Update) -> Branches | None:
     """Finds the predicate by which an update moves at most half of its state, or all.
 

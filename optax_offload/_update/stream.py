@@ -65,6 +65,8 @@ def _run(
     if isinstance(schedule, Branched):
         before = evaluate(flat, schedule.branches.before, _on_device(env))
         env |= before
+        predicate = schedule.branches.predicate  # Maybe an argument.
+        before[predicate] = _memory.transfer(env[predicate], "device")
         env |= evaluate(flat, schedule.branches.beside, _on_device(env))
         done = _run_branches(
             update, schedule, args, _Outside(known | before, outside.cells)

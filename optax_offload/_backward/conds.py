@@ -1,0 +1,94 @@
+"""Conditionals over many leaves, as one conditional for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend import core as jex
+
+from optax_offload._jaxpr import Flat, flatten, live, shape, variables
+
+
+def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+    """A conditional taken apart, so that leaves that only it joins can be followed.
+
+    Results that no array in a branch has in common are results of conditionals of their
+    own. What is computed of scalars alone is computed by each.
+    """
+    if e.primitive.name != "cond" or e.effects or len(e.outvars) < 2:
+        return [e]
+    branches = [flatten(branch) for branch in e.params["branches"]]
+    classes = _classes(branches, len(e.outvars))
+    if len(classes) < 2:
+        return [e]
+    return [_restricted(e, branches, results) for results in classes]
+
+
+def _classes(branches: Sequence[Flat], count: int) -> list[list[int]]:
+    """The results, by what they have in common."""
+    parent = list(range(count))
+
+    def root(k: int) -> int:
+        while parent[k] != k:
+            k = parent[k]
+        return k
+
+    for flat in branches:
+        owner: dict[jex.Var, int] = {}
+
+        def own(v: jex.Var, k: int, owner: dict[jex.Var, int] = owner) -> None:
+            if shape(v) and v in owner:
+                parent[root(k)] = root(owner[v])
+            owner.setdefault(v, k)
+
+        for k, a in enumerate(flat.outvars):
+            for v in variables([a]):
+                own(v, k)
+        for equation in reversed(flat.equations):
+            # A scalar is computed by all who want it: it is one's as good as another's.
+            mine = [owner[v] for v in equation.outvars if v in owner]
+            for k in mine:
+                for v in variables(equation.invars):
+                    own(v, k)
+    found: dict[int, list[int]] = {}
+    for k in range(count):
+        found.setdefault(root(k), []).append(k)
+    return list(found.values())
+
+
+def _restricted(
+    e: jex.JaxprEqn, branches: Sequence[Flat], results: Sequence[int]
+) -> jex.JaxprEqn:
+    """A conditional for some of its results."""
+    smaller: list[Flat] = []
+    for flat in branches:
+        flat = dataclasses.replace(flat, outvars=[flat.outvars[k] for k in results])
+        equations = [flat.equations[i] for i in live(flat)]
+        smaller.append(dataclasses.replace(flat, equations=equations))
+    used = {
+        i for flat in smaller for i, v in enumerate(flat.invars) if v in _reads(flat)
+    }
+    kept = sorted(used)
+    return e.replace(
+        invars=[e.invars[0], *(e.invars[1 + i] for i in kept)],
+        outvars=[e.outvars[k] for k in results],
+        params=e.params | {"branches": tuple(_closed(flat, kept) for flat in smaller)},
+    )
+
+
+def _reads(flat: Flat) -> set[jex.Var]:
+    used = {v for e in flat.equations for v in variables(e.invars)}
+    return used.union(variables(flat.outvars))
+
+
+def _closed(flat: Flat, kept: Sequence[int]) -> jex.ClosedJaxpr:
+    constants = {v: c for v, c in flat.constants.items() if v in _reads(flat)}
+    jaxpr = jex.Jaxpr(
+        constvars=tuple(constants),
+        invars=[flat.invars[i] for i in kept],
+        outvars=flat.outvars,
+        eqns=flat.equations,
+        debug_info=flat.debug_info,
+    )
+    return jex.ClosedJaxpr(jaxpr, list(constants.values()))
