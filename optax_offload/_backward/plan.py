@@ -98,6 +98,8 @@ class FusedStep:
             lines = ["nothing is fused into a backward pass"]
         lines += _reasons(self)
         for each in self.schedules():
+            if not any(straight.groups for straight in each.straights()):
+                continue
             lines += ["what is left of an offloaded update:"]
             lines += [f"  {line}" for line in str(each).splitlines()]
         return "\n".join(lines)
@@ -192,6 +194,9 @@ class _Search:
         used.update(variables(step.flat.outvars))
         followed = [v for v in scan.stacked if v in used]
         outside: list[Outside] = []
+        if any(_memory.movable_nbytes(v.aval) is None for v in followed):
+            outside = [Outside(v, "its scan stacks random keys") for v in followed]
+            followed = []
         while followed:
             try:
                 found = follow(step, scan, followed, self._later)
