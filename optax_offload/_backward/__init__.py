@@ -6,6 +6,6 @@ from optax_offload._backward.fuse_backward import (
     plan_of,
     run,
 )
-from optax_offload._backward.plan import FusedStep, Held
+from optax_offload._backward.fused_step import FusedStep, Held
 
 __all__ = ["FusedStep", "Held", "check_held", "fuse_backward", "plan_of", "run"]

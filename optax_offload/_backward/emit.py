@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from optax_offload._backward import body, held
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.plan import FusedScan, FusedStep
+from optax_offload._backward.fused_step import FusedScan, FusedStep
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Sum
 from optax_offload._jaxpr import evaluate, read, variables

@@ -11,7 +11,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from optax_offload._backward import emit
-from optax_offload._backward.plan import FusedStep, Held, plan
+from optax_offload._backward.fused_step import FusedStep, Held
+from optax_offload._backward.plan import plan
 from optax_offload._backward.step import take_apart
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)

@@ -1,0 +1,149 @@
+"""What of a step is fused into its backward pass, and what is not, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._backward import price
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.rest import Node, rest
+from optax_offload._backward.rows import Scan
+from optax_offload._backward.step import Step
+from optax_offload._jaxpr import shape
+from optax_offload._units import size_text
+from optax_offload._update import Schedule, schedule
+
+# What is done with gradients whose update needs all of them first.
+Held = Literal["auto", "store", "twice", "leave"]
+Way = Literal["store", "twice"]
+
+
+class Outside(NamedTuple):
+    """A gradient that is computed whole.
+
+    Attributes:
+      gradient: The gradient.
+      because: The reason.
+    """
+
+    gradient: jex.Var
+    because: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedScan:
+    """A scan, and the updates that are moved into it.
+
+    Attributes:
+      scan: The scan.
+      now: What is updated in the iteration that computes its gradient.
+      held: What has to wait for the last gradient.
+      way: How it waits.
+      outside: What is not fused.
+    """
+
+    scan: Scan
+    now: tuple[Fused, ...]
+    held: tuple[Fused, ...]
+    way: Way
+    outside: tuple[Outside, ...]
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """All that is fused."""
+        return (*self.now, *self.held)
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedStep:
+    """What of a step is fused into its backward pass. Print it.
+
+    Attributes:
+      step: The step.
+      scans: The scans that updates are moved into, in their order.
+      outside: The gradients of other scans.
+    """
+
+    step: Step
+    scans: tuple[FusedScan, ...]
+    outside: tuple[Outside, ...]
+
+    @functools.cached_property
+    def rest(self) -> tuple[Node, ...]:
+        """What is evaluated outside of the scans, and these, in order."""
+        fused = [f for each in self.scans for f in each.fused]
+        positions = {each.scan.position for each in self.scans}
+        return tuple(rest(self.step, positions, fused))
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How the offloaded state that is left is updated."""
+        left = [node.left for node in self.rest if node.left is not None]
+        return tuple(schedule(x.update, x.region.what.window_bytes) for x in left)
+
+    def __str__(self) -> str:
+        lines = [line for each in self.scans for line in _lines(each)]
+        if not self.scans:
+            lines = ["nothing is fused into a backward pass"]
+        lines += _reasons(self)
+        for each in self.schedules():
+            if not any(straight.groups for straight in each.straights()):
+                continue
+            lines += ["what is left of an offloaded update:"]
+            lines += [f"  {line}" for line in str(each).splitlines()]
+        return "\n".join(lines)
+
+
+def _lines(each: FusedScan) -> Iterator[str]:
+    yield (
+        f"backward scan of {each.scan.length} iterations: "
+        f"{_gradients(each.fused)} never on the device whole"
+    )
+    if each.now:
+        yield f"  updated with their rows: {_gradients(each.now)}{_moved(each.now)}"
+    if each.held and each.way == "store":
+        nbytes = sum(f.gradient_bytes for f in each.held)
+        yield (
+            f"  need all gradients first: {_gradients(each.held)}: stored to host "
+            f"memory, and loaded with their state: {size_text(nbytes)} more each way"
+            f"{_moved(each.held)}"
+        )
+    if each.held and each.way == "twice":
+        yield (
+            f"  need all gradients first: {_gradients(each.held)}: the scan runs twice "
+            f"({price.flops(each.scan):.3g} FLOPs more){_moved(each.held)}"
+        )
+    sums = sum(len(f.component.sums) for f in each.fused)
+    if sums:
+        yield f"  summed up row by row, in another order: {sums}"
+
+
+def _gradients(fused: Sequence[Fused]) -> str:
+    count = sum(len(f.component.gradients) for f in fused)
+    nbytes = sum(f.gradient_bytes for f in fused)
+    return f"{count} gradient{'s' * (count != 1)} of {size_text(nbytes)}"
+
+
+def _moved(fused: Sequence[Fused]) -> str:
+    nbytes = sum(f.loaded_bytes for f in fused)
+    return f"; {size_text(nbytes)} of state loaded" if nbytes else ""
+
+
+def _reasons(plan: FusedStep) -> Iterator[str]:
+    """Why gradients are left outside."""
+    outside = [*plan.outside, *(o for s in plan.scans for o in s.outside)]
+    # Of what a scan stacks, residuals are no gradients.
+    parameters = {shape(v) for v in plan.step.flat.invars}
+    found: dict[str, list[int]] = {}
+    for o in outside:
+        if shape(o.gradient) in parameters:
+            nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
+            found.setdefault(o.because, []).append(nbytes)
+    for because, sizes in found.items():
+        count = f"{len(sizes)} gradient{'s' * (len(sizes) != 1)}"
+        yield f"{count} of {size_text(sum(sizes))} left outside: {because}"
