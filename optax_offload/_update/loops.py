@@ -30,6 +30,9 @@ UPDATES_IN_AN_ITERATION = 32
 # memory than it loads (F12).
 MOST_AT_ONCE = 3
 MOST_UNSLICED_AT_ONCE = 2
+# Loops of one group each may start when its gradient is there, those that need two or
+# more no compiler starts as early (F65). They may take so many times as long.
+MOST_TIMES_APART = 1.2
 # Of models with leaves of several shapes, whose layers alternate.
 MOST_UNFILLED_LOOPS = 4
 
@@ -167,10 +170,36 @@ def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
     return earlier.parts[n].outputs if like else earlier.outputs
 
 
-def stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
+def stages(
+    groups: Sequence[Group], window_bytes: int, at_once: bool = False
+) -> list[Group | Loop]:
     """Puts the groups that have buffers to be written into into loops.
 
-    A group joins the last loop that it makes no slower, of the few that are not full.
+    Each has a loop of its own, so that its gradient need not be kept until others are
+    there, unless all of them are there anyway or the link is used much better if they
+    share loops.
+
+    Args:
+      groups: The groups, in the order in which their gradients come.
+      window_bytes: The bytes that may be on each device at once.
+      at_once: Whether all gradients have to be there before the first loop.
+    """
+    shared = _in_shared_loops(groups, window_bytes)
+    if at_once:
+        return shared
+    apart = [_alone(g, window_bytes) if g.aliases else g for g in groups]
+    slower = _cost_of(apart) > MOST_TIMES_APART * _cost_of(shared)
+    return shared if slower else apart
+
+
+def _cost_of(stages: Sequence[Group | Loop]) -> float:
+    return sum(cost(stage) for stage in stages if isinstance(stage, Loop))
+
+
+def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
+    """A group joins the last loop that it makes no slower, of those that are not full.
+
+    Few may be unfilled at a time.
     """
     found: list[Group | Loop] = []
     unfilled: list[Loop] = []
@@ -178,8 +207,7 @@ def stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
         if not group.aliases:
             found.append(group)
             continue
-        alone = _loop([group], window_bytes)
-        assert alone is not None, "any group can be in a loop of its own"
+        alone = _alone(group, window_bytes)
         for at in reversed(range(len(unfilled))):
             joined = _loop([*unfilled[at].groups, group], window_bytes)
             apart = cost(unfilled[at]) + cost(alone)
@@ -213,6 +241,12 @@ def cost(loop: Loop) -> float:
     total = loop.slices / loop.unroll * iteration + LINK.bytes_in(LOOP_SECONDS)
     in_turn = (u for u, g in zip(updates, loop.groups, strict=True) if not g.parts[1:])
     return max(total, 2 * loop.slices * max(in_turn, default=0))
+
+
+def _alone(group: Group, window_bytes: int) -> Loop:
+    alone = _loop([group], window_bytes)
+    assert alone is not None, "any group can be in a loop of its own"
+    return alone
 
 
 def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
