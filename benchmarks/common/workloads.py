@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,20 @@ def tutorial(width: int = 7168) -> Workload:
     return Workload(loss, params, _float32(width, width), tx)
 
 
+def unequal(unit: int = 512, batch: int = 512) -> Workload:
+    """Twelve matrices of different shapes, which no scan can hold, with adamw."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params.values():
+            x = jax.nn.gelu(x @ w)
+        return jnp.mean(x**2)
+
+    widths = [unit * n for n in (2, 14, 3, 13, 4, 12, 5, 11, 6, 10, 7, 9, 8)]
+    shapes = itertools.pairwise(widths)
+    params = {f"w{i:02d}": _float32(*shape) for i, shape in enumerate(shapes)}
+    return Workload(loss, params, _float32(batch, widths[0]), optax.adamw(1e-3))
+
+
 class _Block(nn.Module):
     heads: int
 
@@ -170,6 +185,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "leaves": leaves,
     "tutorial": tutorial,
     "stacked": stacked,
+    "unequal": unequal,
     "decoder_scanned": lambda: decoder(scan=True),
     "decoder_unrolled": lambda: decoder(scan=False),
 }

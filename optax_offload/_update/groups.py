@@ -29,11 +29,14 @@ class Grouping:
       scalars: The inputs that are loaded before all groups, as positions: scalars, such
         as a step counter, which would tie every leaf to every other.
       shared: The equations that are evaluated whole before all groups, as positions.
+      joined: Whether those need the gradients of several groups, as clipping by the
+        global norm does, so that all are there before the first group.
     """
 
     groups: tuple[Group, ...]
     scalars: tuple[int, ...]
     shared: tuple[int, ...]
+    joined: bool
 
 
 def group(update: Update) -> Grouping:
@@ -80,7 +83,8 @@ def group(update: Update) -> Grouping:
     ]
     groups, shared = _own(flat, shared, groups)
     groups.sort(key=lambda g: _availability(update, g), reverse=True)
-    return Grouping(tuple(groups), scalars, tuple(shared))
+    joined = _joins_gradients(update, shared)
+    return Grouping(tuple(groups), scalars, tuple(shared), joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,6 +238,24 @@ def _own(
         for g, equations in zip(groups, own, strict=True)
     ]
     return owning, left[::-1]
+
+
+def _joins_gradients(update: Update, equations: Sequence[int]) -> bool:
+    """Whether some value depends on more than one gradient."""
+    flat = update.flat
+    gradients = (
+        flat.invars[output.alias]
+        for output in update.outputs
+        if output.is_update and output.alias is not None
+    )
+    of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+    for i in equations:
+        e = flat.equations[i]
+        found = {of[v] for v in variables(e.invars) if v in of}
+        if len(found) > 1:
+            return True
+        of.update((v, gradient) for gradient in found for v in e.outvars)
+    return False
 
 
 def _availability(update: Update, group: Group) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Groups put into loops, and the order of what a loop does."""
+"""Loops: their slices, the order of what they do, and how long that takes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ UPDATES_IN_AN_ITERATION = 32
 # memory than it loads (F12).
 MOST_AT_ONCE = 3
 MOST_UNSLICED_AT_ONCE = 2
-# Of models with leaves of several shapes, whose layers alternate.
-MOST_UNFILLED_LOOPS = 4
 
 
 class Step(NamedTuple):
@@ -167,35 +165,6 @@ def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
     return earlier.parts[n].outputs if like else earlier.outputs
 
 
-def stages(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
-    """Puts the groups that have buffers to be written into into loops.
-
-    A group joins the last loop that it makes no slower, of the few that are not full.
-    """
-    found: list[Group | Loop] = []
-    unfilled: list[Loop] = []
-    for group in groups:
-        if not group.aliases:
-            found.append(group)
-            continue
-        alone = _loop([group], window_bytes)
-        assert alone is not None, "any group can be in a loop of its own"
-        for at in reversed(range(len(unfilled))):
-            joined = _loop([*unfilled[at].groups, group], window_bytes)
-            apart = cost(unfilled[at]) + cost(alone)
-            if joined and cost(joined) <= apart:
-                unfilled[at] = joined
-                break
-        else:
-            at = len(unfilled)
-            unfilled.append(alone)
-        if len(unfilled[at].groups) == UPDATES_IN_AN_ITERATION:
-            found.append(unfilled.pop(at))
-        elif len(unfilled) > MOST_UNFILLED_LOOPS:
-            found.append(unfilled.pop(0))
-    return found + unfilled
-
-
 def cost(loop: Loop) -> float:
     """How long a loop takes, in bytes that the link could move in one direction.
 
@@ -222,7 +191,7 @@ def cost(loop: Loop) -> float:
     return max(total, 2 * loop.slices * max(in_turn, default=0)) + 2 * left
 
 
-def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
+def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     """The fastest loop of which two slices, or leaves, fit into the window.
 
     Then one can be loaded while the one before is stored. Slices of a single group are
@@ -231,8 +200,12 @@ def _loop(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     """
     groups = _in_order(groups)
     several = len(groups) > 1
-    bound = min(window_bytes / 2, MOST_SLICE_BYTES) if several else window_bytes
-    whole = _compat.LOOPS_RUN_ONCE and max(g.nbytes for g in groups) <= bound
+    half = window_bytes / 2
+    bound = min(half, MOST_SLICE_BYTES) if several else window_bytes
+    # A leaf is whole where two would fit, also alone: else all of it is there at the
+    # peak (F63).
+    largest = max(g.nbytes for g in groups)
+    whole = _compat.LOOPS_RUN_ONCE and largest <= min(bound, half)
     loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
     if all(g.row_local is not None for g in groups):
         loops += _slice_loops(groups, window_bytes, bound)

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from optax_offload._update import branches, groups, loops, window
+from optax_offload._update import branches, groups, sharing, window
 from optax_offload._update.group import Group
 from optax_offload._update.loops import Loop
 from optax_offload._update.update import Update
@@ -155,20 +155,27 @@ def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
     """Splits an update into groups and puts them in order.
 
     Groups are put into loops, up to 32 in each, in slices if they can be and need to
-    be.
+    be. Where a loop may start before all gradients are there, each group has its own if
+    that uses the link about as well.
 
     Args:
       update: The update.
       window_bytes: The bytes that may be on each device at once. None: a sixteenth of
         the state, but at least 16 and at most 64 MiB.
     """
+    return _schedule(update, window_bytes, version=False)
+
+
+def _schedule(update: Update, window_bytes: int | None, version: bool) -> Schedule:
+    """Of an update, or of a version of one, which is a loop and needs all gradients."""
     found = branches.find(update)
     if found is not None:
-        zero, one = (schedule(version, window_bytes) for version in found.versions)
+        zero, one = (_schedule(v, window_bytes, version=True) for v in found.versions)
         return Branched(found, (zero, one))
     grouping = groups.group(update)
     chosen = window.window(window_bytes, sum(g.nbytes for g in grouping.groups))
-    stages = loops.stages(grouping.groups, chosen.nbytes)
+    at_once = version or grouping.joined
+    stages = sharing.stages(grouping.groups, chosen.nbytes, at_once)
     apart = [stage.nbytes for stage in stages if isinstance(stage, Group)]
     waits = iter(window.waits(apart, chosen.nbytes))
     passed = 0

@@ -233,7 +233,7 @@ def test_compiled_slices(name, hidden):
     ids=["rows", "columns", "once"],
 )
 def test_which_slices_a_gpu_copies(axis, times, by):
-    """Not those that are not contiguous, nor those at a constant position (F62)."""
+    """Not those that are not contiguous, nor those at a constant position (F60)."""
     target = aot.Target("h100")
     x = struct((8, 256, 1024), target, kind="pinned_host")
 

@@ -1,5 +1,6 @@
 """Where state is in programs compiled for real chips, none of which need be here."""
 
+import itertools
 import re
 
 import jax
@@ -69,6 +70,29 @@ def test_peak_falls_in_a_whole_step(chip):
         peak_of(oo.offload(optax.adamw(1e-3), window_bytes=window_bytes)),
     )
     assert plain - ours >= (16 - 8) * LEAF_BYTES - 1.5 * window_bytes
+
+
+def test_gradients_of_unequal_layers_are_freed_as_they_are_consumed(chip):
+    """As without offload: nearly all of the state is gone from the peak."""
+    widths = (1024, 4096, 1280, 3840, 1536, 3584, 1792)
+    params = {
+        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
+        for i, shape in enumerate(itertools.pairwise(widths))
+    }
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
+
+    def peak_of(tx):
+        state = oo.eval_shape(tx.init, params)
+        args = params, state, x
+        target = aot.Target(chip)
+        return aot.peak(
+            aot.compile(step_of(tx), *args, target=target, donate_argnums=(0, 1))
+        )
+
+    plain, ours = peak_of(optax.adamw(1e-3)), peak_of(oo.offload(optax.adamw(1e-3)))
+    saved = (plain.peak_bytes - ours.peak_bytes) / ours.host_argument_bytes
+    # 0.69 on an H100 and 0.42 on a v5e where loops wait for the gradients of all (F63).
+    assert saved >= 0.8
 
 
 def test_no_leaf_is_copied_for_its_slices(chip):

@@ -9,6 +9,10 @@ from optax_offload._update import loops
 from optax_offload._update import schedule as scheduled
 from optax_offload._update.loops import Loop, Remainder
 
+# All gradients are there before the first loop, so that large groups share it too.
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+UNEQUAL = [(rows, 4096) for rows in (2048, 3072, 2560, 3584)]
+
 
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
@@ -45,6 +49,18 @@ def test_leaves_are_whole_where_two_fit():
     )
 
 
+def test_a_leaf_alone_is_whole_where_two_would_fit():
+    """Else its loop, run once, would have all of it on the device at the peak (F63)."""
+    params = stacked((1792, 1024))
+    for window_mib, slices in ((20, 4), (28, 1)):
+        schedule, _ = plan_of(
+            optax.adam(1e-3), params, slice_axis=0, window_bytes=window_mib << 20
+        )
+        (loop,) = schedule.loops
+        assert loop.groups[0].nbytes == 14 << 20
+        assert loop.slices == slices
+
+
 def test_a_loop_begins_and_ends_with_its_smallest():
     """When nothing else is stored or loaded; the largest are beside each other."""
     shapes = [(rows, 1024) for rows in (1024, 64, 512, 64, 1024, 512)]
@@ -66,6 +82,31 @@ def test_a_group_that_outweighs_all_others_has_a_loop_of_its_own():
     assert [len(loop.groups) for loop in schedule.loops] == [1, 1]
 
 
+def test_large_groups_have_loops_of_their_own_last_layer_first():
+    """Each may start when its gradient is there, which is not kept for the others."""
+    schedule, names = plan_of(optax.adam(1e-3), stacked(*UNEQUAL), slice_axis=0)
+    assert [len(loop.groups) for loop in schedule.loops] == [1, 1, 1, 1]
+    assert names == [["w3"], ["w2"], ["w1"], ["w0"]]
+
+
+@pytest.mark.parametrize(
+    ("clip", "loops"),
+    [(optax.clip_by_global_norm(1.0), 3), (optax.adaptive_grad_clip(0.01), 4)],
+)
+def test_large_groups_share_loops_where_all_gradients_come_first(clip, loops):
+    """As where they are clipped by the norm of all, not by that of each."""
+    tx = optax.chain(clip, optax.adam(1e-3))
+    schedule, _ = plan_of(tx, stacked(*UNEQUAL), slice_axis=0)
+    assert len(schedule.loops) == loops
+
+
+def test_large_groups_share_loops_in_a_branch():
+    """It is a loop itself, which begins when all gradients are there."""
+    tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
+    schedule = scheduled(traced(tx, stacked(*UNEQUAL), slice_axis=0))
+    assert [len(version.loops) for version in schedule.straights()] == [1, 1]
+
+
 def test_a_loop_that_another_shape_interrupts_goes_on():
     """Groups in the order of layers: those of odd shapes have loops of their own."""
     params = stacked(*[(2048, 1024), (24, 2048)] * 6)
@@ -79,9 +120,7 @@ def test_a_loop_that_another_shape_interrupts_goes_on():
 def test_slices_need_not_fill_a_wide_window():
     """No more than three of 16 MiB are in flight."""
     params = stacked(*[(4096, 4096)] * 4)
-    schedule, _ = plan_of(
-        optax.adam(1e-3), params, slice_axis=0, window_bytes=256 << 20
-    )
+    schedule, _ = plan_of(CLIPPED, params, slice_axis=0, window_bytes=256 << 20)
     (loop,) = schedule.loops
     assert loop.slice_bytes == (16 << 20,) * 4
     assert (loop.unroll, loop.trip_count) == (4, 2)
@@ -178,7 +217,7 @@ def test_the_order_in_a_loop_is_data():
 def test_slices_are_stored_in_order():
     """Each part after its like of the update before; of a group alone, in turns."""
     params = stacked(*[(24, 128, 256)] * 2)
-    schedule, _ = plan_of(optax.adam(1e-3), params, slice_axis=0, window_bytes=5 << 20)
+    schedule, _ = plan_of(CLIPPED, params, slice_axis=0, window_bytes=5 << 20)
     (loop,) = schedule.loops
     of = [[part.outputs for part in group.parts] for group in loop.groups]
     first, second, third, fourth, *_ = loop.steps
