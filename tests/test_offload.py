@@ -368,6 +368,23 @@ def test_optax_maps_over_what_is_like_parameters():
     assert jax.tree.leaves(specs) == ["replicated", *["spec"] * 4]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_may_be_types(sharded):
+    """As in optax ``init`` then makes the state, unless it reads what they are."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "x")) if sharded else None
+    types = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=sharding)}
+    params = {"w": jax.device_put(jnp.ones((64, 512)), sharding)}
+    tx = oo.offload(optax.adam(1e-3))
+    got, want = tx.init(types), tx.init(params)
+    assert bits(got) == bits(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.sharding) == (y.dtype, y.sharding)
+    copies = optax.GradientTransformation(jnp.asarray, lambda *args: args[:2])
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        oo.offload(copies, EVERYTHING).init(types["w"])
+
+
 def test_keys_are_used_once():
     """In a loop that runs once a key is used once, and JAX's check agrees."""
     noisy = optax.chain(optax.add_noise(0.1, 0.9, 0), optax.adam(1e-3))
