@@ -488,3 +488,25 @@ def test_everything_on_the_host_with_scalars():
     want = jax.jit(inner.update)(params, inner.init(params), params)
     assert bits(got) == bits(want)
     assert EVERYTHING.min_bytes > 4
+
+
+def test_scalars_that_state_on_the_host_decides():
+    """Those of a line search, which depend on gradients that are in the state."""
+    params = {"w": jnp.linspace(0, 1, 1024)}
+
+    def value_fn(params):
+        return jnp.sum((params["w"] - 0.3) ** 2)
+
+    value, grads = jax.value_and_grad(value_fn)(params)
+    inner = optax.lbfgs()
+    tx = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+
+    def step(tx):
+        update = jax.jit(functools.partial(tx.update, value_fn=value_fn))
+        state = tx.init(params)
+        return update(grads, state, params, value=value, grad=grads)
+
+    got, want = step(tx), step(inner)
+    assert oo.memory_report(got[1]).totals.keys() == {"pinned_host"}
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)
