@@ -147,8 +147,13 @@ class _Offloading:
             return _Offloading(self._inner, lenient, self._on_stray).init(params)
         if _memory.is_traced(params):
             return self._traced_init(params)
-        shardings = _init_shardings(self._traced_init, params)
-        return jax.jit(self._traced_init, out_shardings=shardings)(params)
+        init, args = self._traced_init, params
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
+            # No arguments for jit; as in optax an init may ask for their shapes only.
+            inner = self._inner._replace(init=lambda _: self._inner.init(params))
+            init, args = _Offloading(inner, self._config, "raise")._traced_init, ()
+        shardings = _init_shardings(init, params)
+        return jax.jit(init, out_shardings=shardings)(args)
 
     def update(
         self,
@@ -333,8 +338,8 @@ def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:
     Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
     would be on every device whole.
     """
-    shardings = [x.sharding for x in jax.tree.leaves(params) if hasattr(x, "sharding")]
-    if all(s.num_devices == 1 for s in shardings):
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    if all(s is None or s.num_devices == 1 for s in shardings):
         return None
     closed, out = jax.make_jaxpr(init, return_shape=True)(params)
     paths = [path for path, _ in _trees.leaves_with_paths(out)]

@@ -368,6 +368,23 @@ def test_optax_maps_over_what_is_like_parameters():
     assert jax.tree.leaves(specs) == ["replicated", *["spec"] * 4]
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_parameters_may_be_types(sharded):
+    """As in optax ``init`` then makes the state, unless it reads what they are."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(None, "x")) if sharded else None
+    types = {"w": jax.ShapeDtypeStruct((64, 512), jnp.float32, sharding=sharding)}
+    params = {"w": jax.device_put(jnp.ones((64, 512)), sharding)}
+    tx = oo.offload(optax.adam(1e-3))
+    got, want = tx.init(types), tx.init(params)
+    assert bits(got) == bits(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.dtype, x.sharding) == (y.dtype, y.sharding)
+    copies = optax.GradientTransformation(jnp.asarray, lambda *args: args[:2])
+    with pytest.raises(TypeError, match="ShapeDtypeStruct"):
+        oo.offload(copies, EVERYTHING).init(types["w"])
+
+
 def test_keys_are_used_once():
     """In a loop that runs once a key is used once, and JAX's check agrees."""
     noisy = optax.chain(optax.add_noise(0.1, 0.9, 0), optax.adam(1e-3))
@@ -471,3 +488,25 @@ def test_everything_on_the_host_with_scalars():
     want = jax.jit(inner.update)(params, inner.init(params), params)
     assert bits(got) == bits(want)
     assert EVERYTHING.min_bytes > 4
+
+
+def test_scalars_that_state_on_the_host_decides():
+    """Those of a line search, which depend on gradients that are in the state."""
+    params = {"w": jnp.linspace(0, 1, 1024)}
+
+    def value_fn(params):
+        return jnp.sum((params["w"] - 0.3) ** 2)
+
+    value, grads = jax.value_and_grad(value_fn)(params)
+    inner = optax.lbfgs()
+    tx = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+
+    def step(tx):
+        update = jax.jit(functools.partial(tx.update, value_fn=value_fn))
+        state = tx.init(params)
+        return update(grads, state, params, value=value, grad=grads)
+
+    got, want = step(tx), step(inner)
+    assert oo.memory_report(got[1]).totals.keys() == {"pinned_host"}
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
@@ -138,8 +139,12 @@ def _predicate(
 
 
 def _zero(a: Atom) -> jex.Literal:
+    """What stands for an output that a version does not have."""
     aval: Any = a.aval
-    return jex.Literal(np.zeros((), aval.dtype), aval.update(shape=()))
+    # There is no literal of a random key.
+    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    dtype = np.dtype(np.uint32) if is_key else aval.dtype
+    return jex.Literal(np.zeros((), dtype), aval.update(shape=(), dtype=dtype))
 
 
 def _moved(

@@ -79,15 +79,20 @@ class Update:
         return [output.path for output in self.outputs]
 
     def in_place(self, k: int) -> int | None:
-        """The input that an output replaces, if it can be written into its buffer."""
+        """The input that an output replaces, if it can be written into its buffer.
+
+        Not a scalar of host memory: all of those are loaded before the first stage.
+        """
         alias = self.outputs[k].alias
         if alias is None:
             return None
         before: Any = self.flat.invars[alias].aval
         after: Any = self.flat.outvars[k].aval
         same_type = (before.shape, before.dtype) == (after.shape, after.dtype)
-        same_memory = self.inputs[alias].on_host == self.outputs[k].stored
-        return alias if same_type and same_memory else None
+        on_host = self.inputs[alias].on_host
+        same_memory = on_host == self.outputs[k].stored
+        there = bool(before.shape) or not on_host
+        return alias if same_type and same_memory and there else None
 
     def restricted(
         self, wanted: Sequence[int], known: Sequence[jex.Var] = ()

@@ -147,6 +147,20 @@ def test_values_are_those_of_the_plain_one(tx, nan_at, slice_axis):
             np.testing.assert_allclose(x, y, rtol=0, atol=float(64 * unit))
 
 
+def test_a_random_key_that_both_versions_leave_out():
+    """It depends on no state in host memory, and there is no zero of it."""
+    noisy = optax.chain(optax.noisy_sgd(0.1, eta=0.1, key=0), optax.trace(0.9))
+    plain = optax.MultiSteps(noisy, 2)
+    params = params_of(2)
+    tx = oo.offload(plain)
+    got, want = tx.init(params), plain.init(params)
+    for _ in range(4):
+        updates, got = jax.jit(tx.update)(params, got, params)
+        wanted, want = jax.jit(plain.update)(params, want, params)
+        for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
 def test_a_dropped_update_is_zero():
     """Optax multiplies the update by zero, which has a sign, or is NaN."""
     tx = multi_steps()

@@ -1,0 +1,77 @@
+"""optax's own tests, which its wheel has, with all of its optimizers offloaded."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import optax
+import pytest
+
+TESTS = pathlib.Path(__file__).parent.parent
+OPTAX = pathlib.Path(optax.__file__).resolve().parent
+FILES = (
+    *(f"_src/{name}_test.py" for name in ("alias", "base", "factorized")),
+    *(f"_src/{name}_test.py" for name in ("lookahead", "sharding", "transform")),
+    *(f"contrib/_{name}_test.py" for name in ("common", "sam", "schedule_free")),
+    "experimental/_aggregating_test.py",
+    "schedules/_inject_test.py",
+    "transforms",
+)
+# docs/limits.md says why, and what to write instead.
+READS_STATE = "computes with state outside of update"
+PYTHON_NUMBER = "branches in Python on a number among the extra arguments"
+AGGREGATOR = "asks whether the optimizer is an Aggregator"
+FAIL = {
+    "_src/transform_test.py::TransformTest::test_lion_modes_variants": READS_STATE,
+    "contrib/_schedule_free_test.py::ScheduleFreeTest::test_learning_rate_zero": (
+        READS_STATE
+    ),
+    "transforms/_combining_test.py::ExtraArgsTest::test_extra_args": PYTHON_NUMBER,
+    "transforms/_combining_test.py::PartitionTest::test_extra_args": PYTHON_NUMBER,
+    **{
+        f"experimental/_aggregating_test.py::AggregatorsTest::{test}": AGGREGATOR
+        for test in (
+            "test_aggregation_and_accumulation_match_standard",
+            "test_mean_variance_ema_match_standard0",
+        )
+    },
+}
+
+
+def outcomes(tmp_path, *options):
+    """How optax's tests end, by name, and what was wrapped."""
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "lib")]),
+    }
+    told = tmp_path / "outcomes.json"
+    command = [sys.executable, "-m", "pytest", "-p", "wrap_optax", "-q"]
+    command += ["-p", "no:cacheprovider", f"--rootdir={OPTAX}", "--cases=1"]
+    command += [f"--outcomes={told}", *options, *(OPTAX / file for file in FILES)]
+    # Half a minute each.
+    command += ["-k", "not mixed_precision", "-c", tmp_path / "pytest.ini"]
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    found = json.loads(told.read_text())
+    return found["outcomes"], found["counts"], done.stdout
+
+
+@pytest.mark.slow
+def test_what_passes_plain_passes_offloaded(tmp_path):
+    """But for those that must fail, which do."""
+    plain, _, _ = outcomes(tmp_path, "--plain")
+    ours, counts, output = outcomes(tmp_path)
+    assert plain.keys() == ours.keys()
+    passed = {test for test, outcome in plain.items() if outcome == "passed"}
+    failed = {test for test in passed if ours[test] != "passed"}
+    assert failed == FAIL.keys(), output
+    # Not because nothing was offloaded.
+    assert len(passed) > 180
+    assert counts["factories"] > 120
+    assert counts["wrapped"] > 400
+    assert counts["leaves"] > counts["updates"] > 200
