@@ -152,7 +152,7 @@ class _Offloading:
             # No arguments for jit; as in optax an init may ask for their shapes only.
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
             init, args = _Offloading(inner, self._config, "raise")._traced_init, ()
-        shardings = _init_shardings(init, params)
+        shardings = _templates.init_shardings(init, params)
         return jax.jit(init, out_shardings=shardings)(args)
 
     def update(
@@ -330,24 +330,3 @@ def _warn_of_groups(
                 OffloadWarning,
                 stacklevel=2,
             )
-
-
-def _init_shardings(init: Callable[..., Any], params: optax.Params) -> Any:
-    """Where each leaf of the state goes, if the parameters are on several devices.
-
-    Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
-    would be on every device whole.
-    """
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    if all(s is None or s.num_devices == 1 for s in shardings):
-        return None
-    closed, out = jax.make_jaxpr(init, return_shape=True)(params)
-    paths = [path for path, _ in _trees.leaves_with_paths(out)]
-    like = _templates.shardings_like(
-        list(zip(paths, closed.out_avals, strict=True)), [params]
-    )
-    chosen = [
-        s and s.with_memory_kind(_memory.kind_of_type(x))
-        for s, x in zip(like, closed.out_avals, strict=True)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(out), chosen)

@@ -237,3 +237,22 @@ def replicated(shardings_and_args: Any) -> Sharding:
     if mesh.empty:
         return _memory.first_device_sharding()
     return NamedSharding(mesh, PartitionSpec())
+
+
+def init_shardings(init: Callable[..., Any], params: Any) -> Any:
+    """Where each leaf of the state goes, if the parameters are on several devices.
+
+    Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
+    would be on every device whole.
+    """
+    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    if all(s is None or s.num_devices == 1 for s in shardings):
+        return None
+    closed, out = jax.make_jaxpr(init, return_shape=True)(params)
+    paths = [path for path, _ in _trees.leaves_with_paths(out)]
+    like = shardings_like(list(zip(paths, closed.out_avals, strict=True)), [params])
+    chosen = [
+        s and s.with_memory_kind(_memory.kind_of_type(x))
+        for s, x in zip(like, closed.out_avals, strict=True)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(out), chosen)

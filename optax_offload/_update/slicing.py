@@ -241,12 +241,7 @@ class Analysis:
     def row_local(
         self, loads: Iterable[jex.Var], outputs: Sequence[jex.Var]
     ) -> RowLocal:
-        """The equations that were found to be evaluated for slices.
-
-        Args:
-          loads: Variables that are inputs, needed or not.
-          outputs: Variables that have rows.
-        """
+        """The equations that were found; loads are inputs, needed or not."""
         ordered = tuple(self._equations[i] for i in sorted(self.positions))
         defined = {v for e in ordered for v in e.outvars}
         used = (v for e in ordered for v in variables(e.invars))
