@@ -34,6 +34,7 @@ def test_public_names():
         "Rule",
         "Step",
         "eval_shape",
+        "fuse_backward",
         "jit",
         "load_config",
         "measure_link",
