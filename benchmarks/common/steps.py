@@ -6,7 +6,7 @@ import functools
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -16,6 +16,25 @@ from benchmarks.common.workloads import Workload
 from optax_offload import aot
 
 Wrap = Callable[[Any], Any]
+
+
+def as_it_is(x: Any) -> Any:
+    """What is wrapped in nothing."""
+    return x
+
+
+class Mode(NamedTuple):
+    """A way of training.
+
+    Attributes:
+      optimizer: Wraps the optimizer.
+      step: Wraps the step that is made with it.
+      is_ours: Whether the library has a part in it.
+    """
+
+    optimizer: Wrap
+    step: Wrap = as_it_is
+    is_ours: bool = True
 
 
 def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -37,11 +56,17 @@ def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
 # The workloads are sharded along last axes, which JAX's Auto mode does not tell: so
 # their matrices may be sliced along the first.
 OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
-MODES: dict[str, Wrap] = {
-    "no offload": lambda tx: tx,
-    "recipe": recipe,
-    "ours": OURS,
+# Gradients that have to wait for a norm need nothing more if they are computed twice.
+TWICE = functools.partial(oo.fuse_backward, held="twice")
+MODES: dict[str, Mode] = {
+    "no offload": Mode(as_it_is, is_ours=False),
+    "recipe": Mode(recipe, is_ours=False),
+    "ours": Mode(OURS),
+    "fused": Mode(OURS, oo.fuse_backward),
+    "fused twice": Mode(OURS, TWICE),
+    "fused alone": Mode(as_it_is, TWICE),
 }
+USUAL_MODES = ["no offload", "recipe", "ours", "fused"]
 
 
 def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], Any]:
@@ -56,7 +81,7 @@ def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], A
 
 
 def compile_step(
-    workload: Workload, target: aot.Target, wrap: Wrap
+    workload: Workload, target: aot.Target, mode: Mode
 ) -> jax.stages.Compiled:
     """Compiles a train step, with params and state donated and kept where they are.
 
@@ -64,10 +89,10 @@ def compile_step(
       aot.DoesNotFitError: it needs more memory than the target has.
     """
     params, x = workload.on(target)
-    tx = wrap(workload.optimizer)
+    tx = mode.optimizer(workload.optimizer)
     state = oo.eval_shape(tx.init, params)
     return aot.compile(
-        train_step(workload, tx),
+        mode.step(train_step(workload, tx)),
         *(params, state, x),
         target=target,
         out_shardings=jax.tree.map(lambda s: s.sharding, (params, state)),
@@ -75,8 +100,13 @@ def compile_step(
     )
 
 
-def library_digest() -> str:
-    """A digest of the library: its results are only good for what it is."""
+def library_digest(mode: str) -> str | None:
+    """A digest of the library: results of it are only good for what it is.
+
+    None for a mode in which it has no part.
+    """
+    if not MODES[mode].is_ours:
+        return None
     digest = hashlib.sha256()
     for path in sorted(Path(oo.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -27,12 +27,14 @@ class Workload:
       params: structs without shardings.
       x: the input, whose leading axis is the batch.
       optimizer: the plain one.
+      batch_per_device: whether that batch is one device's, and not that of all.
     """
 
     loss: Callable[[Any, jax.Array], jax.Array]
     params: Any
     x: jax.ShapeDtypeStruct
     optimizer: optax.GradientTransformation
+    batch_per_device: bool = False
 
     def on(self, target: aot.Target) -> tuple[Any, jax.ShapeDtypeStruct]:
         """The parameters and the input, sharded over all devices of a target.
@@ -47,7 +49,11 @@ class Workload:
             spec = P(*[None] * (p.ndim - 1), "x") if divides else P()
             return _struct(p, mesh, spec)
 
-        return jax.tree.map(shard, self.params), _struct(self.x, mesh, P("x"))
+        batch, *rest = self.x.shape
+        if self.batch_per_device:
+            batch *= target.device_count
+        x = jax.ShapeDtypeStruct((batch, *rest), self.x.dtype)
+        return jax.tree.map(shard, self.params), _struct(x, mesh, P("x"))
 
 
 def _struct(x: Any, mesh: AbstractMesh, spec: P) -> jax.ShapeDtypeStruct:
@@ -79,6 +85,44 @@ def stacked(count: int = 16, width: int = 2048, batch: int = 1024) -> Workload:
 
     params = {"layers": _float32(count, width, width)}
     return Workload(loss, params, _float32(batch, width), optax.adamw(1e-3))
+
+
+def gated(
+    tokens: int = 4096,
+    layers: int = 24,
+    width: int = 2048,
+    inner: int = 5632,
+    vocabulary: int = 16384,
+) -> Workload:
+    """Gated layers under a scan, as large as a decoder's, without attention; adam.
+
+    Remat on each layer. The tokens are those of each device.
+    """
+    shapes = {
+        "gate": (width, inner),
+        "up": (width, inner),
+        "down": (inner, width),
+        "qkv": (width, 3 * width),
+        "out": (width, width),
+        "norm": (width,),
+    }
+
+    def layer(x: jax.Array, w: Any) -> jax.Array:
+        h = x * w["norm"][None]
+        q, k, v = jnp.split(h @ w["qkv"], 3, -1)
+        x = x + jax.nn.sigmoid(q * k) * v @ w["out"]
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        step = lambda x, w: (jax.checkpoint(layer)(x, w), None)  # noqa: E731
+        embedding = params["embedding"]
+        x, _ = lax.scan(step, jnp.take(embedding, tokens, axis=0), params["layers"])
+        return jnp.mean((x @ embedding.T) ** 2)
+
+    stacked = {name: _float32(layers, *shape) for name, shape in shapes.items()}
+    params = {"embedding": _float32(vocabulary, width), "layers": stacked}
+    x = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    return Workload(loss, params, x, optax.adam(1e-3), batch_per_device=True)
 
 
 def tutorial(width: int = 7168) -> Workload:
@@ -188,4 +232,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "unequal": unequal,
     "decoder_scanned": lambda: decoder(scan=True),
     "decoder_unrolled": lambda: decoder(scan=False),
+    "gated": gated,
+    "gated_16k": lambda: gated(tokens=16384),
 }
+# The large ones take a TPU's compiler a minute in each mode.
+USUAL_WORKLOADS = [name for name in WORKLOADS if not name.startswith("gated")]

@@ -55,7 +55,7 @@ import jax
 from absl import app, flags
 
 from benchmarks.common.steps import MODES, compile_step
-from benchmarks.common.workloads import WORKLOADS
+from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from benchmarks.link.counting import Census, census
 from benchmarks.link.model import model_of
 from optax_offload import aot
@@ -180,8 +180,8 @@ def main(argv: Sequence[str]) -> None:
 def define_flags() -> None:
     """Not on import: others import the census, and have flags of the same names."""
     flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
-    flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
-    flags.DEFINE_list("modes", ["recipe", "ours"], f"Of {', '.join(MODES)}.")
+    flags.DEFINE_list("workloads", USUAL_WORKLOADS, f"Of {', '.join(WORKLOADS)}.")
+    flags.DEFINE_list("modes", ["recipe", "ours", "fused"], f"Of {', '.join(MODES)}.")
     flags.DEFINE_float(
         "bandwidth_gbps", None, "GB/s of the link, each way [default: the chip's]."
     )

@@ -5,7 +5,7 @@ copies of them beside Adam's moments in the state. Each target is compiled for, 
 smallest on, until the step fits the default budget of `optax_offload.plan`; a target
 whose memory is less than the parameters, the gradients and the state that stays is
 passed over. What was compiled is kept beside the results, and is not compiled again
-(ours is, if the library has changed).
+(ours and fused are, if the library has changed).
 
 Run (the second is one row):
     python -m benchmarks.memory.fit_models
@@ -26,14 +26,14 @@ import jax
 from absl import app, flags
 
 import optax_offload as oo
-from benchmarks.common.steps import MODES, library_digest
+from benchmarks.common.steps import MODES, USUAL_MODES, as_it_is, library_digest
 from examples import models
 from optax_offload import _plan, aot
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["llama3_8b", "llama3_70b"], "Of examples/models.py.")
 flags.DEFINE_list("families", ["gpu", "h100", "v5p"], "Targets to go through.")
-flags.DEFINE_list("modes", list(MODES), "What to compare.")
+flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_integer("context", 4096, "Tokens in a sequence, one on each device.")
 flags.DEFINE_string("out", "out/fit_models", "Where the .json goes.")
 
@@ -65,7 +65,7 @@ class Prober:
         key = json.dumps(
             [
                 jax.__version__,
-                library_digest() if mode == "ours" else None,
+                library_digest(mode),
                 *(model, target.name, mode, FLAGS.context),
             ]
         )
@@ -79,8 +79,10 @@ class Prober:
 def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
     """Compiles a step, unless it is plain that it cannot fit."""
     budget = _plan.default_budget_bytes(target)
-    step = _plan.StepFactory(make_step, target).step(MODES[mode])
-    least = least_bytes(step)
+    wrap = MODES[mode]
+    step = _plan.StepFactory(make_step, target).step(wrap.optimizer)
+    step = step._replace(fn=wrap.step(step.fn))
+    least = least_bytes(step, gradients=wrap.step is as_it_is)
     if least > budget:
         return {"least_bytes": least, "fits": False, "seconds": 0.0}
     started = time.perf_counter()
@@ -97,15 +99,15 @@ def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
     }
 
 
-def least_bytes(step: oo.Step) -> int:
-    """Arguments in device memory, and gradients: as much as parameters."""
+def least_bytes(step: oo.Step, gradients: bool) -> int:
+    """Arguments in device memory, and gradients if any: as much as parameters."""
     params, state, batch = step.args
 
     def on_device(tree: Any) -> int:
         rows = oo.memory_report(tree).rows
         return sum(r.nbytes_per_device for r in rows if r.actual == "device")
 
-    return 2 * on_device(params) + on_device(state) + on_device(batch)
+    return (1 + gradients) * on_device(params) + on_device(state) + on_device(batch)
 
 
 def smallest(prober: Prober, model: str, family: str, mode: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 In float32, with clipping and adamw, and remat on each layer. The number of layers is
 found by compiling for the chip, which need not be here: bisection, sped up by
 interpolating the peaks. What was compiled is kept beside the results, and is not
-compiled again (ours is, if the library has changed).
+compiled again (ours and fused are, if the library has changed).
 
 Run:
     python -m benchmarks.memory.largest_model
@@ -22,14 +22,20 @@ import jax
 from absl import app, flags
 from matplotlib.figure import Figure
 
-from benchmarks.common.steps import MODES, compile_step, library_digest
+from benchmarks.common.steps import (
+    MODES,
+    USUAL_MODES,
+    as_it_is,
+    compile_step,
+    library_digest,
+)
 from benchmarks.common.workloads import decoder
 from benchmarks.memory.search import MAX_LAYERS, Probe, largest
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("targets", ["h100", "v5e:1x1"], "Chips to compile for.")
-flags.DEFINE_list("modes", list(MODES), "What to compare.")
+flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_bool("scan", True, "Layers as one stacked leaf, by nn.scan.")
 flags.DEFINE_integer("width", 2048, "Of a layer, which has 12 * width**2 parameters.")
 flags.DEFINE_integer("vocabulary", 32768, "Its embedding is also the output layer.")
@@ -64,7 +70,7 @@ class Prober:
         key = json.dumps(
             [
                 jax.__version__,
-                library_digest() if mode == "ours" else None,
+                library_digest(mode),
                 *(self.target.name, self.target.memory_bytes, mode, layers),
                 *(FLAGS.scan, FLAGS.width, FLAGS.vocabulary),
                 *(FLAGS.batch, FLAGS.context),
@@ -98,9 +104,12 @@ class Prober:
 def first_guess(prober: Prober, mode: str) -> int:
     """As many layers as would fit if only their arrays counted.
 
-    Parameters and gradients of 4 bytes each, and Adam's two values beside them.
+    Parameters and gradients of 4 bytes each, and Adam's two values beside them; no
+    gradients where the step is fused.
     """
-    copies = 4 if mode == "no offload" else 2
+    moved = MODES[mode].optimizer is not as_it_is
+    fused = MODES[mode].step is not as_it_is
+    copies = 4 - 2 * moved - fused
     one, two = (prober.parameters(n) for n in (1, 2))
     left = prober.target.memory_bytes * prober.target.device_count / 4 / copies
     return max(1, min(MAX_LAYERS - 1, int((left - (2 * one - two)) / (two - one))))
@@ -110,12 +119,13 @@ def plot(rows: list[dict], path: Path) -> None:
     """Writes the parameters as bars, side by side for each target."""
     targets = list(dict.fromkeys(r["target"] for r in rows))
     modes = list(dict.fromkeys(r["mode"] for r in rows))
+    width = 0.8 / len(modes)
     figure = Figure(figsize=(2 * len(targets) + 2, 4), layout="constrained")
     axes = figure.subplots()
     for i, mode in enumerate(modes):
         sizes = {r["target"]: r["parameters"] / 1e9 for r in rows if r["mode"] == mode}
-        places = [t + 0.27 * (i - (len(modes) - 1) / 2) for t in range(len(targets))]
-        bars = axes.bar(places, [sizes[t] for t in targets], 0.25, label=mode)
+        places = [t + width * (i - (len(modes) - 1) / 2) for t in range(len(targets))]
+        bars = axes.bar(places, [sizes[t] for t in targets], 0.9 * width, label=mode)
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks(range(len(targets)), targets)
     axes.set(ylabel="parameters of the largest decoder (billions)")

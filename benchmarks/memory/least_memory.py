@@ -17,27 +17,28 @@ from pathlib import Path
 import jax
 from absl import app, flags
 
-from benchmarks.common.steps import MODES, Wrap, compile_step
-from benchmarks.common.workloads import WORKLOADS, Workload
+from benchmarks.common.steps import MODES, USUAL_MODES, Mode, compile_step
+from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS, Workload
 from optax_offload import aot
 from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
-flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
+flags.DEFINE_list("workloads", USUAL_WORKLOADS, f"Of {', '.join(WORKLOADS)}.")
+flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_float("tolerance", 0.01, "The part of the answer it may be off by.")
 flags.DEFINE_string("out", "out/least_memory", "Where the .json goes.")
 
 
 def least_memory(
-    workload: Workload, name: str, wrap: Wrap, tolerance: float
+    workload: Workload, name: str, mode: Mode, tolerance: float
 ) -> tuple[int, int]:
     """The least bytes that a step compiled for, and the most that it did not."""
 
     def peak(memory_bytes: int | None) -> int | None:
         target = aot.Target(name, memory_bytes=memory_bytes)
         try:
-            return aot.peak(compile_step(workload, target, wrap)).peak_bytes
+            return aot.peak(compile_step(workload, target, mode)).peak_bytes
         except aot.DoesNotFitError:
             return None
 
@@ -62,9 +63,9 @@ def main(argv: Sequence[str]) -> None:
     rows = []
     for workload in FLAGS.workloads:
         for target in FLAGS.targets:
-            for mode, wrap in MODES.items():
+            for mode in FLAGS.modes:
                 fits, too_little = least_memory(
-                    WORKLOADS[workload](), target, wrap, FLAGS.tolerance
+                    WORKLOADS[workload](), target, MODES[mode], FLAGS.tolerance
                 )
                 rows.append(
                     {

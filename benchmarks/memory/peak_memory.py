@@ -1,10 +1,13 @@
 """Peak device memory of whole train steps: no offload, the usual recipe, and ours.
 
+Also with the updates of scanned layers in the backward pass: `fused`.
+
 Compiled with the real compilers for chips that need not be here, and read from what
 was compiled, so the numbers repeat exactly.
 
 Run:
     python -m benchmarks.memory.peak_memory
+    python -m benchmarks.memory.peak_memory --workloads=gated --targets=h100
 """
 
 from __future__ import annotations
@@ -19,14 +22,15 @@ import jax
 from absl import app, flags
 from matplotlib.figure import Figure
 
-from benchmarks.common.steps import MODES, Wrap, compile_step
-from benchmarks.common.workloads import WORKLOADS, Workload
+from benchmarks.common.steps import MODES, USUAL_MODES, Mode, compile_step
+from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS, Workload
 from optax_offload import aot
 from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile for.")
-flags.DEFINE_list("workloads", list(WORKLOADS), "Workloads to compile.")
+flags.DEFINE_list("workloads", USUAL_WORKLOADS, f"Of {', '.join(WORKLOADS)}.")
+flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_string("out", "out/peak_memory", "Where the .json and the .png go.")
 flags.DEFINE_float(
     "memory_gib",
@@ -35,12 +39,12 @@ flags.DEFINE_float(
 )
 
 
-def measure(workload: Workload, target: aot.Target, wrap: Wrap) -> dict:
+def measure(workload: Workload, target: aot.Target, mode: Mode) -> dict:
     """Compiles a train step, and returns its numbers, in bytes on each device."""
     started = time.perf_counter()
     note = None
     try:
-        peak = aot.peak(compile_step(workload, target, wrap))
+        peak = aot.peak(compile_step(workload, target, mode))
     except aot.DoesNotFitError as error:
         peak, note = error.peak, f"needs {error.used_bytes} of {error.limit_bytes}"
     row: dict[str, Any] = {"seconds": time.perf_counter() - started, "note": note}
@@ -80,14 +84,16 @@ def plot(rows: list[dict], path: Path) -> None:
     groups = list(dict.fromkeys((r["workload"], r["target"]) for r in rows))
     figure = Figure(figsize=(1.3 * len(groups) + 2, 4.5), layout="constrained")
     axes = figure.subplots()
-    for i, mode in enumerate(MODES):
+    modes = list(dict.fromkeys(r["mode"] for r in rows))
+    width = 0.8 / len(modes)
+    for i, mode in enumerate(modes):
         peaks = {
             (r["workload"], r["target"]): r.get("peak_bytes", 0) / MIB
             for r in rows
             if r["mode"] == mode
         }
-        places = [g + 0.27 * (i - 1) for g in range(len(groups))]
-        axes.bar(places, [peaks.get(g, 0) for g in groups], 0.25, label=mode)
+        places = [g + width * (i - (len(modes) - 1) / 2) for g in range(len(groups))]
+        axes.bar(places, [peaks.get(g, 0) for g in groups], 0.9 * width, label=mode)
     names = [f"{workload}\n{target}" for workload, target in groups]
     axes.set_xticks(range(len(groups)), names, fontsize=7)
     axes.set(ylabel="peak device memory (MiB per device)", yscale="log")
@@ -108,9 +114,9 @@ def main(argv: Sequence[str]) -> None:
         for target_name in FLAGS.targets:
             target = aot.Target(target_name, memory_bytes=memory_bytes)
             plain: dict = {}
-            for mode, wrap in MODES.items():
-                row = measure(WORKLOADS[name](), target, wrap)
-                plain = plain or row
+            for mode in FLAGS.modes:
+                row = measure(WORKLOADS[name](), target, MODES[mode])
+                plain = row if mode == "no offload" else plain
                 row = {"workload": name, "target": target_name, "mode": mode} | row
                 row["saved"] = saved(plain, row)
                 rows.append(row)

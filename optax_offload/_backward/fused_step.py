@@ -81,6 +81,23 @@ class FusedStep:
         positions = {each.scan.position for each in self.scans}
         return tuple(rest(self.step, positions, fused))
 
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients that never exist, on each device."""
+        return sum(f.gradient_bytes for each in self.scans for f in each.fused)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of these, the bytes that wait in host memory."""
+        stored = (each for each in self.scans if each.way == "store")
+        return sum(f.gradient_bytes for each in stored for f in each.held)
+
+    @property
+    def flops_again(self) -> float:
+        """The operations of backward passes that run twice, on each device."""
+        twice = (x for x in self.scans if x.held and x.way == "twice")
+        return sum(price.flops(each.scan) for each in twice)
+
     def schedules(self) -> tuple[Schedule, ...]:
         """How the offloaded state that is left is updated."""
         left = [node.left for node in self.rest if node.left is not None]

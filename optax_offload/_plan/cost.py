@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from optax_offload import _flops, aot
+from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.step import StepFactory
 from optax_offload._units import size_text
 
@@ -38,6 +39,8 @@ class Cost:
       tokens: The number of tokens in a step, on all devices; None if it was not told.
       link_utilization: The share of the link's bandwidth that is reached.
       compute_utilization: The share of the device's peak that is reached (assumed).
+      flops_again: The operations of backward passes that run a second time.
+      fused: Whether updates, and their transfers, are in the backward pass.
     """
 
     bytes_each_way: int
@@ -49,6 +52,8 @@ class Cost:
     tokens: int | None = None
     link_utilization: float = LINK_UTILIZATION
     compute_utilization: float = COMPUTE_UTILIZATION
+    flops_again: float = 0.0
+    fused: bool = False
 
     @property
     def link_seconds(self) -> float:
@@ -60,6 +65,11 @@ class Cost:
         """The time of a step without transfers, in seconds."""
         return self.flops / self.flops_per_second / self.compute_utilization
 
+    @property
+    def again_seconds(self) -> float:
+        """The time of the backward passes that run a second time, in seconds."""
+        return self.flops_again / self.flops_per_second / self.compute_utilization
+
     def slowdown(self, batches: float = 1.0) -> float:
         """How many times as long a step takes whose transfers come after all else.
 
@@ -67,7 +77,8 @@ class Cost:
           batches: The size of a step's batch, in batches of the step that was counted.
         """
         compute = self.compute_seconds * batches
-        return _ratio(compute + self.link_seconds, compute)
+        again = self.again_seconds * batches
+        return _ratio(compute + again + self.link_seconds, compute)
 
     def slowdown_if_hidden(self, batches: float = 1.0) -> float:
         """How many times as long it would take if the computation hid all transfers.
@@ -76,7 +87,8 @@ class Cost:
           batches: The size of a step's batch, in batches of the step that was counted.
         """
         compute = self.compute_seconds * batches
-        return _ratio(max(compute, self.link_seconds), compute)
+        again = self.again_seconds * batches
+        return _ratio(max(compute + again, self.link_seconds), compute)
 
     def table(self) -> list[tuple[float, float, float]]:
         """Rows of (batches, slowdown, slowdown if hidden)."""
@@ -88,6 +100,16 @@ class Cost:
         """The arithmetic, each line with its inputs."""
         if not self.bytes_each_way:
             return ["nothing is moved: the step takes as long as without"]
+        computed = f"{self.compute_seconds:.3f}"
+        again = []
+        if self.flops_again:
+            computed += f" + {self.again_seconds:.3f}"
+            again = [
+                f"backward passes that run twice: {self.flops_again / 1e12:.1f} TFLOP "
+                f"more: {self.again_seconds:.3f} s"
+            ]
+        when = "at most" if self.fused else "now"
+        where = "if none is hidden by" if self.fused else "after"
         return [
             f"link: {size_text(self.bytes_each_way)} each way on each device"
             f" / ({self.link_bytes_per_second / 1e9:.0f} GB/s each way"
@@ -97,10 +119,11 @@ class Cost:
             f" / ({self.flops_per_second / 1e12:.0f} TFLOP/s"
             f" x {self.compute_utilization:.2f}, assumed)"
             f" = {self.compute_seconds:.3f} s ({self.flops_source})",
-            f"step now: ({self.compute_seconds:.3f} + {self.link_seconds:.3f}) s, the "
-            "transfers after the backward pass: "
+            *again,
+            f"step {when}: ({computed} + {self.link_seconds:.3f}) s, the "
+            f"transfers {where} the backward pass: "
             f"{self.slowdown():.2f} times as long as without",
-            f"if all were hidden: max({self.compute_seconds:.3f}, "
+            f"if all were hidden: max({computed}, "
             f"{self.link_seconds:.3f}) s: {self.slowdown_if_hidden():.2f} times",
         ]
 
@@ -118,13 +141,15 @@ class Cost:
 
 
 def cost_of_step(
-    factory: StepFactory, bytes_each_way: int, link_bytes_per_second: float | None
+    factory: StepFactory,
+    compiled: CompiledCandidate,
+    link_bytes_per_second: float | None,
 ) -> Cost:
     """Counts the matrix products of a step, and takes the rest from its target's chip.
 
     Args:
       factory: Makes the step.
-      bytes_each_way: The state that each device loads in a step, and stores again.
+      compiled: The step as it is to be trained.
       link_bytes_per_second: The measured bandwidth of the link, each way; None to take
         what is documented.
     """
@@ -135,7 +160,7 @@ def cost_of_step(
     documented = target.chip
     measured = link_bytes_per_second is not None
     return Cost(
-        bytes_each_way=bytes_each_way,
+        bytes_each_way=compiled.moved_bytes + compiled.stored_bytes,
         link_bytes_per_second=(
             link_bytes_per_second if measured else documented.link.bytes_per_second
         ),
@@ -145,6 +170,8 @@ def cost_of_step(
         flops_per_second=documented.flops_per_second,
         flops_source=documented.flops_source,
         tokens=step.tokens,
+        flops_again=compiled.flops_again,
+        fused=compiled.fused,
     )
 
 

@@ -12,7 +12,7 @@ from optax_offload._plan.cost import cost_of_step
 from optax_offload._plan.movable import movable_state
 from optax_offload._plan.recording import record
 from optax_offload._plan.result import Plan
-from optax_offload._plan.search import smallest_that_fits
+from optax_offload._plan.search import Selection, smallest_that_fits
 from optax_offload._plan.shortage import does_not_fit
 from optax_offload._plan.step import Step, StepFactory
 
@@ -28,8 +28,10 @@ def plan(  # noqa: PLR0913 - keyword-only options
 ) -> Plan:
     r"""Finds the least state to move for a step to fit, by compiling it.
 
-    The step is compiled as it is; if that does not fit, with all state moved, and then
-    with some, about as often again as the number of leaf patterns halves. The
+    The step is compiled as it is; if that does not fit, with its updates in the
+    backward pass and nothing moved (`fuse_backward`; a jitted step is left as it is);
+    then with all state moved, and with some, about as often again as the number of leaf
+    patterns halves, with updates in the backward pass if that lowers the peak. The
     result has been compiled: its peak is known, not estimated.
 
     Args:
@@ -49,8 +51,9 @@ def plan(  # noqa: PLR0913 - keyword-only options
       progress: Is told what is being compiled, and then what came of it.
 
     Returns:
-      A `Plan`. If the step fits as it is, it moves nothing, and its ``offload`` returns
-      the optimizer itself.
+      A `Plan`. If the step fits as it is, or fused, it moves nothing, and its
+      ``offload`` returns the optimizer itself. Where ``after.fused``, train with `jit`
+      or `fuse_backward`.
 
     Raises:
       aot.DoesNotFitError: the step does not fit with all state moved. Says by how much,
@@ -85,19 +88,31 @@ def plan(  # noqa: PLR0913 - keyword-only options
     state = movable_state(record(factory), given, target.device_count)
     compiler = CandidateCompiler(factory, state, budget_bytes, progress)
     sizes = [pattern.nbytes_per_device for pattern in state.patterns]
-    selection = smallest_that_fits(sizes, compiler.used_bytes, budget_bytes)
+    nothing: Selection = frozenset()
+    before = compiler.candidate(nothing)
+    fused = before if before.fits else compiler.candidate(nothing, fuse=True)
+    # Where gradients have to wait for a norm, it lowers the peak only if state moves.
+    fuse = not before.fits and any(
+        compiler.fusing_lowers_the_peak(x) for x in (nothing, state.everything)
+    )
+    selection = smallest_that_fits(
+        sizes, lambda x: compiler.candidate(x, fuse).used_bytes, budget_bytes
+    )
     if selection is None:
-        everything = compiler.compiled[state.everything]
+        everything = compiler.candidate(state.everything, fuse)
         raise does_not_fit(target, budget_bytes, everything, state.state_bytes)
-    after = compiler.compiled[selection]
+    after = compiler.candidate(selection, fuse)
     return Plan(
         target=target,
         budget_bytes=budget_bytes,
         config=state.config(selection),
         moved=state.selected(selection),
-        before=compiler.compiled[frozenset()],
+        before=before,
         after=after,
-        compiled=tuple(compiler.compiled.values()),
-        cost=cost_of_step(factory, after.moved_bytes, link_bytes_per_second),
-        environment=environment(target, after.used_bytes, after.moved_bytes),
+        compiled=tuple(compiler.compiled),
+        cost=cost_of_step(factory, after, link_bytes_per_second),
+        environment=environment(
+            target, after.used_bytes, after.moved_bytes + after.stored_bytes
+        ),
+        fused=fused if fused.fused else None,
     )

@@ -31,11 +31,15 @@ class Plan:
       after: The step with the plan; the same if nothing is to be moved. The ``parts``
         of both are of parameters, gradients, activations (with all else that is
         temporary), state, and other arguments and results; parameters and state are
-        those of the arguments, gradients count as much as parameters, as far as the
-        temporaries reach.
+        those of the arguments, gradients count as much as parameters, less those that
+        never exist, as far as the temporaries reach.
       compiled: All candidates that were compiled, in order.
       cost: The time that a step takes longer for its transfers.
       environment: The variables to set for the process that trains.
+      fused: The step as the given rules have it, with its updates in the backward pass
+        (`fuse_backward`) and nothing more moved. None if it fits without, if nothing of
+        it can be fused, or if it is jitted. ``after.fused`` says whether the plan's
+        step is fused.
     """
 
     target: aot.Target
@@ -47,6 +51,7 @@ class Plan:
     compiled: tuple[CompiledCandidate, ...]
     cost: Cost
     environment: Mapping[str, str]
+    fused: CompiledCandidate | None = None
 
     @property
     def empty(self) -> bool:
@@ -80,7 +85,8 @@ class Plan:
         lines = [
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device",
             f"peak as given: {size_text(before)}"
-            + (", fits: nothing is moved" if not self.moved else ""),
+            + (", fits: nothing is moved" if self.before.fits else ""),
+            *self.fusing(),
         ]
         if self.moved:
             moved = self.after.moved_bytes
@@ -90,6 +96,23 @@ class Plan:
             )
         lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
+
+    def fusing(self) -> list[str]:
+        """Lines on what updates in the backward pass bring, if they were tried."""
+        lines: list[str] = []
+        if self.fused is not None:
+            lines.append(
+                "peak with updates in the backward pass, before anything is moved: "
+                f"{size_text(self.before.used_bytes)} -> "
+                f"{size_text(self.fused.used_bytes)}"
+                + (", fits: nothing is moved" if self.fused.fits else "")
+            )
+        if self.after.fused:
+            lines.append(
+                "the plan is for updates in the backward pass: train with "
+                "oo.jit(step), or jit oo.fuse_backward(step)"
+            )
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs: what `optax-offload fit --json` prints."""
@@ -118,6 +141,7 @@ class Plan:
             "rules": rules,
             "moved": moved,
             "before": self.before.as_dict(),
+            "fused": None if self.fused is None else self.fused.as_dict(),
             "after": self.after.as_dict(),
             "compiled": [c.as_dict() for c in self.compiled],
             "cost": self.cost.as_dict(),

@@ -42,6 +42,7 @@ def does_not_fit(
         )
     if weights // 2 > short:
         help_with.append("bfloat16 parameters, if they are float32: half of both")
+    fused = " and updates in the backward pass" if everything.fused else ""
     ratio = everything.used_bytes / budget_bytes
     more = math.ceil(target.device_count * ratio)
     help_with.append(
@@ -49,7 +50,7 @@ def does_not_fit(
         f" (now {target.device_count}), or larger ones"
     )
     return aot.DoesNotFitError(
-        f"does not fit on {target.name!r} even with all state moved: short by "
+        f"does not fit on {target.name!r} even with all state moved{fused}: short by "
         f"{size_text(short)} of {size_text(budget_bytes)} on each device. It needs "
         f"{size_text(everything.used_bytes)}: {needs}. What would help:"
         + "".join(f"\n- {line}" for line in help_with),

@@ -36,13 +36,18 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
     """Prints a plan: what moves, what that saves, what it costs."""
-    fits = (
-        "fits as it is: nothing is moved" if not plan.moved else "fits with this plan"
-    )
+    if plan.before.fits:
+        fits = "fits as it is: nothing is moved"
+    elif not plan.moved:
+        fits = "fits with its updates in the backward pass: nothing is moved"
+    else:
+        fits = "fits with this plan"
     console.print(
         f"[bold]{plan.target.name}[/bold], {size_text(plan.budget_bytes)} on each "
         f"device: [bold]{fits}[/bold]"
     )
+    for line in plan.fusing():
+        console.print(line, highlight=False, soft_wrap=True)
     if plan.moved:
         moved = [
             (p.pattern, len(p.leaves), size_text(p.nbytes_per_device))
@@ -77,7 +82,8 @@ def _slowdowns(plan: _plan.Plan) -> Table:
         for scale, now, hidden in plan.cost.table()
     ]
     first = "this batch " if tokens is None else "tokens in a step "
-    return table("times as long as without", (first, "now ", "if hidden "), rows)
+    now = "at most " if plan.cost.fused else "now "
+    return table("times as long as without", (first, now, "if hidden "), rows)
 
 
 def print_explanation(console: Console, title: str, found: Explanation) -> None:

@@ -4,6 +4,10 @@ import io
 
 from rich.console import Console
 
+import optax_offload as oo
+from optax_offload import _plan
+from optax_offload._plan.cost import Cost
+from optax_offload.aot import Target
 from optax_offload.cli import tables
 from optax_offload.cli.checkpoint import SavedLeaf
 
@@ -51,3 +55,29 @@ def test_targets_have_sources():
     for row in tables.target_rows():
         assert f" {row['name']} " in text
         assert row["link_source"][:30] in text
+
+
+def test_updates_in_the_backward_pass():
+    """What they bring alone, and that the step has to be trained so."""
+    parts = {"parameters": 2**30}
+    sizes = [
+        _plan.CompiledCandidate(0, n * 2**30, None, n < 6, 1.0, parts, n < 8)
+        for n in (8, 5)
+    ]
+    plan = oo.Plan(
+        target=Target("h100"),
+        budget_bytes=6 * 2**30,
+        config=oo.OffloadConfig([oo.Rule(".*", "device")]),
+        moved=(),
+        before=sizes[0],
+        after=sizes[1],
+        compiled=tuple(sizes),
+        cost=Cost(0, 1.0, "", 1.0, 1.0, ""),
+        environment={},
+        fused=sizes[1],
+    )
+    text = " ".join(shown(tables.print_plan, plan).split())
+    assert "fits with its updates in the backward pass: nothing is moved" in text
+    assert "before anything is moved: 8.00 GiB -> 5.00 GiB, fits" in text
+    assert "train with oo.jit(step), or jit oo.fuse_backward(step)" in text
+    assert plan.as_dict()["fused"]["used_bytes"] == 5 * 2**30

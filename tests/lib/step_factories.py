@@ -24,7 +24,9 @@ def loss(params, x):
     return jnp.sum((x @ params["head"]) ** 2)
 
 
-def adam_step(offload, target, batch=8, layers=LAYERS, optimizer=None, spec=None):
+def adam_step(
+    offload, target, batch=8, layers=LAYERS, optimizer=None, spec=None, clip=1.0
+):
     """Stacked layers of 64 MiB and a head of 16; Adam's state is twice that."""
     mesh = target.mesh()
     shapes = {"layers": (layers, WIDTH, WIDTH), "head": (WIDTH, 4 * WIDTH)}
@@ -39,7 +41,8 @@ def adam_step(offload, target, batch=8, layers=LAYERS, optimizer=None, spec=None
     }
     x = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32, sharding=sharding)
     inner = optax.adam(1e-3) if optimizer is None else optimizer
-    tx = optax.chain(optax.clip_by_global_norm(1.0), offload(inner))
+    clipping = optax.clip_by_global_norm(clip) if clip else optax.identity()
+    tx = optax.chain(clipping, offload(inner))
     state = oo.eval_shape(tx.init, params)
 
     def step(params, state, x):

@@ -34,8 +34,9 @@ def test_a_refusal_counts_as_what_the_compiler_says(compiler, said, monkeypatch)
         raise aot.DoesNotFitError("no", used_bytes=4 * PARAMETERS + 7, limit_bytes=1)
 
     monkeypatch.setattr(candidates, "compile_step", refuse)
-    assert compiler.used_bytes(frozenset()) == 4 * PARAMETERS + 7
-    (found,) = compiler.compiled.values()
+    found = compiler.candidate(frozenset())
+    assert found.used_bytes == 4 * PARAMETERS + 7
+    assert compiler.compiled == [found]
     assert not found.fits
     assert found.peak is None
     assert sum(found.parts.values()) == found.used_bytes
@@ -43,6 +44,27 @@ def test_a_refusal_counts_as_what_the_compiler_says(compiler, said, monkeypatch)
     assert found.parts["activations"] == 7 - 4
     assert said[0] == "compiling with 0 B of state moved"
     assert said[1] is found
+
+
+def test_updates_in_the_backward_pass(compiler, said, monkeypatch):
+    """Gradients that wait for a norm are left where no state moves: compiled once."""
+
+    def refuse(step, target):
+        raise aot.DoesNotFitError("no", used_bytes=4 * PARAMETERS, limit_bytes=1)
+
+    monkeypatch.setattr(candidates, "compile_step", refuse)
+    nothing, everything = frozenset(), frozenset(range(4))
+    assert compiler.candidate(nothing, fuse=True) is compiler.candidate(nothing)
+    assert not compiler.fusing_lowers_the_peak(nothing)
+    found = compiler.candidate(everything, fuse=True)
+    assert found.fused
+    assert found.parts["gradients"] == HEAD
+    assert found.flops_again or found.stored_bytes == STACK
+    assert not compiler.fusing_lowers_the_peak(everything)
+    assert [c.fused for c in compiler.compiled] == [False, True, False]
+    assert said[2] == (
+        "compiling with 160.00 MiB of state moved, updates in the backward pass"
+    )
 
 
 def test_what_is_selected_is_moved(compiler, monkeypatch):
@@ -55,13 +77,13 @@ def test_what_is_selected_is_moved(compiler, monkeypatch):
 
     monkeypatch.setattr(candidates, "compile_step", refuse)
     for selection in (frozenset(), frozenset([0]), frozenset(range(4))):
-        compiler.used_bytes(selection)
+        compiler.candidate(selection)
     states = [step.args[1][1][0] for step in steps]
     kinds = [state.mu["layers"].sharding.memory_kind for state in states]
     assert kinds == ["device", "pinned_host", "pinned_host"]
-    assert [c.moved_bytes for c in compiler.compiled.values()] == [
+    assert [c.moved_bytes for c in compiler.compiled] == [
         0,
         STACK,
         2 * PARAMETERS,
     ]
-    assert all(c.fits for c in compiler.compiled.values())
+    assert all(c.fits for c in compiler.compiled)

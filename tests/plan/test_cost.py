@@ -1,5 +1,7 @@
 """The arithmetic of a plan's cost."""
 
+import dataclasses
+
 import pytest
 
 from optax_offload._plan import cost
@@ -43,6 +45,18 @@ def test_each_line_has_its_inputs():
     assert "(0.500 + 1.000) s" in now
     assert "3.00 times" in now
     assert "max(0.500, 1.000) s: 2.00 times" in hidden
+
+
+def test_fused():
+    """The transfers may be hidden; backward passes that run twice never are."""
+    fused = dataclasses.replace(COST, fused=True, flops_again=40e12)
+    assert fused.again_seconds == pytest.approx(0.1)
+    assert fused.slowdown() == pytest.approx(3.2)
+    assert fused.slowdown_if_hidden(10) == pytest.approx(1.2)
+    _, _, again, most, hidden = fused.lines()
+    assert again == "backward passes that run twice: 40.0 TFLOP more: 0.100 s"
+    assert "at most: (0.500 + 0.100 + 1.000) s, the transfers if none is hidden" in most
+    assert "max(0.500 + 0.100, 1.000) s: 2.00 times" in hidden
 
 
 def test_nothing_moved_costs_nothing():

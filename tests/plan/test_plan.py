@@ -19,6 +19,7 @@ from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.cost import cost_of_step
 from optax_offload._plan.result import Plan
 from optax_offload._plan.step import StepFactory, compile_step
+from optax_offload._units import size_text
 
 H100 = aot.Target("h100")
 
@@ -66,9 +67,15 @@ def aot_mark(test):
     return pytest.mark.aot(pytest.mark.usefixtures("compilers")(test))
 
 
-def compile_with(offload, make_step=adam_step, target=H100):
+def compile_with(offload, make_step=adam_step, target=H100, fuse=False):
     """The step, with its optimizer wrapped."""
-    return compile_step(make_step(offload, target), target)
+    step = make_step(offload, target)
+    if fuse:
+        step = step._replace(fn=oo.fuse_backward(step.fn))
+    return compile_step(step, target)
+
+
+unclipped_step = functools.partial(adam_step, clip=None)
 
 
 def program(compiled):
@@ -125,12 +132,58 @@ def test_the_rules_fit_the_budget(name, tmp_path):
     found.save(tmp_path / "rules.toml")
     config = oo.load_config(tmp_path / "rules.toml")
     assert config == found.config
-    after = compile_with(lambda x: oo.offload(x, config), target=target)
+    # The gradients wait for the norm, but not on the device.
+    assert found.fused is None
+    assert found.after.fused
+    after = compile_with(lambda x: oo.offload(x, config), target=target, fuse=True)
     assert aot.peak(after).peak_bytes == found.after.used_bytes
     assert aot.peak(after).host_argument_bytes >= found.after.moved_bytes
     assert sum(found.after.parts.values()) == found.after.used_bytes
     for pattern in found.moved:
         assert pattern.pattern in str(found)
+
+
+@aot_mark
+def test_fusing_alone_may_do():
+    """Then nothing moves; with less memory the fused step's state does."""
+    plain = aot.peak(compile_with(lambda x: x, unclipped_step)).peak_bytes
+    fused = aot.peak(compile_with(lambda x: x, unclipped_step, fuse=True)).peak_bytes
+    assert plain - fused > STACK // 2
+    found = oo.plan(unclipped_step, target=H100, budget_bytes=fused)
+    assert found.empty
+    assert found.after is found.fused
+    assert [c.used_bytes for c in found.compiled] == [plain, fused]
+    assert found.after.parts["gradients"] <= HEAD
+    peaks = f"{size_text(plain)} -> {size_text(fused)}"
+    for text in (str(found), found.rule_file()):
+        assert f"in the backward pass, before anything is moved: {peaks}" in text
+        assert "fits: nothing is moved" in text
+        assert "oo.fuse_backward(step)" in text
+    less = oo.plan(unclipped_step, target=H100, budget_bytes=fused - MIB)
+    assert less.fused is not None
+    assert not less.fused.fits
+    assert less.moved
+    assert less.after.fused
+    peak = aot.peak(compile_with(less.offload, unclipped_step, fuse=True))
+    assert peak.peak_bytes == less.after.used_bytes <= fused - MIB
+
+
+@aot_mark
+@pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), oo.jit])
+def test_a_jitted_step_is_compiled_as_it_is(jit):
+    """It cannot be fused from outside; one of `oo.jit` is fused already."""
+
+    def make_step(offload, target):
+        step = unclipped_step(offload, target)
+        jitted = jit(step.fn, donate_argnums=(0, 1), out_shardings=step.out_shardings)
+        return oo.Step(jitted, step.args)
+
+    plain = aot.peak(compile_with(lambda x: x, make_step)).peak_bytes
+    found = oo.plan(make_step, target=H100, budget_bytes=plain - MIB)
+    assert found.before.used_bytes == plain
+    assert found.fused is None
+    assert not any(c.fused for c in found.compiled)
+    assert found.moved
 
 
 @aot_mark
@@ -153,11 +206,12 @@ def test_what_must_go_and_what_must_stay():
 @aot_mark
 def test_does_not_fit():
     """By how much, what takes the memory, and what would help."""
-    everything = aot.peak(compile_with(oo.offload)).peak_bytes
+    everything = aot.peak(compile_with(oo.offload, fuse=True)).peak_bytes
     budget = everything - MIB
     message = (
-        r"does not fit on 'h100' even with all state moved: short by 1\.00 MiB of .*"
-        r"parameters 80\.00 MiB, gradients 80\.00 .*What would help:\n(.*\n)*"
+        r"does not fit on 'h100' even with all state moved and updates in the "
+        r"backward pass: short by 1\.00 MiB of .*"
+        r"parameters 80\.00 MiB, gradients 16\.00 .*What would help:\n(.*\n)*"
         r"- bfloat16 parameters.*\n- more devices"
     )
     with pytest.raises(aot.DoesNotFitError, match=message) as error:
@@ -214,7 +268,7 @@ def test_plans_are_values():
         before=compiled(5),
         after=compiled(5),
         compiled=(compiled(5),),
-        cost=cost_of_step(StepFactory(adam_step, H100), 0, None),
+        cost=cost_of_step(StepFactory(adam_step, H100), compiled(5), None),
         environment={},
     )
     assert dataclasses.replace(found) == found

@@ -1,0 +1,47 @@
+"""A step with its updates in the backward pass, where any can be there."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+
+from optax_offload import aot
+from optax_offload._backward import fuse_backward, plan_of
+from optax_offload._plan.step import Step
+
+
+class Fused(NamedTuple):
+    """A step under `fuse_backward`, and what that means on each device.
+
+    Attributes:
+      step: The step.
+      gradient_bytes: The bytes of gradients that never exist.
+      stored_bytes: Of these, the bytes that wait in host memory.
+      flops_again: The operations of backward passes that run a second time.
+    """
+
+    step: Step
+    gradient_bytes: int
+    stored_bytes: int
+    flops_again: float
+
+
+def fused(step: Step, target: aot.Target) -> Fused | None:
+    """The step as `fuse_backward` makes it.
+
+    None if nothing of it can be fused, and for a jitted step, which is compiled as it
+    is: one of `jit` is fused already.
+    """
+    if hasattr(step.fn, "trace"):
+        return None
+    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
+        found = plan_of(jax.make_jaxpr(step.fn)(*step.args), "auto")
+    if not found.scans:
+        return None
+    return Fused(
+        step._replace(fn=fuse_backward(step.fn)),
+        found.gradient_bytes,
+        found.stored_bytes,
+        found.flops_again,
+    )
