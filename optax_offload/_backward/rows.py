@@ -238,7 +238,9 @@ class _Walk:
             sums = [
                 s
                 for s in self._sums
-                if any(self._root(self.of[v]) is root for v in s.operands)
+                if any(
+                    self._root(self.of[v]) is root for v in s.operands if v in self.of
+                )
             ]
             components.append(
                 Component(

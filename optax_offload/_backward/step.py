@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _compat, _memory
 from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live
 from optax_offload._update import Deferred, Update, deferred, is_noted
@@ -46,7 +46,8 @@ class Region:
         Returns:
           The update, and what the step gives it.
         """
-        inner = [v for v, a in self.names.items() if a in known]
+        names = self.names.items()
+        inner = [v for v, a in names if isinstance(a, jex.Var) and a in known]
         update, kept = self.what.update.restricted(wanted, inner)
         operands = [self.operands[i] for i in kept]
         return update, [*operands, *(self.names[v] for v in inner)]
