@@ -114,6 +114,8 @@ class _Taken:
             self._names[e.outvars[0]] = operands[0]
         else:
             self.equations += split(e.replace(invars=operands))
+            if e.primitive.name == "scan":
+                self._names.update(_passed_on(self.equations[-1]))
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         what = _split(what)
@@ -156,6 +158,16 @@ def _split(what: Deferred) -> Deferred:
     equations = [small for e in flat.equations for small in split(e)]
     flat = dataclasses.replace(flat, equations=equations)
     return dataclasses.replace(what, update=dataclasses.replace(what.update, flat=flat))
+
+
+def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
+    """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
+    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
+    consts, carried = _compat.scan_counts(e.params)
+    first = consts + carried
+    xs = dict(zip(body.invars[first:], e.invars[first:], strict=True))
+    stacked = zip(e.outvars[carried:], body.outvars[carried:], strict=True)
+    return {v: xs[a] for v, a in stacked if isinstance(a, jex.Var) and a in xs}
 
 
 def _is_key(a: Atom) -> bool:

@@ -1,5 +1,7 @@
 """Forms of models: which gradients are found, and that nothing else changes."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -47,10 +49,12 @@ activation.defvjp(_forward, lambda y, g: (g * (1 - y * y),))
 
 
 def with_custom_vjp(h, w):
+    """A layer with such an activation."""
     return h + activation(h @ w["in"]) @ w["out"], None
 
 
 def bfloat16(tree):
+    """Compute parameters of masters."""
     return jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
 
 
@@ -65,6 +69,7 @@ def with_auxiliary(params, tokens):
 
 
 def offloads_activations(h, w):
+    """A layer whose input is named."""
     return layer(checkpoint_name(h, "h"), w)
 
 
@@ -343,10 +348,10 @@ def test_nnx():
             optimizer.update(model, grads)
             return nnx.split((model, optimizer))[1]
 
-        step = jit(step)
+        jitted: Any = jit(step)
         for _ in range(3):
-            state = step(state, BATCH)
-        return state, step
+            state = jitted(state, BATCH)
+        return state, jitted
 
     got, fused = run(oo.offload(optax.adamw(1e-2), oo.Rule(".*", min_bytes=8)), oo.jit)
     want, _ = run(optax.adamw(1e-2), jax.jit)

@@ -65,6 +65,7 @@ def plain_results(name):
 
 
 def assert_as_plain(name, got):
+    """As far as rounding allows."""
     assert ulps(got, plain_results(name)) <= EXCEPTIONS.get(name, BOUND)
 
 
