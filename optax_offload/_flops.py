@@ -49,7 +49,7 @@ def _of_equation(e: jex.JaxprEqn) -> int:
         features = e.params["dimension_numbers"].rhs_spec[0]
         per_output = math.prod(kernel) // kernel[features]
         return 2 * math.prod(_shape(e.outvars[0])) * per_output
-    inside = [of_jaxpr(jaxpr) for jaxpr in _nested(e.params)]
+    inside = [of_jaxpr(jaxpr) for jaxpr in nested(e.params)]
     if name == "cond":
         return max(inside, default=0)
     return e.params.get("length", 1) * sum(inside) if name == "scan" else sum(inside)
@@ -59,7 +59,8 @@ def _shape(v: Any) -> tuple[int, ...]:
     return v.aval.shape
 
 
-def _nested(params: dict[str, Any]) -> Iterator[jex.Jaxpr]:
+def nested(params: dict[str, Any]) -> Iterator[jex.Jaxpr]:
+    """The bodies among the parameters of an equation."""
     for value in params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, jex.ClosedJaxpr):

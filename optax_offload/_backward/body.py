@@ -20,8 +20,6 @@ from optax_offload._jaxpr import Flat, read, variables
 from optax_offload._update import Cell, RowLocal, constrain
 
 Env = Mapping[jex.Var, Any]
-
-
 Buffers = dict[jex.Var, Any]
 
 
@@ -88,9 +86,10 @@ class _Loop:
             _Unit(f, kernel(f.rows), flat.debug_info)
             for f in sorted(work.fused, key=self._availability)
         ]
-        # The buffer that has the rows of an argument that are not yet replaced.
+        # The buffer that has the rows of an argument that are not yet replaced, and
+        # along which axis.
         self._now = {
-            before: after
+            before: (after, f.rows.axes[after])
             for f in work.fused
             for after, before in f.replaced.items()
             if before is not None
@@ -148,8 +147,10 @@ class _Loop:
             for v, y in zip(scan.stacked, results[count:], strict=True)
         }
         rows: dict[jex.Var, Any] = dict(stacked)
+        # What a unit replaces, another may read too.
+        before = dict(buffers)
         for unit in self._units:
-            rows |= self._values(unit, i, buffers, rows)
+            rows |= self._values(unit, i, before, rows)
             for v in unit.results:
                 row = self._stored(v, rows[v], unit)
                 buffers[v] = _put(buffers[v], row, i, unit.rows.axes[v])
@@ -166,17 +167,19 @@ class _Loop:
         return carry, buffers, sums
 
     def _read(self, a: Any) -> Any:
-        return read(a, lambda v: _memory.transfer(self._env[v], "device"))
+        return read(a, lambda v: _as_typed(self._env[v], v))
 
-    def _whole(self, v: jex.Var, buffers: Mapping[jex.Var, Any]) -> Any:
-        return buffers[self._now[v]] if v in self._now else self._env[v]
+    def _row(self, v: jex.Var, i: Any, axis: int, buffers: Buffers) -> Any:
+        """The row of a value of the step, as it was before the scan."""
+        after, replaced_axis = self._now.get(v, (v, None))
+        whole = buffers[after] if replaced_axis == axis else self._env[v]
+        return lax.dynamic_slice_in_dim(whole, i, 1, axis, allow_negative_indices=False)
 
-    def _x(self, a: Any, i: Any, buffers: Mapping[jex.Var, Any]) -> Any:
+    def _x(self, a: Any, i: Any, buffers: Buffers) -> Any:
         """What an iteration of the scan takes a row of."""
         if not isinstance(a, jex.Var):
             return a.val[i]
-        row = _row(self._whole(a, buffers), i, 0)
-        return _memory.transfer(lax.squeeze(row, (0,)), "device")
+        return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
 
     def _values(
         self, unit: _Unit, i: Any, buffers: Buffers, rows: Mapping[jex.Var, Any]
@@ -197,7 +200,7 @@ class _Loop:
         axis = unit.rows.axes.get(v)
         if axis is None:
             return _memory.transfer(self._env[v], "device")
-        row = _row(self._whole(v, buffers), i, axis)
+        row = self._row(v, i, axis, buffers)
         if not _memory.on_host(row):
             return row
         return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
@@ -259,15 +262,16 @@ def _identity(e: jex.JaxprEqn) -> Any:
     return jnp.full(aval.shape, value, aval.dtype)
 
 
+def _as_typed(x: Any, v: jex.Var) -> Any:
+    """A value in the memory that the step has it in."""
+    return _memory.transfer(x, _memory.kind_of_type(v.aval))
+
+
 def _empty(aval: Any, memory_kind: str) -> Any:
     explicit = any(names is not None for names in aval.sharding.spec)
     sharding = aval.sharding if explicit else None
     zeros = lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
     return _memory.transfer(zeros, memory_kind)
-
-
-def _row(x: Any, i: Any, axis: int) -> Any:
-    return lax.dynamic_slice_in_dim(x, i, 1, axis, allow_negative_indices=False)
 
 
 def _put(buffer: Any, row: Any, i: Any, axis: int) -> Any:

@@ -70,11 +70,11 @@ class _Run:
         work = body.Work(first, self._sums(each.fused, late=False), kept, waiting)
         scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
         self._require(variables(scanned))
-        self._require(v for f in first for v in f.rows.inputs)
+        self._require(_inputs(each, first))
         self._run_work(each, work)
 
     def _run_held(self, each: FusedScan) -> None:
-        self._require(v for f in each.held for v in f.rows.inputs)
+        self._require(_inputs(each, each.held))
         if each.way == "twice":
             sums = self._sums(each.held, late=True)
             self._run_work(each, body.Work(each.held, sums, (), ()))
@@ -152,3 +152,9 @@ class _Run:
             a = region.results[k]
             if isinstance(a, jex.Var):
                 self._env[a] = value
+
+
+def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:
+    """What updates take besides what the scan gives them."""
+    given = set(each.scan.equation.outvars)
+    return [v for f in fused for v in f.rows.inputs if v not in given]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
@@ -97,9 +97,10 @@ def check_held(held: object, name: str) -> None:
         raise ValueError(f"{name} is {held!r}; it must be one of {allowed}")
 
 
-def plan_of(closed: jex.ClosedJaxpr, held: Held) -> FusedStep:
-    """What of a step can be fused, given its jaxpr."""
-    return plan(take_apart(closed), held)
+def plan_of(closed: jex.ClosedJaxpr, held: Held | Literal[False]) -> FusedStep:
+    """What of a step is fused, given its jaxpr; where ``held`` is False, nothing."""
+    step = take_apart(closed)
+    return plan(step, held) if held else FusedStep(step, (), ())
 
 
 def run(found: FusedStep, leaves: Sequence[Any]) -> list[Any]:

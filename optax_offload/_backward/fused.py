@@ -37,9 +37,11 @@ class Fused:
         return sum(_nbytes(v) for v in self.rows.inputs if _memory.on_host(v.aval))
 
     def summed_only(self) -> Fused:
-        """What leads to the sums over its rows."""
-        component = dataclasses.replace(self.component, results=())
-        operands = dict.fromkeys(v for s in component.sums for v in s.operands)
+        """What leads to the sums that wait for nothing."""
+        late = self.component.late_sums
+        sums = tuple(s for s in self.component.sums if s not in late)
+        component = dataclasses.replace(self.component, results=(), sums=sums)
+        operands = dict.fromkeys(v for s in sums for v in s.operands)
         return Fused(component, self.rows.restricted([*operands]), {})
 
 

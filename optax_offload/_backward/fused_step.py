@@ -5,35 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
-
-from jax.extend import core as jex
+from typing import Literal
 
 from optax_offload import _memory
 from optax_offload._backward import price
 from optax_offload._backward.fused import Fused
+from optax_offload._backward.outside import Outside, gradients
 from optax_offload._backward.rest import Node, rest
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import shape
 from optax_offload._units import size_text
 from optax_offload._update import Schedule, schedule
 
 # What is done with gradients whose update needs all of them first.
 Held = Literal["auto", "store", "twice", "leave"]
 Way = Literal["store", "twice"]
-
-
-class Outside(NamedTuple):
-    """A gradient that is computed whole.
-
-    Attributes:
-      gradient: The gradient.
-      because: The reason.
-    """
-
-    gradient: jex.Var
-    because: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +140,10 @@ def _moved(fused: Sequence[Fused]) -> str:
 def _reasons(plan: FusedStep) -> Iterator[str]:
     """Why gradients are left outside."""
     outside = [*plan.outside, *(o for s in plan.scans for o in s.outside)]
-    # Of what a scan stacks, residuals are no gradients.
-    parameters = {shape(v) for v in plan.step.flat.invars}
     found: dict[str, list[int]] = {}
-    for o in outside:
-        if shape(o.gradient) in parameters:
-            nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
-            found.setdefault(o.because, []).append(nbytes)
+    for o in gradients(plan.step, outside):
+        nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
+        found.setdefault(o.because, []).append(nbytes)
     for because, sizes in found.items():
         count = f"{len(sizes)} gradient{'s' * (len(sizes) != 1)}"
         yield f"{count} of {size_text(sum(sizes))} left outside: {because}"

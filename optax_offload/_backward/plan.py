@@ -10,7 +10,8 @@ from jax.extend import core as jex
 from optax_offload import _memory
 from optax_offload._backward import price
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.fused_step import FusedScan, FusedStep, Held, Outside, Way
+from optax_offload._backward.fused_step import FusedScan, FusedStep, Held, Way
+from optax_offload._backward.outside import Outside, in_bodies
 from optax_offload._backward.rest import rest
 from optax_offload._backward.rows import (
     Component,
@@ -39,21 +40,33 @@ def plan(step: Step, held: Held = "auto") -> FusedStep:
     ]
     fused: list[FusedScan] = []
     outside: list[Outside] = []
-    for i in candidates:
+    # Where two scans have gradients of one parameter, the second updates it.
+    for i in reversed(candidates):
         scan = Scan(i, equations[i])
-        found = _Search(step, scan, [j for j in candidates if j > i], held).run()
+        taken = {v for s in fused for f in s.fused for v in f.component.results}
+        later = [j for j in candidates if j > i]
+        found = _Search(step, scan, later, taken, held).run()
         if found.fused:
             fused.append(found)
         else:
             outside += found.outside
-    return FusedStep(step, tuple(fused), tuple(outside))
+    outside += in_bodies(step)
+    return FusedStep(step, tuple(fused[::-1]), tuple(outside))
 
 
 class _Search:
     """What of a scan can be fused."""
 
-    def __init__(self, step: Step, scan: Scan, later: Collection[int], held: Held):
+    def __init__(
+        self,
+        step: Step,
+        scan: Scan,
+        later: Collection[int],
+        taken: set[jex.Var],
+        held: Held,
+    ):
         self._step, self._scan, self._later = step, scan, later
+        self._taken = taken
         self._held: Held = held
 
     def run(self) -> FusedScan:
@@ -81,6 +94,9 @@ class _Search:
         Raises:
           MixesError: Something cannot be fused.
         """
+        for c in found.components:
+            if not self._taken.isdisjoint(c.results):
+                raise MixesError(c.gradients, "a later scan adds to it")
         all_fused = [_fused(self._step, found, c) for c in found.components]
         held = tuple(f for f in all_fused if f.component.waits)
         way = self._way(found, held)
@@ -107,15 +123,23 @@ class _Search:
             f = held[0]
             why = _why_late(self._step.flat, found, f.rows)
             raise MixesError(f.component.gradients, why)
-        way: Way = price.cheaper(self._scan, held) if asked == "auto" else asked
+        ways: list[Way] = ["store", "twice"] if asked == "auto" else [asked]
         for f in held:
-            if f.component.late_sums and way == "store":
-                if asked == "auto":
-                    return "twice"
-                raise MixesError(
-                    f.component.gradients, "its update is summed up over all rows"
-                )
-        return way
+            reasons = [self._why_not(way, f) for way in ways]
+            if all(reasons):
+                raise MixesError(f.component.gradients, f"{reasons[-1]}")
+        ways = [w for w in ways if not any(self._why_not(w, f) for f in held)]
+        if not ways:
+            raise MixesError(held[0].component.gradients, "no way is one for all")
+        return price.cheaper(self._scan, held) if len(ways) > 1 else ways[0]
+
+    def _why_not(self, way: Way, f: Fused) -> str | None:
+        """Why gradients cannot wait in a way."""
+        if way == "store" and f.component.late_sums:
+            return "its update is summed up over all rows"
+        if way == "twice" and self._scan.equation.effects:
+            return "it has to wait, and its scan, which has effects, runs once"
+        return None
 
     def _check_always_moved(self, found: Followed, fused: Sequence[Fused]) -> None:
         """Raises if state is only moved in some steps, known before the scan.
@@ -167,11 +191,13 @@ def _fused(step: Step, found: Followed, component: Component) -> Fused:
     Raises:
       MixesError: They cannot be used up.
     """
-    if any(v in component.results for v in component.gradients):
-        raise MixesError(component.gradients, "the step returns it")
     rows = found.rows.restricted(component.ends)
     replaced = _replaced(step, component, rows)
-    if not any(replaced.values()) and not component.sums:
+    # State that is the last gradient takes the place of the one before.
+    in_place = all(replaced.values()) and not component.waits
+    if not in_place and any(v in component.results for v in component.gradients):
+        raise MixesError(component.gradients, "the step returns it")
+    if not any(replaced.values()):
         raise MixesError(component.gradients, "it replaces no argument of the step")
     return Fused(component, rows, replaced)
 
@@ -198,7 +224,9 @@ def _replaced(
         for k, a in enumerate(region.results):
             alias = region.what.update.in_place(k)
             before = None if alias is None else region.operands[alias]
-            if a in found and before in arguments and isinstance(before, jex.Var):
+            if not (isinstance(a, jex.Var) and isinstance(before, jex.Var)):
+                continue
+            if a in found and before in arguments:
                 found[a] = before
     taken = set(found.values())
     read = {v for v in rows.inputs if v in rows.axes}

@@ -234,12 +234,9 @@ class _Walk:
         results = [v for v in outvars if v in self.of]
         components: list[Component] = []
         for root in dict.fromkeys(map(self._root, self._gradients)):
-            mine = [v for v in results if self._root(self.of[v]) is root]
-            sums = [
-                s
-                for s in self._sums
-                if any(self._root(self.of[v]) is root for v in s.operands)
-            ]
+            of_root = {v for v in self.of if self._root(self.of[v]) is root}
+            mine = [v for v in results if v in of_root]
+            sums = [s for s in self._sums if not of_root.isdisjoint(s.operands)]
             components.append(
                 Component(
                     tuple(v for v in self._gradients if self._root(v) is root),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _compat, _memory
 from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live
 from optax_offload._update import Deferred, Update, deferred, is_noted
@@ -46,7 +46,8 @@ class Region:
         Returns:
           The update, and what the step gives it.
         """
-        inner = [v for v, a in self.names.items() if a in known]
+        names = self.names.items()
+        inner = [v for v, a in names if isinstance(a, jex.Var) and a in known]
         update, kept = self.what.update.restricted(wanted, inner)
         operands = [self.operands[i] for i in kept]
         return update, [*operands, *(self.names[v] for v in inner)]
@@ -113,6 +114,8 @@ class _Taken:
             self._names[e.outvars[0]] = operands[0]
         else:
             self.equations += split(e.replace(invars=operands))
+            if e.primitive.name == "scan":
+                self._names.update(_passed_on(self.equations[-1]))
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         what = _split(what)
@@ -155,6 +158,16 @@ def _split(what: Deferred) -> Deferred:
     equations = [small for e in flat.equations for small in split(e)]
     flat = dataclasses.replace(flat, equations=equations)
     return dataclasses.replace(what, update=dataclasses.replace(what.update, flat=flat))
+
+
+def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
+    """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
+    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
+    consts, carried = _compat.scan_counts(e.params)
+    first = consts + carried
+    xs = dict(zip(body.invars[first:], e.invars[first:], strict=True))
+    stacked = zip(e.outvars[carried:], body.outvars[carried:], strict=True)
+    return {v: xs[a] for v, a in stacked if isinstance(a, jex.Var) and a in xs}
 
 
 def _is_key(a: Atom) -> bool:

@@ -258,7 +258,7 @@ class _Variants:
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
         """What is fused of a call."""
         traced = self._tracer.trace(*args, **kwargs)
-        return plan_of(traced.jaxpr, self._held or "leave")
+        return plan_of(traced.jaxpr, self._held or False)
 
     def _fused(
         self, traced: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]

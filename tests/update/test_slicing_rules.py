@@ -76,6 +76,7 @@ EXAMPLES = {
     "clamp of arrays": lambda x: lax.clamp(x - 1, x * 2, x + 1),
     "convert_element_type": lambda x: x.astype(jnp.bfloat16),
     "copy": lambda x: lax.copy_p.bind(x),
+    "device_put": lambda x: jax.device_put(x, jax.memory.Space.Host),
     "imag": lambda x: lax.imag(lax.complex(x, 2 * x)),
     "real": lambda x: lax.real(lax.complex(x, 2 * x)),
     "complex": lambda x: lax.complex(x, 2 * x),

@@ -21,14 +21,13 @@ from optax_offload._update.slicing_rules.registry import (
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
     "atanh", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "cos", "cosh", "device_put",
-    "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor",
-    "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p",
-    "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or",
-    "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt",
-    "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh",
-    "threefry2x32", "xor",
+    "cos", "cosh", "device_put", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
+    "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision",
+    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
+    "sub", "tan", "tanh", "threefry2x32", "xor",
 )
 # fmt: on
 

@@ -1,0 +1,89 @@
+"""Gradients that are computed whole, and why."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from optax_offload import _flops
+from optax_offload._backward.rows import Scan
+from optax_offload._backward.step import Step
+from optax_offload._jaxpr import shape, variables
+
+
+class Outside(NamedTuple):
+    """A gradient that is computed whole.
+
+    Attributes:
+      gradient: The gradient.
+      because: The reason.
+    """
+
+    gradient: jex.Var
+    because: str
+
+
+def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
+    """Those that may be of a parameter: residuals, which are not, are stacked too."""
+    sizes = {math.prod(shape(v)) for v in step.flat.invars}
+    residuals = {
+        v
+        for i in step.live
+        if step.flat.equations[i].primitive.name in ("scan", "while")
+        for v in variables(step.flat.equations[i].invars)
+    }
+    return [
+        o
+        for o in outside
+        if math.prod(shape(o.gradient)) in sizes and o.gradient not in residuals
+    ]
+
+
+def in_bodies(step: Step) -> Iterator[Outside]:
+    """What may be gradients of scans that are not looked for: in bodies, or carried."""
+    flat = step.flat
+    shapes = {shape(v) for v in flat.invars if _is_inexact(v)}
+    returned = set(variables(flat.outvars))
+    for i in sorted(step.live):
+        e = flat.equations[i]
+        name = e.primitive.name
+        nested = any(_has_scan(body) for body in _flops.nested(e.params))
+        if not nested and name != "scan":
+            continue
+        why = "its scan sums it up over all iterations"
+        if nested:
+            why = f"its backward scan is inside of another equation ({name})"
+        for v in _sums(Scan(i, e)) if name == "scan" else e.outvars:
+            if _is_inexact(v) and shape(v) in shapes and v not in returned:
+                yield Outside(v, why)
+
+
+def _sums(scan: Scan) -> Iterator[jex.Var]:
+    """What a scan carries that every iteration adds to, and does nothing else with."""
+    body: Any = scan.body.jaxpr
+    before = body.invars[len(scan.consts) :]
+    uses = collections.Counter(v for e in body.eqns for v in variables(e.invars))
+    added = {
+        e.outvars[0]: e.invars
+        for e in body.eqns
+        if e.primitive.name in ("add", "add_any")
+    }
+    for v, inner, outer in zip(before, body.outvars, scan.carried, strict=False):
+        if uses[v] == 1 and isinstance(inner, jex.Var) and v in added.get(inner, ()):
+            yield outer
+
+
+def _has_scan(jaxpr: jex.Jaxpr) -> bool:
+    return any(
+        e.primitive.name == "scan" or any(map(_has_scan, _flops.nested(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
+def _is_inexact(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

@@ -1,0 +1,285 @@
+"""What is left outside of the backward pass, and why; what is fused nevertheless."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from scanned_models import BATCH, loss, make_params, offloaded, train, ulps
+
+import optax_offload as oo
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+BOTH = "2 gradients of 12.00 KiB"
+BOUND = 8
+
+
+def step_of(tx, finish, gradients=None):
+    """A step; what it returns besides is made of gradients, updates and parameters."""
+
+    def step(params, state, tokens):
+        grads = (gradients or jax.grad(loss))(params, tokens)
+        updates, state = tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        return new, state, finish(grads, updates, params, new)
+
+    return step
+
+
+def check(finish, tx=None, held="auto", gradients=None, place="host"):
+    """Compares two steps with the plain one's; returns what the schedule says."""
+    tx = tx or optax.adamw(1e-2)
+    want = train(jax.jit(step_of(tx, finish, gradients)), tx, steps=2)
+    tx = offloaded(tx) if place == "host" else tx
+    step = oo.jit(step_of(tx, finish, gradients), fused_backward=held)
+    got = train(step, tx, steps=2)
+    assert ulps(got, want) <= BOUND
+    return str(step.schedule(*got[:2], BATCH))
+
+
+def nothing(*_):
+    """No further result."""
+
+
+FINISHES = {
+    "gradients": (
+        lambda g, u, p, q: g["layers"],
+        [f"{BOTH} left outside: the step returns it"],
+    ),
+    "a gradient": (
+        lambda g, u, p, q: g["layers"]["in"],
+        [
+            "1 gradient of 6.00 KiB never",
+            "1 gradient of 6.00 KiB left outside: the step returns it",
+        ],
+    ),
+    "a part of a gradient": (
+        lambda g, u, p, q: g["layers"]["in"][-1],
+        [
+            "1 gradient of 6.00 KiB never",
+            "1 gradient of 6.00 KiB left outside: slice needs all of it at once",
+        ],
+    ),
+    "old parameters used": (
+        lambda g, u, p, q: jax.tree.map(lambda x: jnp.sum(x * optax.tree.norm(g)), p),
+        ["left outside: mul reads what it replaces, after the scan"],
+    ),
+    "old parameters returned": (lambda g, u, p, q: p, [f"{BOTH} never"]),
+    "norm of gradients": (
+        lambda g, u, p, q: optax.tree.norm(g),
+        [f"{BOTH} never", "summed up row by row, in another order: 2"],
+    ),
+    "other sums": (
+        lambda g, u, p, q: [
+            f(jax.tree.leaves(t["layers"]))
+            for t in (g, u, q)
+            for f in (largest, least, finite, positive, products)
+        ],
+        [f"{BOTH} never", "summed up row by row"],
+    ),
+    "products with old parameters": (
+        lambda g, u, p, q: products([g["layers"]["in"], p["layers"]["in"]]),
+        [f"{BOTH} never"],
+    ),
+    "norm printed": (
+        lambda g, u, p, q: jax.debug.callback(lambda x: None, optax.tree.norm(g)),
+        [f"{BOTH} never"],
+    ),
+    "gradient printed": (
+        lambda g, u, p, q: jax.debug.callback(lambda x: None, g["layers"]["in"]),
+        ["left outside: debug_callback needs all of it at once"],
+    ),
+}
+
+
+def largest(xs):
+    """Of each array."""
+    return [jnp.max(x) for x in xs]
+
+
+def least(xs):
+    """Of each array, along some axes."""
+    return [jnp.min(x, axis=(0, 1)) for x in xs]
+
+
+def finite(xs):
+    """Whether all of each is."""
+    return [jnp.all(jnp.isfinite(x)) for x in xs]
+
+
+def positive(xs):
+    """How many of each are."""
+    return [jnp.sum(x > 0) for x in xs]
+
+
+def products(xs):
+    """Of arrays of the first one's shape with it."""
+    return [jnp.einsum("lij,lij->", x, xs[0]) for x in xs if x.shape == xs[0].shape]
+
+
+@pytest.mark.parametrize("name", FINISHES)
+def test_what_else_a_step_does(name):
+    """Its results are right, and the schedule says what it keeps from being fused."""
+    finish, said = FINISHES[name]
+    text = check(finish)
+    for line in said:
+        assert line in text
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("store", "left outside: its update is summed up over all rows"),
+        ("twice", "the scan runs twice"),
+        ("auto", "the scan runs twice"),
+        ("leave", "left outside: its update needs all gradients first"),
+    ],
+)
+def test_norms_of_clipped_updates(held, said):
+    """They are known only after the second run."""
+
+    def norms(grads, updates, params, new):
+        return jax.tree.map(optax.tree.norm, (grads, updates, new))
+
+    assert said in check(norms, CLIPPED, held)
+
+
+@pytest.mark.parametrize(("held", "scans"), [("store", 2), ("twice", 3)])
+def test_no_scan_runs_more_than_it_has_to(held, scans):
+    """Forward and backward, and backward again; no whole one for what is summed up."""
+
+    def norm(grads, updates, params, new):
+        return optax.tree.norm(updates if held == "twice" else grads)
+
+    tx = offloaded(CLIPPED)
+    params = make_params()
+    step = oo.jit(step_of(tx, norm), fused_backward=held)
+    traced = step.trace(params, tx.init(params), BATCH)
+    names = [e.primitive.name for e in traced.jaxpr.jaxpr.eqns]
+    assert names.count("scan") == scans
+
+
+def accumulated(params, tokens):
+    """Gradients of microbatches, in a loop."""
+
+    def add(total, tokens):
+        return jax.tree.map(jnp.add, total, jax.grad(loss)(params, tokens)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return lax.scan(add, zeros, tokens.reshape(2, 4))[0]
+
+
+def added(params, tokens):
+    """Gradients of two microbatches, one after the other."""
+    first, second = (jax.grad(loss)(params, x) for x in tokens.reshape(2, 4))
+    return jax.tree.map(jnp.add, first, second)
+
+
+def scaled(params, tokens):
+    """Gradients of a scaled loss."""
+    grads = jax.grad(lambda p: 1024 * loss(p, tokens))(params)
+    return jax.tree.map(lambda g: g * (1 / 1024), grads)
+
+
+def turned(params, tokens):
+    """Gradients that take a way through other shapes."""
+
+    def turn(x):
+        return x.reshape(*x.shape[:-1], -1, 2).reshape(x.shape).T
+
+    return jax.tree.map(lambda x: turn(x).T, jax.grad(loss)(params, tokens))
+
+
+@pytest.mark.parametrize(
+    ("gradients", "said"),
+    [
+        (accumulated, "left outside: its backward scan is inside of another equation"),
+        (added, f"{BOTH} left outside: a later scan adds to it"),
+        (scaled, f"{BOTH} never"),
+        (turned, f"{BOTH} never"),
+    ],
+)
+def test_where_gradients_come_from(gradients, said):
+    """Of several microbatches the last is fused, if it is in no loop."""
+    text = check(nothing, gradients=gradients)
+    assert said in text
+    assert ("nothing is fused" in text) == (gradients is accumulated)
+
+
+def test_updates_that_tie_leaves():
+    """A leaf whose update reads all rows of another's gradient is outside."""
+
+    def tie(updates, state, params=None):
+        layers = updates["layers"]
+        mean = jnp.mean(layers["in"], axis=0)
+        layers = layers | {"in": layers["in"] - mean[None]}
+        return updates | {"layers": layers}, state
+
+    tx = optax.chain(
+        optax.GradientTransformation(lambda p: optax.EmptyState(), tie),
+        optax.adamw(1e-2),
+    )
+    assert f"{BOTH} left outside" not in check(nothing, tx, "leave")
+    assert "left outside: its update needs all" in check(nothing, tx, "leave")
+    assert f"{BOTH} never" in check(nothing, tx, "store")
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_apply_if_finite(place):
+    """Exact, whether it is fused or not."""
+    check(nothing, optax.apply_if_finite(optax.adamw(1e-2), 3), place=place)
+
+
+def test_last_gradients_as_state():
+    """State that is the last gradient is written where the one before was."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g, b: -0.1 * (g + b), updates, state), updates
+
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(jnp.zeros_like, params), update
+    )
+    assert f"{BOTH} never" in check(nothing, tx, place="device")
+    assert f"{BOTH} never" in check(nothing, tx)
+
+
+def test_a_scan_with_effects_runs_once():
+    """What it prints is printed once for each layer."""
+    printed = []
+
+    def noisy(params, tokens):
+        @jax.checkpoint
+        def layer(h, w):
+            jax.debug.callback(lambda x: printed.append(1), h[0, 0])
+            return h + jnp.tanh(h @ w["in"]) @ w["out"], None
+
+        h, _ = lax.scan(layer, params["embedding"][tokens], params["layers"])
+        return jnp.mean((h @ params["head"]) ** 2)
+
+    tx = offloaded(CLIPPED)
+    params = make_params()
+    state = tx.init(params)
+    counts = []
+    for held in ("leave", "store", "twice", "auto"):
+        step = oo.jit(step_of(tx, nothing, jax.grad(noisy)), fused_backward=held)
+        printed.clear()
+        jax.block_until_ready(step(params, state, BATCH))
+        jax.effects_barrier()
+        counts.append(len(printed))
+        if held == "twice":
+            text = str(step.schedule(params, state, BATCH))
+            assert "left outside: it has to wait, and its scan, which has eff" in text
+    assert len(set(counts)) == 1
+
+
+def test_means_of_what_a_scan_returns_are_left_alone():
+    """A forward pass whose losses are averaged is no backward pass."""
+
+    def losses(x):
+        return jnp.mean(lax.scan(lambda c, x: (c + x, jnp.sum(x)), x[0], x)[1])
+
+    x = jnp.ones((4, 3))
+    assert str(jax.make_jaxpr(oo.fuse_backward(losses))(x)) == str(
+        jax.make_jaxpr(losses)(x)
+    )
+    assert str(oo.jit(losses).schedule(x)) == "nothing is fused into a backward pass"
