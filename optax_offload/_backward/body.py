@@ -45,13 +45,14 @@ class Work:
       fused: What is updated.
       sums: What is summed up over the rows.
       kept: The stacked results that are made whole, on the device.
-      waiting: Those that wait in host memory.
+      waiting: Those that wait in host memory, each with the argument that it is
+        sharded like.
     """
 
     fused: Sequence[Fused]
     sums: Sequence[Sum]
     kept: Sequence[jex.Var]
-    waiting: Sequence[jex.Var] = ()
+    waiting: Mapping[jex.Var, jex.Var | None]
 
 
 def run(
@@ -108,7 +109,11 @@ class _Loop:
                     else self._env[before]
                 )
         buffers |= {v: _empty(v.aval, "device") for v in work.kept}
-        buffers |= {v: _empty(v.aval, "pinned_host") for v in work.waiting}
+        # Of equal values a TPU's compiler makes one, and copies of it on the host.
+        buffers |= {
+            v: _empty(v.aval, "pinned_host", fill)
+            for fill, v in enumerate(work.waiting)
+        }
         sums = [_identity(self._flat.equations[s.position]) for s in work.sums]
         names = list(buffers)
 
@@ -156,8 +161,11 @@ class _Loop:
                 buffers[v] = _put(buffers[v], row, i, unit.rows.axes[v])
         for v in self._work.kept:
             buffers[v] = _put(buffers[v], stacked[v], i, 0)
-        for v in self._work.waiting:
-            row = _tpu_layout.constrain(stacked[v], v.aval)
+        for v, like in self._work.waiting.items():
+            # Sharded in another way it would be made anew on the host.
+            cell = None if like is None else self._cells[like]
+            row = constrain(stacked[v], cell, 0)
+            row = _tpu_layout.constrain(row, v.aval)
             row = _memory.transfer(row, "pinned_host")
             buffers[v] = _put(buffers[v], row, i, 0)
         sums = [
@@ -267,11 +275,11 @@ def _as_typed(x: Any, v: jex.Var) -> Any:
     return _memory.transfer(x, _memory.kind_of_type(v.aval))
 
 
-def _empty(aval: Any, memory_kind: str) -> Any:
+def _empty(aval: Any, memory_kind: str, fill: int = 0) -> Any:
     explicit = any(names is not None for names in aval.sharding.spec)
     sharding = aval.sharding if explicit else None
-    zeros = lax.full(aval.shape, 0, aval.dtype, sharding=sharding)
-    return _memory.transfer(zeros, memory_kind)
+    values = lax.full(aval.shape, fill, aval.dtype, sharding=sharding)
+    return _memory.transfer(values, memory_kind)
 
 
 def _put(buffer: Any, row: Any, i: Any, axis: int) -> Any:

@@ -8,12 +8,13 @@ from typing import Any
 
 from jax.extend import core as jex
 
+from optax_offload import _memory
 from optax_offload._backward import body, held
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Sum
-from optax_offload._jaxpr import evaluate, read, variables
+from optax_offload._jaxpr import evaluate, read, shape, variables
 from optax_offload._update import Deferred, defer, note_shardings, schedule
 
 
@@ -33,7 +34,7 @@ class _Run:
     def __init__(self, plan: FusedStep, args: Sequence[Any]):
         self._plan, self._step = plan, plan.step
         flat = plan.step.flat
-        noted, cells = note_shardings(list(args))
+        noted, cells = note_shardings(list(args), on_device=True)
         self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
         self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
         self._env |= flat.constants
@@ -62,9 +63,11 @@ class _Run:
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
-        waiting = []
+        waiting = {}
         if each.way == "store":
-            waiting = [g for f in each.held for g in f.component.gradients]
+            waiting = {
+                g: self._like(f, g) for f in each.held for g in f.component.gradients
+            }
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
         first = [*each.now, *(f.summed_only() for f in each.held)]
         work = body.Work(first, self._sums(each.fused, late=False), kept, waiting)
@@ -73,11 +76,16 @@ class _Run:
         self._require(_inputs(each, first))
         self._run_work(each, work)
 
+    def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
+        """What a gradient is to be sharded like: its state, else its parameter."""
+        fits = (v for v in f.rows.inputs if v in self._cells and shape(v) == shape(g))
+        return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
+
     def _run_held(self, each: FusedScan) -> None:
         self._require(_inputs(each, each.held))
         if each.way == "twice":
             sums = self._sums(each.held, late=True)
-            self._run_work(each, body.Work(each.held, sums, (), ()))
+            self._run_work(each, body.Work(each.held, sums, (), {}))
         else:
             self._env |= held.run(self._step, each.held, self._env, self._cells)
 

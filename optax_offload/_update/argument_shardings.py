@@ -38,11 +38,12 @@ class Cell:
         self.sharding: Any = None
 
 
-def note_shardings(args: T) -> tuple[T, Mapping[int, Cell]]:
+def note_shardings(args: T, *, on_device: bool = False) -> tuple[T, Mapping[int, Cell]]:
     """Notes how what comes from the host is sharded.
 
     Args:
       args: A pytree of the arguments of an update, as they came.
+      on_device: Whether what is on the device is noted too.
 
     Returns:
       The arguments to go on with, and a cell for each leaf that needs one, by position.
@@ -51,7 +52,9 @@ def note_shardings(args: T) -> tuple[T, Mapping[int, Cell]]:
     cells = {
         i: Cell()
         for i, x in enumerate(leaves)
-        if isinstance(x, jax.Array) and _memory.on_host(x) and _is_unknown(x)
+        if isinstance(x, jax.Array)
+        and (on_device or _memory.on_host(x))
+        and _is_unknown(x)
     }
     for i, cell in cells.items():
         leaves[i] = _note.bind(leaves[i], cell=cell)
