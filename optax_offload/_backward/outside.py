@@ -31,12 +31,9 @@ class Outside(NamedTuple):
 def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
     """Those that may be of a parameter: residuals, which are not, are stacked too."""
     sizes = {math.prod(shape(v)) for v in step.flat.invars}
-    residuals = {
-        v
-        for i in step.live
-        if step.flat.equations[i].primitive.name in ("scan", "while")
-        for v in variables(step.flat.equations[i].invars)
-    }
+    equations = ((i, step.flat.equations[i]) for i in step.live)
+    scans = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
+    residuals = {v for scan in scans for v in variables(scan.xs)}
     return [
         o
         for o in outside
@@ -53,7 +50,8 @@ def in_bodies(step: Step) -> Iterator[Outside]:
         e = flat.equations[i]
         name = e.primitive.name
         nested = any(_has_scan(body) for body in _flops.nested(e.params))
-        if not nested and name != "scan":
+        # Of what other loops carry, nothing says what is a gradient.
+        if name in ("while", "cond") or not (nested or name == "scan"):
             continue
         why = "its scan sums it up over all iterations"
         if nested:

@@ -6,36 +6,39 @@ import jax
 import optax
 import pytest
 from optimizers import INSIDE
-from scanned_models import DONATED, make_step, offloaded, train, ulps
+from scanned_models import BATCH, DONATED, make_step, offloaded, train, ulps
 
 import optax_offload as oo
 
-# In units of the last place of each leaf's maximum, after five steps; 4.0 was seen.
-BOUND = 8
+# In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
+# clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
+BOUND = 32
 # A number that rounds the other way to bfloat16 is 2^16 units of float32 away; what is
 # clipped or divided by nearly nothing makes much of little.
 EXCEPTIONS = {"adam_bfloat16_mu": 128, "adopt": 128}
 # They mix all layers, or all leaves at once: of these nothing is fused.
 NOT_FUSED = {
-    "apply_if_finite": "cond",
-    "backtracking": "reshape",
-    "dadapt_adamw": "reshape",
-    "lbfgs": "reshape",
-    "mechanic": "reshape",
-    "momo_adam": "reshape",
-    "multi_steps_skip": "cond",
-    "novograd": "reduce_sum",
-    "prodigy": "reshape",
+    "backtracking": "reshape needs",
+    "dadapt_adamw": "reshape needs",
+    "dog": "its update needs all gradients first",
+    "lbfgs": "reshape needs",
+    "mechanic": "reshape needs",
+    "momo_adam": "reshape needs",
+    "novograd": "reduce_sum needs",
+    "prodigy": "reshape needs",
 }
-# They need a norm first, for which no gradient waits unless state is offloaded.
+# They need something first, for which no gradient waits unless state is offloaded.
 NEED_ALL = {
     "adafactor",
     "adafactor_momentum",
+    "apply_if_finite",
     "clip_and_schedule",
-    "dog",
     "lamb",
     "lars",
+    "multi_steps_skip",
 }
+# What they need is of the updates, too: these would be computed from stored gradients.
+NORMS_OF_UPDATES = {"lamb", "lars"}
 QUICK = ["adamw", "clip_and_schedule", "multi_steps"]
 
 
@@ -83,15 +86,17 @@ def test_five_steps(name, place):
         assert_kinds(tx, got)
     # The first step of some changes a weak type.
     assert step._cache_size() <= 2
-    text = str(step.schedule(*got[:2], jax.numpy.arange(8)))
-    if name in NOT_FUSED:
-        assert "nothing is fused" in text
-        assert f"left outside: {NOT_FUSED[name]} needs" in text
-    elif name in NEED_ALL and place == "device":
-        assert "nothing is fused" in text
-        assert "its update needs all gradients first (reduce_sum)" in text
-    else:
+    text = str(step.schedule(*got[:2], BATCH))
+    why = NOT_FUSED.get(name)
+    if name in NEED_ALL and place == "device":
+        why = "its update needs all gradients first (reduce_"
+    if name == "multi_steps" and place == "host":
+        why = "its state is kept in some steps"
+    if why is None:
         assert text.startswith("backward scan of 4 iterations")
+    else:
+        assert text.startswith("nothing is fused")
+        assert f"left outside: {why}" in text
 
 
 def assert_kinds(tx, results):
@@ -114,8 +119,10 @@ def test_gradients_that_have_to_wait(name, held):
     got = train(step, tx)
     assert_as_plain(name, got)
     assert_kinds(tx, got)
-    text = str(step.schedule(*got[:2], jax.numpy.arange(8)))
-    assert ("runs twice" if held == "twice" else "stored to host memory") in text
+    said = "runs twice" if held == "twice" else "stored to host memory"
+    if held == "store" and name in NORMS_OF_UPDATES:
+        said = "left outside: its update is summed up over all rows"
+    assert said in str(step.schedule(*got[:2], BATCH))
 
 
 @pytest.mark.parametrize("held", ["store", "twice"])
