@@ -154,7 +154,14 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+# Near relatives of others.
+SLOW = {"unroll not dividing", "unrolled", "reverse", "checkpoint of the model"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LOSSES],
+)
 def test_three_steps(name):
     """Offloaded and fused against neither; and nothing is said of what is none."""
     loss, said = LOSSES[name]
