@@ -16,6 +16,8 @@ from optax_offload import _compat, aot
 from optax_offload.aot import _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
+# Older compilers keep more beside the loop, of a model as small as this.
+NEWER = _compat.LOOPS_RUN_ONCE
 LAYERS, TOKENS = 6, 768
 SHAPES = {
     "gate": (LAYERS, 512, 1024),
@@ -40,11 +42,7 @@ each_compiler = pytest.mark.parametrize(
         for p in TARGETS
     ],
 )
-# Of JAX 0.10.2 it was not asked.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not _compat.LOOPS_RUN_ONCE, reason="JAX 0.11 and later"),
-]
+pytestmark = pytest.mark.slow
 
 
 def spec(name, how):
@@ -164,8 +162,8 @@ def collectives(compiled):
 def check_memory(model, plain, fused):
     """Less by the gradients of all layers but one, and none in host memory."""
     before, after = aot.peak(plain), aot.peak(fused)
-    all_but_one = model.gradient_bytes * (LAYERS - 1) / LAYERS
-    assert before.peak_bytes - after.peak_bytes > all_but_one
+    share = (LAYERS - 1) / LAYERS if NEWER else 1 / 4
+    assert before.peak_bytes - after.peak_bytes > share * model.gradient_bytes
     assert after.host_temporary_bytes == 0
 
 
@@ -193,7 +191,9 @@ def test_gradients_never_exist(platform, how):
     check_memory(model, plain, fused)
     check_state_is_on_the_host(model, fused)
     assert collectives(plain)
-    assert not collectives(fused) - collectives(plain)
+    if NEWER or (platform, how) != ("tpu", "tensor"):
+        # Else the compiler makes whole what a layout is asked for (`qkv`).
+        assert not collectives(fused) - collectives(plain)
 
 
 @each_compiler
@@ -207,11 +207,14 @@ def test_gradients_wait_in_host_memory(platform, how):
         explicit=how == "explicit",
     )
     stored = model.compiled("store")
-    assert not filled(stored, model.shapes)
     padding = 1.01
     assert aot.peak(stored).host_temporary_bytes <= padding * model.gradient_bytes
-    instructions = program.instructions(_hlo.parse(stored.as_text()))
-    assert not [i.name for i in instructions if i.computes_on_host]
+    if NEWER:
+        # Else a GPU's compiler fills the buffers on the device, one after the other,
+        # and a TPU's makes one of those of equal shape, and copies of it on the host.
+        assert not filled(stored, model.shapes)
+        instructions = program.instructions(_hlo.parse(stored.as_text()))
+        assert not [i.name for i in instructions if i.computes_on_host]
     check_state_is_on_the_host(model, stored)
 
 

@@ -253,8 +253,7 @@ def test_two_optimizers():
     found = oo.plan(make_step, target=H100, budget_bytes=peak - 50 * MIB)
     assert found.moved
     assert all(rule.optional for rule in found.config.rules)
-    step = make_step(found.offload, H100)
-    used = aot.peak(compile_step(step, H100)).peak_bytes
+    used = aot.peak(compile_with(found.offload, make_step, fuse=True)).peak_bytes
     assert used == found.after.used_bytes <= found.budget_bytes
 
 
