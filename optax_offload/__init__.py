@@ -3,6 +3,13 @@
 from optax_offload._backward import fuse_backward
 from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
 from optax_offload._jit import jit
+from optax_offload._low_bit import (
+    low_bit,
+    low_bit_decode,
+    low_bit_encode,
+    master_weights,
+    stochastic_round,
+)
 from optax_offload._memory import set_memory_kind
 from optax_offload._offload import offload
 from optax_offload._place import place
@@ -26,6 +33,10 @@ __all__ = [
     "fuse_backward",
     "jit",
     "load_config",
+    "low_bit",
+    "low_bit_decode",
+    "low_bit_encode",
+    "master_weights",
     "measure_link",
     "memory_report",
     "offload",
@@ -35,6 +46,7 @@ __all__ = [
     "reload_states",
     "set_memory_kind",
     "state_shardings",
+    "stochastic_round",
 ]
 
 __version__ = "0.1.0"

@@ -14,6 +14,7 @@ import optax
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, split
+from optax_offload._low_bit import low_bit
 from optax_offload._update import (
     Deferred,
     Schedule,
@@ -89,7 +90,8 @@ def offload(
         compute on the host.
       rules: which leaves go: a regex that matches the whole path of a leaf of
         ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
-        them, or an `OffloadConfig`. By default all leaves of at least 64 KiB.
+        them, or an `OffloadConfig`. By default all leaves of at least 64 KiB. What a
+        rule names a ``codec`` for is kept encoded, as by `low_bit`.
       window_bytes: how many bytes of state may be loaded or being stored at once, on
         each device. None takes a sixteenth of the state, at least 16 and at most
         64 MiB: state in transfers of 4 to 8 MiB and several of them in flight fill a
@@ -121,9 +123,12 @@ def offload(
     """
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
+    inner = check_inner(inner)
+    if any(rule.codec for rule in config.rules):
+        inner = low_bit(inner, config, codec=None)
     if on_stray not in ("raise", "move"):
         raise ValueError(f"on_stray is {on_stray!r}; it must be 'raise' or 'move'")
-    core = _Offloading(check_inner(inner), config, on_stray)
+    core = _Offloading(inner, config, on_stray)
     return Offloaded(core.init, core.update)
 
 

@@ -13,6 +13,15 @@ from optax_offload import _trees
 
 MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
 DEFAULT_MIN_BYTES = 64 * 1024
+# What `_low_bit` has a codec for.
+CODEC_NAMES = (
+    "int8",
+    "int8-companded",
+    "float8",
+    "bfloat16",
+    "bfloat16-stochastic",
+    "bfloat16-remainder",
+)
 
 
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -71,6 +80,9 @@ class Rule:
         them; on a single device the leading axis of any leaf.
       optional: Whether the rule may match nothing. Otherwise that is an error, since
         it is most often a typing mistake.
+      codec: The format in which a leaf is kept between updates, such as ``"int8"``; see
+        `low_bit`. None keeps its dtype.
+      signed: Whether an encoded leaf can be negative; None where the library decides.
 
     Raises:
       TypeError, ValueError: An argument is not as above.
@@ -87,6 +99,8 @@ class Rule:
     min_bytes: int = DEFAULT_MIN_BYTES
     slice_axis: int | Literal["auto"] | None = "auto"
     optional: bool = False
+    codec: str | None = None
+    signed: bool | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "pattern", compile_pattern(self.pattern))
@@ -102,6 +116,13 @@ class Rule:
             )
         if not isinstance(self.optional, bool):
             raise ValueError(f"optional is {self.optional!r}; it must be a bool")
+        if self.codec not in (None, *CODEC_NAMES):
+            raise ValueError(
+                f"codec is {self.codec!r}; it must be one of "
+                + ", ".join(map(repr, CODEC_NAMES))
+            )
+        if self.signed not in (None, True, False):
+            raise ValueError(f"signed is {self.signed!r}; it must be a bool")
 
     @property
     def regex(self) -> str:
@@ -109,8 +130,13 @@ class Rule:
         return compile_pattern(self.pattern).pattern
 
     def matches(self, path: str) -> bool:
-        """Whether this rule's pattern matches the whole of ``path``."""
-        return compile_pattern(self.pattern).fullmatch(path) is not None
+        """Whether this rule's pattern matches the whole of ``path``.
+
+        A part of an encoded leaf is matched by what matches the leaf.
+        """
+        regex = compile_pattern(self.pattern)
+        leaf = _trees.encoded_leaf(path)
+        return bool(regex.fullmatch(path) or (leaf and regex.fullmatch(leaf)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,16 @@ def path_string(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+# An encoded leaf is a node of these.
+ENCODED_PARTS = ("codes", "scales", "step")
+
+
+def encoded_leaf(path: str) -> str | None:
+    """The path of the leaf that this may be an encoded part of, None if it cannot be."""
+    leaf, _, name = path.rpartition("/")
+    return leaf if leaf and name in ENCODED_PARTS else None
+
+
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its path."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)

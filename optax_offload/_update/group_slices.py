@@ -58,11 +58,12 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     moved = {flat.invars[i] for i in group.loads}
     moved.update(_var(flat, k) for k in outputs if update.outputs[k].stored)
     # What has one number for each row, as counters of a population, and does not cross
-    # the link is no matter of tiles.
+    # the link is no matter of tiles; nor is what is computed from slices.
+    sliced = {*row_local.inputs, *row_local.outputs}
     types = {
         (v.aval, axis)
         for v, axis in row_local.axes.items()
-        if v in moved or math.prod(shape(v)) > row_local.rows
+        if v in moved or (v in sliced and math.prod(shape(v)) > row_local.rows)
     }
     multiple = max(_tpu_layout.unit(aval, axis) for aval, axis in types)
     if row_local.rows < 2 * multiple:

@@ -1,0 +1,19 @@
+"""State at rest in few bits."""
+
+from optax_offload._low_bit.codecs import CODECS, codec_of
+from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
+from optax_offload._low_bit.encoded import Encoded
+from optax_offload._low_bit.low_bit import low_bit
+from optax_offload._low_bit.master_weights import master_weights
+from optax_offload._low_bit.stochastic_round import stochastic_round
+
+__all__ = [
+    "CODECS",
+    "Encoded",
+    "codec_of",
+    "low_bit",
+    "low_bit_decode",
+    "low_bit_encode",
+    "master_weights",
+    "stochastic_round",
+]

@@ -1,0 +1,166 @@
+"""States between their formats: so that checkpoints with and without can be exchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_offload import _memory, _trees
+from optax_offload._low_bit.codecs import Bfloat16Remainder
+from optax_offload._low_bit.encoded import Encoded, is_encoded
+
+
+def low_bit_decode(state: Any, params: Any = None) -> Any:
+    """A state without codes: every leaf in the dtype that it stands for.
+
+    It has the structure of the state of the transformation inside `low_bit`. Leaves stay in
+    their memory; outside of `jax.jit` one after the other, so that of a state in host
+    memory no more than one leaf is on the device.
+
+    Args:
+      state: A state of `low_bit`, with whatever is around it, or a template of one, of
+        `jax.ShapeDtypeStruct`, which gives a template.
+      params: The parameters, for master weights in ``"bfloat16-remainder"``: their other
+        half.
+
+    Returns:
+      A pytree without encoded leaves.
+
+    Raises:
+      ValueError: There are master weights, and no bfloat16 parameter of their path.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.low_bit(optax.adam(1e-3), ".*/(mu|nu)/.*")
+      >>> state = tx.init({"w": jnp.ones((64, 256))})
+      >>> oo.low_bit_decode(state)[0].mu["w"].dtype
+      dtype('float32')
+    """
+    uppers = {} if params is None else dict(_trees.leaves_with_paths(params))
+    without: list[str] = []
+
+    def decode(keys: Any, x: Any) -> Any:
+        if not is_encoded(x):
+            return x
+        if isinstance(x.codes, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.codes.sharding)
+        param = None
+        if isinstance(x.codec, Bfloat16Remainder):
+            path = _trees.path_string(keys)
+            param = _upper_half(path, x, uppers)
+            if param is None:
+                without.append(path)
+                return x
+        return _in_its_memory(lambda x: x.decoded(param), x)
+
+    decoded = jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_encoded)
+    if without:
+        raise ValueError(
+            f"{_trees.listed(without)}: half of each is in a bfloat16 parameter, and "
+            "there is none of such a path and shape. Give params, as in "
+            "low_bit_decode(state, params) or tx.update(grads, state, params)"
+        )
+    return decoded
+
+
+def low_bit_encode(state: Any, like: Any) -> Any:
+    """A state with codes, from one without.
+
+    Args:
+      state: A state of the transformation inside `low_bit`, as a run without it has.
+      like: A state of `low_bit`, or a template of one, as `eval_shape` makes it: which
+        leaves are encoded and how. Where its leaves have a sharding, so have the codes.
+
+    Returns:
+      A pytree like ``like``.
+
+    Raises:
+      ValueError: The trees differ but for what is encoded, or a value is infinite or
+        NaN, or negative where codes have no sign; all such leaves are named.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> params = {"w": jnp.ones((64, 256))}
+      >>> tx = oo.low_bit(optax.adam(1e-3), ".*/(mu|nu)/.*")
+      >>> plain = optax.adam(1e-3).init(params)
+      >>> oo.low_bit_encode(plain, oo.eval_shape(tx.init, params))[0].nu["w"]
+      Encoded(int8, no sign, float32[64, 256])
+    """
+    wanted, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_encoded)
+    leaves, own = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+    if own != structure:
+        theirs, ours = ({_trees.path_string(k) for k, _ in t} for t in (leaves, wanted))
+        differing = sorted(theirs ^ ours)
+        raise ValueError(
+            "state and like differ in their structure"
+            + (f", at {_trees.listed(differing)}" if differing else "")
+        )
+    found: list[Any] = []
+    lost: list[str] = []
+    for (keys, x), (_, to) in zip(leaves, wanted, strict=True):
+        path = _trees.path_string(keys)
+        if not is_encoded(to) or is_encoded(x):
+            found.append(x)
+            continue
+        if tuple(x.shape) != tuple(to.shape):
+            raise ValueError(f"{path!r} has shape {x.shape}, and like has {to.shape}")
+        encoded = _in_its_memory(
+            lambda x, to=to, path=path: Encoded.of(x, to.codec, path), x
+        )
+        if not _memory.is_traced(x) and not _holds(encoded, x):
+            lost.append(path)
+        found.append(_placed(encoded, to))
+    if lost:
+        raise ValueError(
+            f"{_trees.listed(lost)}: values that are infinite or NaN, or negative where "
+            "the codec has no sign (Rule(..., signed=True) gives it one)"
+        )
+    return jax.tree.unflatten(structure, found)
+
+
+def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
+    """The parameter whose path is the longest end of the leaf's."""
+    parts = path.split("/")
+    for start in range(len(parts) + 1):
+        param = params.get("/".join(parts[start:]))
+        if param is not None and param.shape == x.shape and param.dtype == jnp.bfloat16:
+            return param
+    return None
+
+
+def _in_its_memory(fn: Any, x: Any) -> Any:
+    """A function of a leaf, computed on the device, with results where the leaf is."""
+    leaves = jax.tree.leaves(x)
+    if _memory.is_traced(x) or all(_memory.memory_kind_of(a) != "pinned_host" for a in leaves):
+        return fn(x)
+    there = leaves[0].sharding
+    on_device = jax.tree.map(
+        lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), x
+    )
+
+    def back(y: Any) -> Any:
+        same = y.shape == leaves[0].shape
+        return jax.device_put(y, there) if same else y
+
+    return jax.tree.map(back, jax.jit(fn)(on_device))
+
+
+def _holds(encoded: Encoded, x: Any) -> bool:
+    """Whether what was encoded is finite."""
+    if isinstance(encoded.codec, Bfloat16Remainder):
+        return bool(jnp.all(jnp.isfinite(x)))
+    parts = [encoded.scales] if encoded.scales is not None else [encoded.codes]
+    return all(bool(jnp.all(jnp.isfinite(p.astype(jnp.float32)))) for p in parts)
+
+
+def _placed(encoded: Encoded, like: Encoded) -> Encoded:
+    """The parts where those of another are."""
+
+    def put(x: Any, to: Any) -> Any:
+        sharding = getattr(to, "sharding", None)
+        traced = isinstance(x, jax.core.Tracer) or isinstance(to, jax.core.Tracer)
+        return x if sharding is None or traced else jax.device_put(x, sharding)
+
+    return jax.tree.map(put, encoded, like)

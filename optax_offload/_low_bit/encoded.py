@@ -1,0 +1,95 @@
+"""A leaf that is kept in few bits: a node of a tree, of codes and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_offload import _trees
+from optax_offload._low_bit import chance
+from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic, Codec
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Encoded:
+    """A leaf of state at rest, with the shape and dtype of what it stands for.
+
+    To `jax.tree` it is a node of its parts, at ``codes``, ``scales`` (where the format
+    has them) and ``step`` (where rounding is by chance) below the leaf's path.
+
+    Attributes:
+      codec: The format.
+      dtype: The dtype of what it stands for.
+      codes: An array of the shape it stands for.
+      scales: One for each block along the last axis, or None.
+      step: The number of times it was encoded, or None.
+    """
+
+    def __init__(self, codec: Codec, dtype: Any, codes: Any, scales: Any, step: Any):
+        self.codec, self.dtype = codec, dtype
+        self.codes, self.scales, self.step = codes, scales, step
+
+    @classmethod
+    def of(cls, x: Any, codec: Codec, path: str, step: Any = None) -> Encoded:
+        """A leaf, encoded.
+
+        Args:
+          x: The leaf.
+          codec: The format.
+          path: The leaf's path, by which its chances differ from those of others.
+          step: The number of times it was encoded before.
+        """
+        value = jnp.asarray(x).astype(jnp.float32)
+        if isinstance(codec, Bfloat16Stochastic):
+            step = jnp.zeros((), jnp.uint32) if step is None else step + 1
+            codes = chance.rounded(value, chance.key_of(path, step))
+            return cls(codec, x.dtype, codes, None, step)
+        return cls(codec, x.dtype, *codec.encode(value), None)
+
+    def decoded(self, param: Any = None) -> jax.Array:
+        """The leaf that this stands for.
+
+        Args:
+          param: The bfloat16 parameter whose remainder this is, if it is one.
+        """
+        if isinstance(self.codec, Bfloat16Remainder):
+            return self.codec.decode_with(self.codes, param)
+        return self.codec.decode(self.codes, self.scales).astype(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of what it stands for."""
+        return self.codes.shape
+
+    @property
+    def size(self) -> int:
+        """The number of values it stands for."""
+        return self.codes.size
+
+    def __repr__(self) -> str:
+        if not hasattr(self.codes, "shape"):
+            return f"Encoded({self.codec.name}, {self.codes!r})"
+        kind = self.codec.name + ("" if self.codec.signed else ", no sign")
+        return f"Encoded({kind}, {np.dtype(self.dtype)}{list(self.shape)})"
+
+    def tree_flatten_with_keys(self) -> Any:
+        """As `jax.tree_util.register_pytree_with_keys_class` has it."""
+        names = [n for n in _trees.ENCODED_PARTS if getattr(self, n) is not None]
+        key = jax.tree_util.GetAttrKey
+        children = [(key(n), getattr(self, n)) for n in names]
+        return children, (self.codec, np.dtype(self.dtype), tuple(names))
+
+    @classmethod
+    def tree_unflatten(cls, aux: Any, children: Any) -> Encoded:
+        """As `jax.tree_util.register_pytree_with_keys_class` has it."""
+        codec, dtype, names = aux
+        parts = dict.fromkeys(_trees.ENCODED_PARTS) | dict(zip(names, children, strict=True))
+        return cls(codec, dtype, **parts)
+
+
+def is_encoded(x: Any) -> bool:
+    """Whether a node is an encoded leaf."""
+    return isinstance(x, Encoded)

@@ -1,0 +1,129 @@
+"""`master_weights`: float32 weights in the state, for parameters in fewer bits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_offload import _trees
+from optax_offload._low_bit.codecs import Bfloat16Remainder
+
+
+class MasterWeightsState(NamedTuple):
+    """The state of `master_weights`.
+
+    Attributes:
+      master: The parameters in float32; `optax.MaskedNode` where they are so already.
+      inner_state: The state of the transformation inside.
+    """
+
+    master: Any
+    inner_state: Any
+
+
+def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Updates float32 copies of parameters that are kept in fewer bits.
+
+    A bfloat16 parameter does not take up an update of less than a 256th of itself. Its
+    float32 copy does: it is in the state, ``inner`` updates it, and the parameter is
+    that copy, rounded. With `low_bit` and ``"bfloat16-remainder"`` only the half of it
+    that the parameter lacks is stored: 4 bytes for both.
+
+    Args:
+      inner: any optax transformation. It sees float32 gradients and float32 parameters.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`. Its updates are float32; added to the
+      parameters by `optax.apply_updates` they give the rounded copies (but for
+      parameters that shrink to less than 2**-16 of themselves in one step, which may
+      differ by a float32 rounding of what they were).
+
+    Raises:
+      TypeError: ``inner`` is no transformation.
+      ValueError: from ``update``, ``params`` were not given.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.master_weights(optax.sgd(1e-3))
+      >>> params = {"w": jnp.ones(4, jnp.bfloat16)}
+      >>> state = tx.init(params)
+      >>> for _ in range(8):  # Steps that a bfloat16 alone would not see.
+      ...     updates, state = tx.update({"w": jnp.ones(4)}, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> params["w"][0]
+      Array(0.992188, dtype=bfloat16)
+    """
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            f"master_weights wraps an optax.GradientTransformation, got {inner!r}"
+        )
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: optax.Params) -> MasterWeightsState:
+        master = jax.tree.map(_master, params)
+        return MasterWeightsState(master, inner.init(_full(master, params)))
+
+    def update(
+        updates: optax.Updates,
+        state: MasterWeightsState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, MasterWeightsState]:
+        if params is None:
+            raise ValueError("master_weights needs params: tx.update(grads, state, params)")
+        weights = _full(state.master, params)
+        gradients = jax.tree.map(
+            lambda g, w: g.astype(w.dtype) if _is_short(g) else g, updates, weights
+        )
+        updates, inner_state = inner.update(
+            gradients, state.inner_state, weights, **extra_args
+        )
+        new = optax.apply_updates(weights, updates)
+        updates = jax.tree.map(_difference, params, updates, new)
+        master = jax.tree.map(
+            lambda p, w: w if _is_short(p) else optax.MaskedNode(), params, new
+        )
+        return updates, MasterWeightsState(master, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_paths(state: Any) -> set[str]:
+    """The paths of all master weights in a state."""
+    paths: set[str] = set()
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        state, is_leaf=lambda x: isinstance(x, MasterWeightsState)
+    )
+    for keys, node in nodes:
+        if isinstance(node, MasterWeightsState):
+            inside, _ = jax.tree_util.tree_flatten_with_path(node.master)
+            key = jax.tree_util.GetAttrKey("master")
+            paths.update(_trees.path_string((*keys, key, *k)) for k, _ in inside)
+    return paths
+
+
+def _is_short(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+
+
+def _master(p: Any) -> Any:
+    return jnp.asarray(p).astype(jnp.float32) if _is_short(p) else optax.MaskedNode()
+
+
+def _full(master: Any, params: Any) -> Any:
+    """The parameters, in float32 where there are copies."""
+    return jax.tree.map(lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master)
+
+
+def _difference(p: Any, update: Any, new: Any) -> Any:
+    """What leads from a parameter to the new one."""
+    if not _is_short(p):
+        return update
+    if p.dtype == jnp.bfloat16:
+        rounded = Bfloat16Remainder.upper(new)
+    else:
+        rounded = new.astype(p.dtype)
+    return rounded.astype(jnp.float32) - p.astype(jnp.float32)

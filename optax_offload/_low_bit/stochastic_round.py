@@ -1,0 +1,85 @@
+"""`stochastic_round`: updates that bfloat16 parameters take up on average."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_offload import _trees
+from optax_offload._low_bit import chance
+
+
+class StochasticRoundState(NamedTuple):
+    """The state of `stochastic_round`.
+
+    Attributes:
+      count: The number of updates, from which the next one's chances come.
+    """
+
+    count: jax.Array
+
+
+def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """Rounds bfloat16 parameters up or down by chance, so that small updates count.
+
+    A bfloat16 parameter does not take up an update of less than a 512th of itself: the
+    sum is rounded to what it was. With this at the end of a chain the sum is taken in
+    float32 and rounded to one of its two neighbours, the nearer more often: on average
+    it is the sum. No copy of the parameters is needed.
+
+    Chances come from the seed, the parameter's path and the number of the step, and so
+    are the same in every replica and in every run.
+
+    Args:
+      seed: where the chances begin.
+
+    Returns:
+      An `optax.GradientTransformationExtraArgs`, for the end of `optax.chain`. Updates of
+      bfloat16 parameters become float32; others are left as they are.
+
+    Raises:
+      TypeError: ``seed`` is no integer.
+      ValueError: from ``update``, ``params`` were not given.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = optax.chain(optax.sgd(1e-3), oo.stochastic_round())
+      >>> params = {"w": jnp.ones(100_000, jnp.bfloat16)}
+      >>> grads = {"w": jnp.ones(100_000)}
+      >>> updates, _ = tx.update(grads, tx.init(params), params)
+      >>> new = optax.apply_updates(params, updates)["w"]
+      >>> bool(abs(new.astype(jnp.float32).mean() - 0.999) < 1e-4)
+      True
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed is {seed!r}; it must be an int")
+
+    def init(params: optax.Params) -> StochasticRoundState:
+        del params
+        return StochasticRoundState(jnp.zeros((), jnp.uint32))
+
+    def update(
+        updates: optax.Updates,
+        state: StochasticRoundState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, StochasticRoundState]:
+        del extra_args
+        if params is None:
+            raise ValueError("stochastic_round needs params: tx.update(grads, state, params)")
+
+        def rounded(keys: Any, p: Any, u: Any) -> Any:
+            if p.dtype != jnp.bfloat16:
+                return u
+            key = chance.key_of(_trees.path_string(keys), state.count, seed)
+            before = p.astype(jnp.float32)
+            new = chance.rounded(before + u.astype(jnp.float32), key)
+            return new.astype(jnp.float32) - before
+
+        updates = jax.tree_util.tree_map_with_path(rounded, params, updates)
+        return updates, StochasticRoundState(state.count + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
