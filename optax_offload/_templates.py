@@ -177,7 +177,7 @@ def like_those_given(
         first = next((shardings for shardings in found if shardings), set())
         return next(iter(first)) if len(first) == 1 else None
 
-    return [match(path, aval.shape) for path, aval in leaves]
+    return _matched(match, leaves, {shape for _, shape in known})
 
 
 def _tails(path: str) -> list[str]:
@@ -218,7 +218,43 @@ def shardings_like(
         found = (known.get((tail, shape)) for tail in _tails(path))
         return next((sharding for sharding in found if sharding is not None), None)
 
-    return [match(path, aval.shape) for path, aval in leaves]
+    return _matched(match, leaves, {shape for _, shape in known})
+
+
+def _matched(
+    match: Callable[[str, tuple[int, ...]], Sharding | None],
+    leaves: Sequence[tuple[str, Any]],
+    shapes: set[tuple[int, ...]],
+) -> list[Sharding | None]:
+    """What matches each leaf; what matches the leaf that it is an encoded part of.
+
+    Codes have the shape of the leaf, scales a shorter last axis.
+    """
+
+    def matched(path: str, shape: tuple[int, ...]) -> Sharding | None:
+        found = match(path, shape)
+        leaf = _trees.encoded_leaf(path)
+        if found is not None or leaf is None or not shape:
+            return found
+        like = (
+            s for s in sorted(shapes) if s[:-1] == shape[:-1] and s[-1] >= shape[-1]
+        )
+        candidates = (match(leaf, s) for s in like)
+        found = next((s for s in candidates if s is not None), None)
+        return found and _for_scales(found, shape)
+
+    return [matched(path, aval.shape) for path, aval in leaves]
+
+
+def _for_scales(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
+    """The sharding of a leaf for its scales: each with its block, where that divides."""
+    try:
+        sharding.shard_shape(shape)
+    except ValueError:
+        if not isinstance(sharding, NamedSharding):
+            raise
+        return sharding.update(spec=PartitionSpec(*sharding.spec[: len(shape) - 1]))
+    return sharding
 
 
 def replicated(shardings_and_args: Any) -> Sharding:

@@ -31,6 +31,7 @@ class Codec:
       has_unsigned: Whether there are codes without a sign.
       block: So many values along the last axis share a scale; 1 where there is none.
       bits: The bits of a value at rest, its part of a scale included.
+      parts: What an encoded leaf consists of.
     """
 
     signed: bool = True
@@ -38,6 +39,7 @@ class Codec:
     has_unsigned: ClassVar[bool] = False
     block: ClassVar[int] = 1
     bits: ClassVar[float]
+    parts: ClassVar[tuple[str, ...]] = ("codes",)
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The codes of float32 values, and the scales of their blocks."""
@@ -52,6 +54,7 @@ class _Blocks(Codec):
     """Codes of values that are divided by the largest magnitude of their block."""
 
     scale_dtype: ClassVar[Any] = jnp.float32
+    parts = ("codes", "scales")
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         x = _split(self._before(x), self.block)
@@ -171,6 +174,7 @@ class Bfloat16Stochastic(Bfloat16):
     """
 
     name = "bfloat16-stochastic"
+    parts = ("codes", "step")
 
 
 class Bfloat16Remainder(Codec):

@@ -133,7 +133,9 @@ def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
 def _in_its_memory(fn: Any, x: Any) -> Any:
     """A function of a leaf, computed on the device, with results where the leaf is."""
     leaves = jax.tree.leaves(x)
-    if _memory.is_traced(x) or all(_memory.memory_kind_of(a) != "pinned_host" for a in leaves):
+    if _memory.is_traced(x) or all(
+        _memory.memory_kind_of(a) != "pinned_host" for a in leaves
+    ):
         return fn(x)
     there = leaves[0].sharding
     on_device = jax.tree.map(

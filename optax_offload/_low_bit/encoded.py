@@ -77,16 +77,16 @@ class Encoded:
 
     def tree_flatten_with_keys(self) -> Any:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
-        names = [n for n in _trees.ENCODED_PARTS if getattr(self, n) is not None]
         key = jax.tree_util.GetAttrKey
-        children = [(key(n), getattr(self, n)) for n in names]
-        return children, (self.codec, np.dtype(self.dtype), tuple(names))
+        children = [(key(n), getattr(self, n)) for n in self.codec.parts]
+        return children, (self.codec, np.dtype(self.dtype))
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Encoded:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
-        codec, dtype, names = aux
-        parts = dict.fromkeys(_trees.ENCODED_PARTS) | dict(zip(names, children, strict=True))
+        codec, dtype = aux
+        parts = dict.fromkeys(_trees.ENCODED_PARTS)
+        parts |= dict(zip(codec.parts, children, strict=True))
         return cls(codec, dtype, **parts)
 
 

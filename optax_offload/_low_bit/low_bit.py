@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import optax
 from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
+from optax_offload._errors import OffloadWarning
 from optax_offload._low_bit import codecs, master_weights, signs
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
@@ -97,12 +99,16 @@ class _LowBit:
             # optax.tree.map_params has a placeholder for all parameters.
             lenient = dataclasses.replace(self, config=self.config.made_lenient())
             return lenient.init(params)
-        structs = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+        structs = any(
+            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
+        )
         if _memory.is_traced(params) or structs:
             return self._init(params)
         # So that what is encoded is never there whole.
         shardings = _templates.init_shardings(self._init, params)
-        return jax.jit(self._init, out_shardings=shardings)(params)
+        state = jax.jit(self._init, out_shardings=shardings)(params)
+        _warn_of_blocks(state)
+        return state
 
     def update(
         self,
@@ -160,6 +166,23 @@ def _leaves(state: Any) -> list[tuple[str, Any]]:
     """The leaves of a state, encoded ones as one, with their paths."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
     return [(_trees.path_string(keys), x) for keys, x in leaves]
+
+
+def _warn_of_blocks(state: Any) -> None:
+    """Warns of blocks that lie on two devices: in Auto mode no type says so before."""
+    cut = [
+        path
+        for path, x in _leaves(state)
+        if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.block
+    ]
+    if cut:
+        warnings.warn(
+            f"{_trees.listed(cut)}: sharded so that blocks of the codec lie on two "
+            "devices, which have to talk in every update. Give these leaves a codec of "
+            'smaller blocks ("int8-companded" has 32), or none',
+            OffloadWarning,
+            stacklevel=3,
+        )
 
 
 def _unfolded(x: Any) -> Any:

@@ -73,7 +73,9 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
-            raise ValueError("master_weights needs params: tx.update(grads, state, params)")
+            raise ValueError(
+                "master_weights needs params: tx.update(grads, state, params)"
+            )
         weights = _full(state.master, params)
         gradients = jax.tree.map(
             lambda g, w: g.astype(w.dtype) if _is_short(g) else g, updates, weights
@@ -115,7 +117,9 @@ def _master(p: Any) -> Any:
 
 def _full(master: Any, params: Any) -> Any:
     """The parameters, in float32 where there are copies."""
-    return jax.tree.map(lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master)
+    return jax.tree.map(
+        lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master
+    )
 
 
 def _difference(p: Any, update: Any, new: Any) -> Any:

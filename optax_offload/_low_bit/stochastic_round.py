@@ -69,7 +69,9 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
     ) -> tuple[optax.Updates, StochasticRoundState]:
         del extra_args
         if params is None:
-            raise ValueError("stochastic_round needs params: tx.update(grads, state, params)")
+            raise ValueError(
+                "stochastic_round needs params: tx.update(grads, state, params)"
+            )
 
         def rounded(keys: Any, p: Any, u: Any) -> Any:
             if p.dtype != jnp.bfloat16:
