@@ -15,7 +15,8 @@ from optax_offload._offload import offload
 from optax_offload._place import place
 from optax_offload._plan import Plan, Step, measure_link, plan
 from optax_offload._report import MemoryReport, memory_report
-from optax_offload._rules import OffloadConfig, Rule, load_config
+from optax_offload._rule_files import load_config
+from optax_offload._rules import OffloadConfig, Rule
 from optax_offload._shardings import state_shardings
 from optax_offload._states import offload_states, reload_states
 from optax_offload._templates import eval_shape

@@ -247,7 +247,7 @@ def _matched(
 
 
 def _for_scales(sharding: Sharding, shape: tuple[int, ...]) -> Sharding:
-    """The sharding of a leaf for its scales: each with its block, where that divides."""
+    """The sharding of a leaf for its scales, each with its block, if that divides."""
     try:
         sharding.shard_shape(shape)
     except ValueError:

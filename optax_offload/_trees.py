@@ -24,7 +24,7 @@ ENCODED_PARTS = ("codes", "scales", "step")
 
 
 def encoded_leaf(path: str) -> str | None:
-    """The path of the leaf that this may be an encoded part of, None if it cannot be."""
+    """The path of the leaf that this may be an encoded part of, if it can be one."""
     leaf, _, name = path.rpartition("/")
     return leaf if leaf and name in ENCODED_PARTS else None
 

@@ -29,8 +29,8 @@ def rounded(x: Any, key: jax.Array) -> jax.Array:
       key: A random key, which is used up.
 
     Returns:
-      bfloat16, equal to ``x`` on average over keys. Infinities and NaN stay, and a finite
-      value does not become infinite.
+      bfloat16, equal to ``x`` on average over keys. Infinities and NaN stay, and a
+      finite value does not become infinite.
     """
     chances = _bits(key, x.shape).astype(jnp.uint32)
     bits = lax.bitcast_convert_type(x, jnp.uint32)

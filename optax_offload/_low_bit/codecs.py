@@ -1,9 +1,9 @@
 """The formats in which state is kept at rest, a class for each.
 
-All decode to float32. Those with blocks divide the last axis, so that other axes can be
-sharded and sliced as before; each block has a scale of its own. What a format cannot hold
-is not clipped: an infinity, a NaN, and a negative number where the codes have no sign, make
-their block's scale NaN, or infinite, and so all that is decoded from it.
+All decode to float32. Those with blocks divide the last axis, so that other axes can
+be sharded and sliced as before; each block has a scale of its own. What a format cannot
+hold is not clipped: an infinity, a NaN, and a negative number where the codes have no
+sign, make their block's scale NaN, or infinite, and so all that is decoded from it.
 """
 
 from __future__ import annotations

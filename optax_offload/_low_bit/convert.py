@@ -1,4 +1,4 @@
-"""States between their formats: so that checkpoints with and without can be exchanged."""
+"""States between formats, so that checkpoints with and without can be exchanged."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from optax_offload._low_bit.encoded import Encoded, is_encoded
 def low_bit_decode(state: Any, params: Any = None) -> Any:
     """A state without codes: every leaf in the dtype that it stands for.
 
-    It has the structure of the state of the transformation inside `low_bit`. Leaves stay in
-    their memory; outside of `jax.jit` one after the other, so that of a state in host
-    memory no more than one leaf is on the device.
+    It has the structure of the state of the transformation inside `low_bit`. Leaves
+    stay in their memory; outside of `jax.jit` one after the other, so that of a state
+    in host memory no more than one leaf is on the device.
 
     Args:
       state: A state of `low_bit`, with whatever is around it, or a template of one, of
         `jax.ShapeDtypeStruct`, which gives a template.
-      params: The parameters, for master weights in ``"bfloat16-remainder"``: their other
-        half.
+      params: The parameters, for master weights in ``"bfloat16-remainder"``: their
+        other half.
 
     Returns:
       A pytree without encoded leaves.
@@ -114,8 +114,8 @@ def low_bit_encode(state: Any, like: Any) -> Any:
         found.append(_placed(encoded, to))
     if lost:
         raise ValueError(
-            f"{_trees.listed(lost)}: values that are infinite or NaN, or negative where "
-            "the codec has no sign (Rule(..., signed=True) gives it one)"
+            f"{_trees.listed(lost)}: values that are infinite or NaN, or negative "
+            "where the codec has no sign (Rule(..., signed=True) gives it one)"
         )
     return jax.tree.unflatten(structure, found)
 
@@ -133,9 +133,8 @@ def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
 def _in_its_memory(fn: Any, x: Any) -> Any:
     """A function of a leaf, computed on the device, with results where the leaf is."""
     leaves = jax.tree.leaves(x)
-    if _memory.is_traced(x) or all(
-        _memory.memory_kind_of(a) != "pinned_host" for a in leaves
-    ):
+    on_host = any(_memory.memory_kind_of(a) == "pinned_host" for a in leaves)
+    if _memory.is_traced(x) or not on_host:
         return fn(x)
     there = leaves[0].sharding
     on_device = jax.tree.map(
@@ -162,7 +161,7 @@ def _placed(encoded: Encoded, like: Encoded) -> Encoded:
 
     def put(x: Any, to: Any) -> Any:
         sharding = getattr(to, "sharding", None)
-        traced = isinstance(x, jax.core.Tracer) or isinstance(to, jax.core.Tracer)
+        traced = _memory.is_traced((x, to))
         return x if sharding is None or traced else jax.device_put(x, sharding)
 
     return jax.tree.map(put, encoded, like)

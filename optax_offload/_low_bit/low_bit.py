@@ -1,4 +1,4 @@
-"""`low_bit`: an optax transformation whose state is kept in few bits between updates."""
+"""`low_bit`: an optax transformation whose state is in few bits between updates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import OffloadWarning
-from optax_offload._low_bit import codecs, master_weights, signs
+from optax_offload._low_bit import codecs, signs
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
+from optax_offload._low_bit.master_weights import master_paths
 
 
 def low_bit(
@@ -99,9 +100,8 @@ class _LowBit:
             # optax.tree.map_params has a placeholder for all parameters.
             lenient = dataclasses.replace(self, config=self.config.made_lenient())
             return lenient.init(params)
-        structs = any(
-            isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)
-        )
+        leaves = jax.tree.leaves(params)
+        structs = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
         if _memory.is_traced(params) or structs:
             return self._init(params)
         # So that what is encoded is never there whole.
@@ -120,12 +120,12 @@ class _LowBit:
         """As of `optax.GradientTransformationExtraArgs`."""
         decoded = low_bit_decode(state, params)
         updates, new = self.inner.update(updates, decoded, params, **extra_args)
-        before = dict(_leaves(state))
+        before = {path: x for path, x in _leaves(state) if is_encoded(x)}
 
         def encode(keys: Any, x: Any) -> Any:
             path = _trees.path_string(keys)
             old = before.get(path)
-            return Encoded.of(x, old.codec, path, old.step) if is_encoded(old) else x
+            return x if old is None else Encoded.of(x, old.codec, path, old.step)
 
         return updates, jax.tree_util.tree_map_with_path(encode, new)
 
@@ -134,13 +134,12 @@ class _LowBit:
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         paths = [_trees.path_string(keys) for keys, _ in leaves]
         never_negative = signs.never_negative(state)
-        masters = master_weights.master_paths(state)
-        sizes = [(p, _memory.movable_nbytes(x)) for p, (_, x) in zip(paths, leaves)]
+        masters = master_paths(state)
+        sizes = [_memory.movable_nbytes(x) for _, x in leaves]
+        placements = _rules.place(self.config, list(zip(paths, sizes, strict=True)))
         encoded: list[Any] = []
         strangers: list[str] = []
-        for path, (_, x), placed in zip(
-            paths, leaves, _rules.place(self.config, sizes), strict=True
-        ):
+        for path, (_, x), placed in zip(paths, leaves, placements, strict=True):
             rule = placed.rule
             name = rule and (rule.codec or self.codec)
             if rule is None or name is None:

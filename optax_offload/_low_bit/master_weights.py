@@ -68,7 +68,7 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     def update(
         updates: optax.Updates,
-        state: MasterWeightsState,
+        state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, MasterWeightsState]:

@@ -16,10 +16,10 @@ class StochasticRoundState(NamedTuple):
     """The state of `stochastic_round`.
 
     Attributes:
-      count: The number of updates, from which the next one's chances come.
+      step: The number of updates, from which the next one's chances come.
     """
 
-    count: jax.Array
+    step: jax.Array
 
 
 def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
@@ -37,8 +37,8 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
       seed: where the chances begin.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`, for the end of `optax.chain`. Updates of
-      bfloat16 parameters become float32; others are left as they are.
+      An `optax.GradientTransformationExtraArgs`, for the end of `optax.chain`. Updates
+      of bfloat16 parameters become float32; others are left as they are.
 
     Raises:
       TypeError: ``seed`` is no integer.
@@ -63,7 +63,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
 
     def update(
         updates: optax.Updates,
-        state: StochasticRoundState,
+        state: Any,
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, StochasticRoundState]:
@@ -76,12 +76,12 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
         def rounded(keys: Any, p: Any, u: Any) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            key = chance.key_of(_trees.path_string(keys), state.count, seed)
+            key = chance.key_of(_trees.path_string(keys), state.step, seed)
             before = p.astype(jnp.float32)
             new = chance.rounded(before + u.astype(jnp.float32), key)
             return new.astype(jnp.float32) - before
 
         updates = jax.tree_util.tree_map_with_path(rounded, params, updates)
-        return updates, StochasticRoundState(state.count + 1)
+        return updates, StochasticRoundState(state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -26,7 +26,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import _plan, _rules, aot
+from optax_offload import _plan, _rule_files, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -111,7 +111,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 make_step,
                 target=Target(target),
                 budget_bytes=None if budget is None else parse_size(budget),
-                rules=None if rules is None else _rules.load_config(rules),
+                rules=None if rules is None else _rule_files.load_config(rules),
                 link_bytes_per_second=link,
                 progress=progress,
             )
@@ -186,7 +186,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
     with _errors():
         if (step is None) == (checkpoint is None):
             raise ValueError("give one of --step and --checkpoint")
-        config = _rules.load_config(rules)
+        config = _rule_files.load_config(rules)
         if checkpoint is not None:
             leaves = checkpoints.under(checkpoints.leaves(checkpoint), under)
         else:

@@ -1,0 +1,76 @@
+"""Rules in files: TOML, with the names of the arguments as keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import tomllib
+from typing import Any
+
+from optax_offload._rules import OffloadConfig, Rule
+
+
+def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
+    r"""Reads an `OffloadConfig` from a TOML file.
+
+    The file has an optional ``window_bytes`` and one ``[[rules]]`` table for each
+    rule, with the names of `Rule`'s arguments as keys. ``slice_axis = "none"`` stands
+    for None, which TOML cannot say.
+
+    Args:
+      path: The file.
+
+    Returns:
+      The configuration; `offload` takes it for its ``rules``.
+
+    Raises:
+      OSError: The file cannot be read.
+      ValueError: The file is not TOML, or a key or value is wrong. The message names
+        the file, the key, what was found and what is allowed.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> file = pathlib.Path(tempfile.mkdtemp()) / "adam.toml"
+      >>> _ = file.write_text("[[rules]]\npattern = '(.*/)?(mu|nu)/.*'\n")
+      >>> load_config(file).rules[0].regex
+      '(.*/)?(mu|nu)/.*'
+    """
+    file = os.fspath(path)
+    with open(file, "rb") as f:
+        try:
+            table = tomllib.load(f)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ValueError(f"{file}: not a TOML file: {e}") from e
+    _check_keys(file, "", table, OffloadConfig)
+    tables = table.get("rules")
+    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ValueError(
+            f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or more"
+        )
+    rules: list[Rule] = []
+    for position, entries in enumerate(tables):
+        where = f"rules[{position}]"
+        _check_keys(file, f"{where}.", entries, Rule)
+        if "pattern" not in entries:
+            raise ValueError(f"{file}: {where} has no pattern")
+        if entries.get("slice_axis") == "none":
+            entries = entries | {"slice_axis": None}
+        try:
+            rules.append(Rule(**entries))
+        except (TypeError, ValueError) as e:
+            raise ValueError(f"{file}: {where}.{e}") from e
+    try:
+        return OffloadConfig(rules, table.get("window_bytes"))
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+
+
+def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> None:
+    allowed = [f.name for f in dataclasses.fields(cls) if f.name != "_"]
+    unknown = [key for key in table if key not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{file}: unknown key "
+            + ", ".join(f"{prefix}{key}" for key in unknown)
+            + f"; allowed are {', '.join(allowed)}"
+        )
