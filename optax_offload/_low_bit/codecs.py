@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_offload._low_bit import dynamic_map
+from optax_offload._low_bit import dynamic_map, packing
 
 # Below this many values a leaf's bytes do not matter, and its codes may (a norm's
 # scale); as in bitsandbytes.
@@ -30,6 +30,8 @@ class Codec:
       signed: Whether values can be negative. Without a sign codes are twice as fine.
       has_unsigned: Whether there are codes without a sign.
       block: So many values along the last axis share a scale; 1 where there is none.
+      chunk: Values along the last axis come in so many: of some blocks, whose codes
+        share words.
       bits: The bits of a value at rest, its part of a scale included.
       parts: What an encoded leaf consists of.
     """
@@ -38,8 +40,14 @@ class Codec:
     name: ClassVar[str]
     has_unsigned: ClassVar[bool] = False
     block: ClassVar[int] = 1
+    chunk: ClassVar[int] = 1
     bits: ClassVar[float]
     parts: ClassVar[tuple[str, ...]] = ("codes",)
+
+    @property
+    def codes_in_word(self) -> int:
+        """The values for which there is one number of ``codes``."""
+        return 1
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The codes of float32 values, and the scales of their blocks."""
@@ -51,25 +59,36 @@ class Codec:
 
 
 class _Blocks(Codec):
-    """Codes of values that are divided by the largest magnitude of their block."""
+    """Codes of values that are divided by the largest magnitude of their block.
+
+    Codes have 8 bits, and two of them are a word.
+    """
 
     scale_dtype: ClassVar[Any] = jnp.float32
     parts = ("codes", "scales")
 
+    @property
+    def codes_in_word(self) -> int:
+        """The values for which there is one number of ``codes``."""
+        return 2
+
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        x = _split(self._before(x), self.block)
+        x = packing.split(self._before(x), self.block)
         largest = jnp.max(jnp.abs(x), axis=-1)
         if not self.signed:
             largest = jnp.where(jnp.min(x, axis=-1) < 0, jnp.nan, largest)
         scales = self._scale(largest)
         divisor = scales.astype(jnp.float32)
         divisor = jnp.where(divisor == 0, 1, divisor)
-        return _joined(self._codes(x / divisor[..., None])), scales
+        codes = packing.joined(self._codes(x / divisor[..., None]))
+        return packing.packed(codes, self.chunk), scales
 
     def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
         assert scales is not None
-        values = self._values(_split(codes, self.block))
-        return self._after(_joined(values * scales.astype(jnp.float32)[..., None]))
+        codes = packing.unpacked(codes, self.chunk)
+        values = self._values(packing.split(codes, self.block))
+        values = values * scales.astype(jnp.float32)[..., None]
+        return self._after(packing.joined(values))
 
     def _scale(self, largest: Any) -> Any:
         return largest.astype(self.scale_dtype)
@@ -92,7 +111,7 @@ class Int8(_Blocks):
 
     name = "int8"
     has_unsigned = True
-    block = 256
+    block = chunk = 256
     bits = 8 + 32 / 256
 
     def _codes(self, x: Any) -> Any:
@@ -112,7 +131,7 @@ class Int8Companded(_Blocks):
 
     name = "int8-companded"
     has_unsigned = True
-    block = 32
+    block, chunk = 32, 64
     bits = 8 + 16 / 32
     scale_dtype = jnp.float16
 
@@ -127,11 +146,13 @@ class Int8Companded(_Blocks):
         if not self.signed:
             return jnp.floor(255 * jnp.clip(x, 0, 1) + 0.5).astype(jnp.uint8)
         x = jnp.clip(x, -1, 1)  # The scale may have been rounded down.
-        return jnp.floor(127 * (2 * x / (1 + jnp.abs(x))) + 0.5).astype(jnp.int8)
+        codes = jnp.floor(127 * (2 * x / (1 + jnp.abs(x))) + 0.5)
+        return lax.bitcast_convert_type(codes.astype(jnp.int8), jnp.uint8)
 
     def _values(self, codes: Any) -> Any:
         if not self.signed:
             return codes.astype(jnp.float32) / 255
+        codes = lax.bitcast_convert_type(codes, jnp.int8)
         y = codes.astype(jnp.float32) / 127
         return y / (2 - jnp.abs(y))
 
@@ -140,7 +161,7 @@ class Float8(_Blocks):
     """float8_e4m3fn in blocks of 256, whose largest magnitude becomes 448."""
 
     name = "float8"
-    block = 256
+    block = chunk = 256
     bits = 8 + 32 / 256
 
     def _scale(self, largest: Any) -> Any:
@@ -148,9 +169,11 @@ class Float8(_Blocks):
 
     def _codes(self, x: Any) -> Any:
         # What is rounded up in the scale must not overflow: 448 is the largest.
-        return jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn)
+        codes = jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn)
+        return lax.bitcast_convert_type(codes, jnp.uint8)
 
     def _values(self, codes: Any) -> Any:
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
         return codes.astype(jnp.float32)
 
 
@@ -246,27 +269,6 @@ def why_not(codec: Codec, x: Any, last_axis: int) -> str | None:
         return f"under {LEAST_SIZE} values"
     if jnp.finfo(x.dtype).bits <= codec.bits:
         return f"{x.dtype} is as small"
-    if last_axis % codec.block:
-        return f"{codec.block} does not divide its last axis, {last_axis}"
+    if last_axis % codec.chunk:
+        return f"{codec.chunk} does not divide its last axis, {last_axis}"
     return None
-
-
-def _split(x: Any, block: int) -> Any:
-    """With an axis more, for the values of a block."""
-    shape = (*x.shape[:-1], x.shape[-1] // block, block)
-    return lax.reshape(x, shape, out_sharding=_sharded(x, lambda s: (*s, None)))
-
-
-def _joined(x: Any) -> Any:
-    shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1])
-    return lax.reshape(x, shape, out_sharding=_sharded(x, lambda s: s[:-1]))
-
-
-def _sharded(x: Any, change: Any) -> Any:
-    """In Explicit mode a reshape of a sharded axis has to say what becomes of it."""
-    sharding = jax.typeof(x).sharding
-    spec = sharding.spec
-    if not any(part is not None for part in spec):
-        return None
-    spec = (*spec, *[None] * (x.ndim - len(spec)))
-    return sharding.update(spec=jax.P(*change(spec)))

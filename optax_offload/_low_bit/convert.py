@@ -136,16 +136,13 @@ def _in_its_memory(fn: Any, x: Any) -> Any:
     on_host = any(_memory.memory_kind_of(a) == "pinned_host" for a in leaves)
     if _memory.is_traced(x) or not on_host:
         return fn(x)
-    there = leaves[0].sharding
-    on_device = jax.tree.map(
-        lambda a: jax.device_put(a, a.sharding.with_memory_kind("device")), x
-    )
 
-    def back(y: Any) -> Any:
-        same = y.shape == leaves[0].shape
-        return jax.device_put(y, there) if same else y
+    def put(tree: Any, memory_kind: str) -> Any:
+        return jax.tree.map(
+            lambda a: jax.device_put(a, a.sharding.with_memory_kind(memory_kind)), tree
+        )
 
-    return jax.tree.map(back, jax.jit(fn)(on_device))
+    return put(jax.jit(fn)(put(x, "device")), "pinned_host")
 
 
 def _holds(encoded: Encoded, x: Any) -> bool:

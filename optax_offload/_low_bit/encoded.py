@@ -23,7 +23,8 @@ class Encoded:
     Attributes:
       codec: The format.
       dtype: The dtype of what it stands for.
-      codes: An array of the shape it stands for.
+      codes: An array of the shape it stands for; of codes of 8 bits half as long along
+        the last axis, since two are a word of 16 (`packing.py`).
       scales: One for each block along the last axis, or None.
       step: The number of times it was encoded, or None.
     """
@@ -62,12 +63,13 @@ class Encoded:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of what it stands for."""
-        return self.codes.shape
+        shape, count = self.codes.shape, self.codec.codes_in_word
+        return shape if count == 1 else (*shape[:-1], shape[-1] * count)
 
     @property
     def size(self) -> int:
         """The number of values it stands for."""
-        return self.codes.size
+        return self.codes.size * self.codec.codes_in_word
 
     def __repr__(self) -> str:
         if not hasattr(self.codes, "shape"):

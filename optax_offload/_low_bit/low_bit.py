@@ -172,7 +172,7 @@ def _warn_of_blocks(state: Any) -> None:
     cut = [
         path
         for path, x in _leaves(state)
-        if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.block
+        if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.chunk
     ]
     if cut:
         warnings.warn(

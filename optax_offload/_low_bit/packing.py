@@ -1,0 +1,62 @@
+"""Codes of 8 bits, two in a word of 16.
+
+A TPU's compiler tiles arguments of 8 bits in 32 rows, and in loops in 8, and makes a
+leaf anew, whole and on the device, between them (F68); those of 16 it does not. The words
+of a chunk have the first half of its codes in their lower bytes and the second in the upper
+ones, so that none changes its lane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def packed(codes: Any, chunk: int) -> Any:
+    """Words, half as many along the last axis, of uint8 codes."""
+    halves = split(codes, chunk // 2, 2).astype(jnp.uint16)
+    words = halves[..., 0, :] | lax.shift_left(halves[..., 1, :], jnp.uint16(8))
+    return joined(words)
+
+
+def unpacked(words: Any, chunk: int) -> Any:
+    """The uint8 codes that `packed` was given."""
+    words = split(words, chunk // 2)
+    upper = lax.shift_right_logical(words, jnp.uint16(8))
+    halves = jnp.stack([words & jnp.uint16(0xFF), upper], axis=-2)
+    return joined(halves.astype(jnp.uint8), 2)
+
+
+def split(x: Any, *sizes: int) -> Any:
+    """With axes more: the last of the first size, those before it of the others."""
+    inner = sizes[::-1]
+    count = x.shape[-1]
+    for size in sizes:
+        count //= size
+    more = (None,) * len(inner)
+    return _reshaped(x, (*x.shape[:-1], count, *inner), lambda spec: (*spec, *more))
+
+
+def joined(x: Any, axes: int = 1) -> Any:
+    """With so many of the last axes joined to the one before them."""
+    first = x.ndim - 1 - axes
+    length = 1
+    for size in x.shape[first:]:
+        length *= size
+    shape = (*x.shape[:first], length)
+    return _reshaped(x, shape, lambda spec: spec[: first + 1])
+
+
+def _reshaped(x: Any, shape: tuple[int, ...], change: Any) -> Any:
+    """In Explicit mode a reshape of a sharded axis has to say what becomes of it."""
+    sharding = jax.typeof(x).sharding
+    spec = tuple(sharding.spec)
+    if all(part is None for part in spec):
+        return lax.reshape(x, shape)
+    spec = (*spec, *[None] * (x.ndim - len(spec)))
+    return lax.reshape(
+        x, shape, out_sharding=sharding.update(spec=jax.P(*change(spec)))
+    )
