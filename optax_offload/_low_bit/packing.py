@@ -1,9 +1,9 @@
 """Codes of 8 bits, two in a word of 16.
 
 A TPU's compiler tiles arguments of 8 bits in 32 rows, and in loops in 8, and makes a
-leaf anew, whole and on the device, between them (F68); those of 16 it does not. The words
-of a chunk have the first half of its codes in their lower bytes and the second in the upper
-ones, so that none changes its lane.
+leaf anew, whole and on the device, between them (F68); those of 16 it does not. The
+words of a chunk have the first half of its codes in their lower bytes and the second in
+the upper ones, so that none changes its lane.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def unpacked(words: Any, chunk: int) -> Any:
     """The uint8 codes that `packed` was given."""
     words = split(words, chunk // 2)
     upper = lax.shift_right_logical(words, jnp.uint16(8))
-    halves = jnp.stack([words & jnp.uint16(0xFF), upper], axis=-2)
-    return joined(halves.astype(jnp.uint8), 2)
+    halves = (words & jnp.uint16(0xFF), upper)
+    codes = [lax.expand_dims(x, (x.ndim - 1,)) for x in halves]
+    return joined(lax.concatenate(codes, words.ndim - 1).astype(jnp.uint8), 2)
 
 
 def split(x: Any, *sizes: int) -> Any:

@@ -36,7 +36,8 @@ class Group:
       outputs: The outputs that are computed from them, as positions.
       equations: The equations that only this group needs, as positions; of those that
         depend on no load, only if it is in a loop and not updated in slices.
-      nbytes: The bytes that its loads take on each device, or its stores if more.
+      nbytes: The bytes that its loads take on each device, or its stores if more; of
+        codes of 8 bits what they are decoded to.
       tied_by: The primitives that join leaves of different parameters, where any do.
       row_local: The equations as they are for a slice, if it can be updated in slices.
       aliases: For each output the input whose buffer it is written into, as a position;

@@ -175,18 +175,26 @@ def _whole(
     """A group, before it is known whether it can be sliced."""
     flat = update.flat
     several = len([k for k in outputs if update.outputs[k].is_update]) > 1
-    loaded = (flat.invars[i].aval for i in loads)
-    stored = (flat.outvars[k].aval for k in outputs if update.outputs[k].stored)
+    encoded = {o.alias for o in update.outputs if o.holds_codes}
+    loaded = (_on_device(flat.invars[i].aval, i in encoded) for i in loads)
+    stored = (
+        _on_device(flat.outvars[k].aval, update.outputs[k].holds_codes)
+        for k in outputs
+        if update.outputs[k].stored
+    )
     return Group(
         loads=tuple(loads),
         outputs=tuple(outputs),
         equations=tuple(equations),
-        nbytes=max(
-            sum(_memory.nbytes_on_each_device(aval) for aval in loaded),
-            sum(_memory.nbytes_on_each_device(aval) for aval in stored),
-        ),
+        nbytes=max(sum(loaded), sum(stored)),
         tied_by=tuple(dict.fromkeys(ties)) if several else (),
     )
+
+
+def _on_device(aval: Any, holds_codes: bool) -> int:
+    """The bytes of a leaf on each device; of codes those of the float32 they become."""
+    nbytes = _memory.nbytes_on_each_device(aval)
+    return 4 * nbytes if holds_codes else nbytes
 
 
 def _own(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload import _jaxpr, _memory, _rules, _trees
@@ -36,12 +37,14 @@ class Output:
       alias: Position of the input that it replaces: of an update its gradient, of new
         state the old. None where there is none.
       is_update: Whether it is an update, and not new state.
+      holds_codes: Whether it has codes of 8 bits, two in a word, that stand for floats.
     """
 
     path: str
     memory_kind: str
     alias: int | None
     is_update: bool
+    holds_codes: bool = False
 
     @property
     def stored(self) -> bool:
@@ -158,8 +161,10 @@ def trace(
     kinds += _state_kinds(config, paths[updates:], state_types)
     aliases = _aliases(args, updates, len(state_types), state)
     outputs = [
-        Output(path, kind, alias, k < updates)
-        for k, (path, kind, alias) in enumerate(zip(paths, kinds, aliases, strict=True))
+        Output(path, kind, alias, k < updates, _holds_codes(path, a.aval))
+        for k, (path, kind, alias, a) in enumerate(
+            zip(paths, kinds, aliases, flat.outvars, strict=True)
+        )
     ]
     inputs = _inputs(config, args, state)
     return Update(flat, inputs, tuple(outputs)), out_structure
@@ -178,6 +183,11 @@ def _state_kinds(
     sizes = [_memory.movable_nbytes(x) for x in types]
     placements = _rules.place(config, list(zip(paths, sizes, strict=True)))
     return [placement.memory_kind for placement in placements]
+
+
+def _holds_codes(path: str, aval: Any) -> bool:
+    encoded = _trees.encoded_leaf(path) is not None and path.endswith("/codes")
+    return encoded and aval.dtype == jnp.uint16
 
 
 def _aliases(
