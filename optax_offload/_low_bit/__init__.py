@@ -2,7 +2,7 @@
 
 from optax_offload._low_bit.codecs import CODECS, codec_of
 from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
-from optax_offload._low_bit.encoded import Encoded
+from optax_offload._low_bit.encoded import Encoded, encoded_parts
 from optax_offload._low_bit.low_bit import low_bit
 from optax_offload._low_bit.master_weights import master_weights
 from optax_offload._low_bit.stochastic_round import stochastic_round
@@ -11,6 +11,7 @@ __all__ = [
     "CODECS",
     "Encoded",
     "codec_of",
+    "encoded_parts",
     "low_bit",
     "low_bit_decode",
     "low_bit_encode",

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_offload import _memory
 from optax_offload._low_bit import dynamic_map, packing
 
 # Below this many values a leaf's bytes do not matter, and its codes may (a norm's
@@ -48,6 +49,23 @@ class Codec:
     def codes_in_word(self) -> int:
         """The values for which there is one number of ``codes``."""
         return 1
+
+    def why_not(self, x: Any) -> str | None:
+        """Why a leaf, or its type, cannot be kept in this format; None if it can.
+
+        What counts is the length of the last axis on each device, as far as the type
+        says.
+        """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return f"{x.dtype} is no floating type"
+        if x.size < LEAST_SIZE:
+            return f"under {LEAST_SIZE} values"
+        if jnp.finfo(x.dtype).bits <= self.bits:
+            return f"{x.dtype} is as small"
+        last = (_memory.shape_on_each_device(x) or (1,))[-1]
+        if last % self.chunk:
+            return f"{self.chunk} does not divide its last axis, {last}"
+        return None
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """The codes of float32 values, and the scales of their blocks."""
@@ -253,22 +271,3 @@ def codec_of(name: str, signed: bool = True) -> Codec:
         )
     codec = CODECS[name]
     return codec(signed or not codec.has_unsigned)
-
-
-def why_not(codec: Codec, x: Any, last_axis: int) -> str | None:
-    """Why a leaf cannot be kept in a format; None if it can.
-
-    Args:
-      codec: The format.
-      x: The leaf, or its type.
-      last_axis: The length of its last axis on each device.
-    """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return f"{x.dtype} is no floating type"
-    if x.size < LEAST_SIZE:
-        return f"under {LEAST_SIZE} values"
-    if jnp.finfo(x.dtype).bits <= codec.bits:
-        return f"{x.dtype} is as small"
-    if last_axis % codec.chunk:
-        return f"{codec.chunk} does not divide its last axis, {last_axis}"
-    return None

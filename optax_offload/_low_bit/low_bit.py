@@ -151,8 +151,8 @@ class _LowBit:
             )
             if isinstance(codec, codecs.Bfloat16Remainder) and path not in masters:
                 strangers.append(path)
-            why_not = codecs.why_not(codec, x, _last_axis(x))
-            encoded.append(x if why_not else Encoded.of(_unfolded(x), codec, path))
+            whole = codec.why_not(x) is not None
+            encoded.append(x if whole else Encoded.of(_unfolded(x), codec, path))
         if strangers:
             raise ValueError(
                 f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it is for "
@@ -191,8 +191,3 @@ def _unfolded(x: Any) -> Any:
     """
     one = lax.optimization_barrier(jnp.ones((), x.dtype))
     return x * one
-
-
-def _last_axis(x: Any) -> int:
-    """The length of the last axis on each device, as far as the type says."""
-    return (_memory.shape_on_each_device(x) or (1,))[-1]

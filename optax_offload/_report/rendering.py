@@ -37,7 +37,7 @@ def _cells(row: Row) -> list[str]:
     return [
         row.path or THE_TREE_ITSELF,
         "x".join(map(str, row.shape)) or "scalar",
-        row.dtype,
+        row.dtype + (f" ({row.codec})" if row.codec else ""),
         f"{row.nbytes:,}",
         f"{row.nbytes_per_device:,}",
         row.planned or "-",

@@ -12,6 +12,7 @@ import jax
 
 from optax_offload import _memory, _rules, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
+from optax_offload._low_bit import encoded_parts
 from optax_offload._report import host_memory as _host
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
@@ -196,8 +197,9 @@ def memory_report(
     """
     leaves = _trees.leaves_with_paths(tree)
     placements = _placements(leaves, rules, under)
+    formats = encoded_parts(tree)
     rows = [
-        row_of(path, x, placement)
+        row_of(path, x, placement, formats.get(path))
         for (path, x), placement in zip(leaves, placements, strict=True)
     ]
     host = _host_memory(rows, [x for _, x in leaves])

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from optax_offload import _memory, _rules
+from optax_offload._low_bit import codec_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Row:
       actual: The memory kind that the leaf has; None for a value that is no array,
         which has none.
       why: What decided where the leaf was planned.
+      codec: The format that the leaf is a part of, and what it stands for, such as
+        "int8 of float32"; None for what is as it is.
     """
 
     path: str
@@ -41,6 +44,7 @@ class Row:
     planned: str | None
     actual: str | None
     why: str
+    codec: str | None = None
 
     @property
     def misplaced(self) -> bool:
@@ -48,7 +52,9 @@ class Row:
         return self.planned not in (None, self.actual)
 
 
-def row_of(path: str, x: Any, placement: _rules.Placement) -> Row:
+def row_of(
+    path: str, x: Any, placement: _rules.Placement, codec: str | None = None
+) -> Row:
     """The row of a leaf: an array, a `jax.ShapeDtypeStruct` or a Python number."""
     nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
     return Row(
@@ -60,8 +66,17 @@ def row_of(path: str, x: Any, placement: _rules.Placement) -> Row:
         nbytes_per_host=nbytes_per_host,
         planned=placement.memory_kind or None,
         actual=_memory.memory_kind_of(x),
-        why=placement.why,
+        why=placement.why + _why_not_encoded(x, placement, codec),
+        codec=codec,
     )
+
+
+def _why_not_encoded(x: Any, placement: _rules.Placement, codec: str | None) -> str:
+    wanted = placement.rule and placement.rule.codec
+    if codec is not None or wanted is None or not hasattr(x, "dtype"):
+        return ""
+    why_not = codec_of(wanted).why_not(x)
+    return f"; not {wanted}: {why_not or 'low_bit was not given this rule'}"
 
 
 def _sizes(x: Any) -> tuple[int, int, int]:
