@@ -161,6 +161,18 @@ def follow(
     return walk.found()
 
 
+# What decodes state, beside arithmetic: else all of it would be decoded ahead of a scan.
+LAYOUT = {
+    "bitcast_convert_type",
+    "broadcast_in_dim",
+    "concatenate",
+    "reshape",
+    "slice",
+    "squeeze",
+    "transpose",
+}
+
+
 class _Walk:
     """Follows gradients from equation to equation.
 
@@ -180,6 +192,7 @@ class _Walk:
         self._step, self._gradients, self._later = step, tuple(gradients), later
         self._analysis = Analysis(RowCount(scan.length), flat.equations, flat.producers)
         self._analysis.whole = set(variables(flat.outvars))
+        self._analysis.follow = LAYOUT
         for v in gradients:
             self._analysis.mark(v, 0)
         self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}

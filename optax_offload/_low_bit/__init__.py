@@ -5,6 +5,7 @@ from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
 from optax_offload._low_bit.encoded import Encoded, encoded_parts
 from optax_offload._low_bit.low_bit import low_bit
 from optax_offload._low_bit.master_weights import master_weights
+from optax_offload._low_bit.signs import moments
 from optax_offload._low_bit.stochastic_round import stochastic_round
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "low_bit_decode",
     "low_bit_encode",
     "master_weights",
+    "moments",
     "stochastic_round",
 ]

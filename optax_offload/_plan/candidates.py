@@ -124,7 +124,7 @@ class CandidateCompiler:
         return found.fused and found.used_bytes < self.candidate(selection).used_bytes
 
     def _step(self, selection: Selection) -> Step:
-        if not self._state.moves_any(selection):
+        if not self._state.changes_any(selection):
             return self._factory.plain_step()
         config = self._state.config(selection)
         return self._factory.step(lambda inner: _offload.offload(inner, config))

@@ -53,17 +53,28 @@ class MovableState:
         chosen = [x for pattern in self.selected(selection) for x in pattern.leaves]
         return sum(x.nbytes_per_device for x in (*self.moved_by_given, *chosen))
 
-    def moves_any(self, selection: Selection) -> bool:
-        """Whether any leaf moves, by the given rules or by a selection."""
-        return bool(self.moved_by_given or selection)
+    @property
+    def encoded(self) -> tuple[LeafPattern, ...]:
+        """The patterns of the leaves that are encoded, whether they move or not."""
+        return tuple(p for p in self.patterns if p.codec)
+
+    def changes_any(self, selection: Selection) -> bool:
+        """Whether any leaf moves or is encoded, by given rules or by a selection."""
+        given = self.given is not None and any(r.codec for r in self.given.rules)
+        return bool(self.moved_by_given or selection or self.encoded or given)
 
     def config(self, selection: Selection) -> _rules.OffloadConfig:
         """The given rules, and one for each pattern of a selection.
 
-        If nothing is to be moved, one that keeps all on the device.
+        Then one for each that is encoded where it is. If there is none of these, one
+        that keeps all on the device.
         """
         rules = list(self.given.rules) if self.given else []
         rules += [self._rule(pattern) for pattern in self.selected(selection)]
+        stay = [
+            p for i, p in enumerate(self.patterns) if p.codec and i not in selection
+        ]
+        rules += [_rules.Rule(p.pattern, "device", codec=p.codec) for p in stay]
         if not rules:
             rules = [_rules.Rule(".*", "device")]
         return _rules.OffloadConfig(
@@ -75,9 +86,8 @@ class MovableState:
         # What the library would find by itself need not be written: on one device, and
         # for stacked leaves on several, the leading axis.
         found = 0 if pattern.stacked or self.device_count == 1 else None
-        if pattern.slice_axis == found:
-            return _rules.Rule(pattern.pattern)
-        return _rules.Rule(pattern.pattern, slice_axis=pattern.slice_axis)
+        axis = "auto" if pattern.slice_axis == found else pattern.slice_axis
+        return _rules.Rule(pattern.pattern, slice_axis=axis, codec=pattern.codec)
 
     def _optional_where_needed(self, rule: _rules.Rule) -> _rules.Rule:
         """The rule; optional if it matches in some of several optimizers only.

@@ -19,6 +19,8 @@ class Leaf:
       nbytes_per_device: Its bytes on each device.
       slice_axis: The first axis that is not sharded; None if there is none.
       stacked: Whether it has three dimensions or more, as layers under `nn.scan` have.
+      codec: The format that a plan keeps it in; None where it keeps its dtype, or the
+        user's own rules say.
     """
 
     path: str
@@ -26,6 +28,7 @@ class Leaf:
     nbytes_per_device: int
     slice_axis: int | None
     stacked: bool
+    codec: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,11 @@ class LeafPattern:
 
     pattern: str
     leaves: tuple[Leaf, ...]
+
+    @property
+    def codec(self) -> str | None:
+        """The format of those that a plan encodes; None where it encodes none."""
+        return next((leaf.codec for leaf in self.leaves if leaf.codec), None)
 
     @property
     def nbytes_per_device(self) -> int:

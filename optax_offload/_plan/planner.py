@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from optax_offload import _rules, aot
+from optax_offload._low_bit import codec_of
 from optax_offload._plan.budget import checked_budget_bytes, environment
 from optax_offload._plan.candidates import CandidateCompiler, Progress
 from optax_offload._plan.cost import cost_of_step
@@ -23,6 +24,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     target: aot.Target,
     budget_bytes: int | None = None,
     rules: _rules.Rules | None = None,
+    codec: str | None = None,
     link_bytes_per_second: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Plan:
@@ -46,6 +48,9 @@ def plan(  # noqa: PLR0913 - keyword-only options
         memory less a reserve, 10 % on a GPU and 2 % on a TPU.
       rules: What is decided already: what goes, and (``memory_kind="device"``) what
         stays. The plan decides about leaves that none of them matches.
+      codec: A format in which moments may be kept, such as ``"int8"``; see `low_bit`.
+        If the step does not fit as it is, all that optax is known to have and no rule
+        decides about are, before anything more moves. None leaves their dtype.
       link_bytes_per_second: Each way between host and device, for the cost; by default
         what is documented. See `measure_link`.
       progress: Is told what is being compiled, and then what came of it.
@@ -85,12 +90,20 @@ def plan(  # noqa: PLR0913 - keyword-only options
     budget_bytes = checked_budget_bytes(budget_bytes, target)
     given = None if rules is None else _rules.as_config(rules)
     factory = StepFactory(make_step, target, args)
-    state = movable_state(record(factory), given, target.device_count)
+    if codec is not None:
+        codec_of(codec)
+    state = movable_state(record(factory, given), given, target.device_count)
     compiler = CandidateCompiler(factory, state, budget_bytes, progress)
-    sizes = [pattern.nbytes_per_device for pattern in state.patterns]
     nothing: Selection = frozenset()
     before = compiler.candidate(nothing)
     fused = before if before.fits else compiler.candidate(nothing, fuse=True)
+    compiled = compiler.compiled
+    if codec is not None and not (before.fits or fused.fits):
+        recorded = record(factory, given, codec)
+        state = movable_state(recorded, given, target.device_count)
+        compiler = CandidateCompiler(factory, state, budget_bytes, progress)
+        compiler.compiled = compiled
+    sizes = [pattern.nbytes_per_device for pattern in state.patterns]
     # Where gradients have to wait for a norm, it lowers the peak only if state moves.
     fuse = not before.fits and any(
         compiler.fusing_lowers_the_peak(x) for x in (nothing, state.everything)
@@ -107,9 +120,10 @@ def plan(  # noqa: PLR0913 - keyword-only options
         budget_bytes=budget_bytes,
         config=state.config(selection),
         moved=state.selected(selection),
+        encoded=state.encoded,
         before=before,
         after=after,
-        compiled=tuple(compiler.compiled),
+        compiled=tuple(compiled),
         cost=cost_of_step(factory, after, link_bytes_per_second),
         environment=environment(
             target, after.used_bytes, after.moved_bytes + after.stored_bytes

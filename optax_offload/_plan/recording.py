@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import optax
 from jax.sharding import Sharding
 
-from optax_offload import _memory, _offload, _trees, aot
-from optax_offload._plan.patterns import Leaf
+from optax_offload import _memory, _offload, _rules, _trees, aot
+from optax_offload._low_bit import encoded_parts, low_bit, moments
+from optax_offload._plan.patterns import Leaf, pattern_of
 from optax_offload._plan.step import StepFactory
 
 
@@ -27,15 +30,24 @@ class RecordedOptimizer(NamedTuple):
     parameter_bytes: int
 
 
-def record(factory: StepFactory) -> tuple[RecordedOptimizer, ...]:
+def record(
+    factory: StepFactory,
+    given: _rules.OffloadConfig | None = None,
+    codec: str | None = None,
+) -> tuple[RecordedOptimizer, ...]:
     """Calls a step factory, and notes the state of each optimizer.
+
+    Args:
+      factory: Makes the step.
+      given: The rules that the user gave, some of which may have a codec.
+      codec: The format for moments of which no given rule decides; None for none.
 
     Raises:
       TypeError: the factory returns something else than a `Step`.
       ValueError: the factory gives no optimizer to ``offload``, or does not initialise
         it.
     """
-    calls: list[tuple[Any, Any] | None] = []
+    calls: list[tuple[Any, Any, Mapping[str, str]] | None] = []
 
     def offload(inner: Any) -> Any:
         wrapped = _offload.check_inner(inner)
@@ -44,7 +56,11 @@ def record(factory: StepFactory) -> tuple[RecordedOptimizer, ...]:
 
         def init(params: Any) -> Any:
             state = wrapped.init(params)
-            calls[position] = (_types(params), _types(state))
+            rules = _codecs(state, given, codec)
+            if rules is not None:
+                state = low_bit(wrapped, rules, codec=None).init(params)
+            formats = encoded_parts(state) if codec else {}
+            calls[position] = (_types(params), _types(state), formats)
             return state
 
         return optax.GradientTransformationExtraArgs(init, wrapped.update)
@@ -61,12 +77,46 @@ def record(factory: StepFactory) -> tuple[RecordedOptimizer, ...]:
     recorded = []
     for call in calls:
         assert call is not None
-        params, state = call
+        params, state, formats = call
         leaves = [_leaf(path, x, arguments, factory.target) for path, x in state]
+        leaves = _joined(leaves, formats, codec)
         weights = [_leaf(path, x, arguments, factory.target) for path, x in params]
         nbytes = sum(leaf.nbytes_per_device for leaf in weights)
         recorded.append(RecordedOptimizer(tuple(leaves), nbytes))
     return tuple(recorded)
+
+
+def _codecs(
+    state: Any, given: _rules.OffloadConfig | None, codec: str | None
+) -> _rules.OffloadConfig | None:
+    """The rules with a codec: those given, then one for moments that are left."""
+    rules = list(given.made_lenient().rules) if given else []
+    if codec is not None:
+        patterns = sorted({pattern_of(path) for path in moments(state)})
+        if patterns:
+            rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
+    return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
+
+
+def _joined(
+    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: str | None
+) -> list[Leaf]:
+    """With codes and scales as one leaf again, which one rule moves."""
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
+        if path is None:
+            found[leaf.path] = leaf
+        elif path not in found:
+            found[path] = dataclasses.replace(leaf, path=path, codec=codec)
+        else:
+            whole = found[path]
+            found[path] = dataclasses.replace(
+                whole,
+                nbytes=(whole.nbytes or 0) + (leaf.nbytes or 0),
+                nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,
+            )
+    return list(found.values())
 
 
 def _types(tree: Any) -> list[tuple[str, Any]]:

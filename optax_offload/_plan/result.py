@@ -27,6 +27,7 @@ class Plan:
       config: The rules. If nothing is to be moved, one that keeps all on the device.
       moved: The leaves that the plan moves, beside what was given: for each of its
         rules the ``pattern`` and the ``leaves``.
+      encoded: The leaves that it encodes, whether they move or not.
       before: The step as the given rules have it: the plain one if there are none.
       after: The step with the plan; the same if nothing is to be moved. The ``parts``
         of both are of parameters, gradients, activations (with all else that is
@@ -52,11 +53,15 @@ class Plan:
     cost: Cost
     environment: Mapping[str, str]
     fused: CompiledCandidate | None = None
+    encoded: tuple[LeafPattern, ...] = ()
 
     @property
     def empty(self) -> bool:
-        """Whether all state stays on the device."""
-        return all(rule.memory_kind == "device" for rule in self.config.rules)
+        """Whether all state stays on the device, as it is."""
+        return all(
+            rule.memory_kind == "device" and rule.codec is None
+            for rule in self.config.rules
+        )
 
     def offload(self, inner: Any) -> Any:
         """Wraps an optimizer as the plan says: with `offload`, or not at all.
@@ -77,7 +82,8 @@ class Plan:
 
     def rule_file(self) -> str:
         """The text that `save` writes."""
-        return rule_file_text(self.config, self.moved, self._summary())
+        kept = [p for p in self.encoded if p not in self.moved]
+        return rule_file_text(self.config, self.moved, kept, self._summary())
 
     def _summary(self) -> list[str]:
         took = sum(c.seconds for c in self.compiled)
@@ -95,6 +101,7 @@ class Plan:
                 "of state in host memory"
             )
         lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
+        lines += self.numerics()
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
 
     def fusing(self) -> list[str]:
@@ -114,6 +121,19 @@ class Plan:
             )
         return lines
 
+    def numerics(self) -> list[str]:
+        """What the codec does to the numbers, and where that was measured."""
+        codec = next((p.codec for p in self.encoded), None)
+        if codec is None:
+            return []
+        count = sum(len(p.leaves) for p in self.encoded)
+        size = sum(p.nbytes_per_device for p in self.encoded)
+        return [
+            f"{count} leaves of moments are kept as {codec}: {size_text(size)} on each "
+            "device. Updates are not those of float32: docs/low-bits.md has what "
+            "training makes of it"
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs: what `optax-offload fit --json` prints."""
         rules = [
@@ -123,6 +143,7 @@ class Plan:
                 "min_bytes": rule.min_bytes,
                 "slice_axis": rule.slice_axis,
                 "optional": rule.optional,
+                "codec": rule.codec,
             }
             for rule in self.config.rules
         ]

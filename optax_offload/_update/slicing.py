@@ -165,6 +165,7 @@ class Analysis:
       positions: The equations that are evaluated for slices.
       whole: Variables that are not followed back, since they are computed anyway.
       follow_all: Whether all equations are followed back, and not arithmetic alone.
+      follow: Further primitives that are followed back where that can be done.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class Analysis:
         self.positions: set[int] = set()
         self.whole: Collection[jex.Var] = ()
         self.follow_all = False
+        self.follow: Collection[str] = ()
         self._rows = rows
         self._equations = equations
         self._producers = producers
@@ -206,6 +208,8 @@ class Analysis:
             e = self._equations[position]
             arithmetic = rule_of(e).arithmetic and len(e.outvars) == 1
             if not (arithmetic or self.follow_all):
+                if e.primitive.name in self.follow:
+                    self._demand_operands(e, position, axis)
                 continue
             outs = [axis if v is a else None for v in e.outvars]
             ins = rule_of(e).backward(e, outs, self._rows)
@@ -213,6 +217,19 @@ class Analysis:
             wanted += [
                 (x, i) for x, i in zip(e.invars, ins, strict=True) if i is not None
             ]
+
+    def _demand_operands(self, e: jex.JaxprEqn, position: int, axis: int) -> None:
+        """Has what an equation takes counted in rows; nothing if that cannot be."""
+        more = copy.copy(self)
+        more.axes, more.positions = dict(self.axes), set(self.positions)
+        try:
+            ins = rule_of(e).backward(e, [axis], self._rows)
+            for a, wanted in zip(e.invars, ins, strict=True):
+                if wanted is not None:
+                    more.demand(a, wanted)
+        except NotRowLocalError:
+            return
+        self.axes, self.positions = more.axes, {*more.positions, position}
 
     def with_result(self, v: jex.Var, like: jex.Var) -> Analysis | None:
         """With another result, which has its rows where an input has; if it can be."""

@@ -89,6 +89,12 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         pathlib.Path | None,
         typer.Option(help="A rule file of what has to go, and what has to stay."),
     ] = None,
+    allow: Annotated[
+        str | None,
+        typer.Option(
+            help="A codec in which moments may be kept, such as int8, before any moves."
+        ),
+    ] = None,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="Write the rule file here.")
     ] = None,
@@ -112,6 +118,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 target=Target(target),
                 budget_bytes=None if budget is None else parse_size(budget),
                 rules=None if rules is None else _rule_files.load_config(rules),
+                codec=allow,
                 link_bytes_per_second=link,
                 progress=progress,
             )

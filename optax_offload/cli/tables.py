@@ -39,14 +39,15 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     if plan.before.fits:
         fits = "fits as it is: nothing is moved"
     elif not plan.moved:
-        fits = "fits with its updates in the backward pass: nothing is moved"
+        how = "moments encoded" if plan.encoded else "its updates in the backward pass"
+        fits = f"fits with {how}: nothing is moved"
     else:
         fits = "fits with this plan"
     console.print(
         f"[bold]{plan.target.name}[/bold], {size_text(plan.budget_bytes)} on each "
         f"device: [bold]{fits}[/bold]"
     )
-    for line in plan.fusing():
+    for line in (*plan.fusing(), *plan.numerics()):
         console.print(line, highlight=False, soft_wrap=True)
     if plan.moved:
         moved = [
