@@ -3,7 +3,7 @@
 from optax_offload._low_bit.codecs import CODECS, codec_of
 from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
 from optax_offload._low_bit.encoded import Encoded
-from optax_offload._low_bit.low_bit import low_bit
+from optax_offload._low_bit.low_bit import low_bit, warn_of_blocks
 from optax_offload._low_bit.master_weights import master_weights
 from optax_offload._low_bit.stochastic_round import stochastic_round
 
@@ -16,4 +16,5 @@ __all__ = [
     "low_bit_encode",
     "master_weights",
     "stochastic_round",
+    "warn_of_blocks",
 ]

@@ -32,8 +32,8 @@ _NEVER_NEGATIVE: dict[str, tuple[str, ...]] = {
     "ScaleBySimplifiedAdEMAMixState": ("n",),
 }
 
-# Parameters that an update is a difference of, or a distance from: what rounding changes
-# of them is of the size of the update, and more.
+# Parameters that an update is a difference of, or a distance from: what rounding
+# changes of them is of the size of the update, and more.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "COCOBState": ("init_particles",),
     "DoGState": ("init_params",),

@@ -108,7 +108,7 @@ class _LowBit:
         # So that what is encoded is never there whole.
         shardings = _templates.init_shardings(self._init, params)
         state = jax.jit(self._init, out_shardings=shardings)(params)
-        _warn_of_blocks(state)
+        warn_of_blocks(state)
         return state
 
     def update(
@@ -121,12 +121,15 @@ class _LowBit:
         """As of `optax.GradientTransformationExtraArgs`."""
         decoded = low_bit_decode(state, params)
         updates, new = self.inner.update(updates, decoded, params, **extra_args)
-        before = {path: x for path, x in _leaves(state) if is_encoded(x)}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+        # By their keys: two leaves can have the same path.
+        before = {keys: x for keys, x in leaves if is_encoded(x)}
 
         def encode(keys: Any, x: Any) -> Any:
-            path = _trees.path_string(keys)
-            old = before.get(path)
-            return x if old is None else Encoded.of(x, old.codec, path, old.step)
+            old = before.get(keys)
+            if old is None:
+                return x
+            return Encoded.of(x, old.codec, _trees.path_string(keys), old.step)
 
         return updates, jax.tree_util.tree_map_with_path(encode, new)
 
@@ -174,17 +177,12 @@ class _LowBit:
         return jax.tree.unflatten(structure, encoded)
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    """The leaves of a state, encoded ones as one, with their paths."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
-    return [(_trees.path_string(keys), x) for keys, x in leaves]
-
-
-def _warn_of_blocks(state: Any) -> None:
+def warn_of_blocks(state: Any) -> None:
     """Warns of blocks that lie on two devices: in Auto mode no type says so before."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
     cut = [
-        path
-        for path, x in _leaves(state)
+        _trees.path_string(keys)
+        for keys, x in leaves
         if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.chunk
     ]
     if cut:

@@ -101,7 +101,20 @@ def encode(name, signed):
 def encoded(name, signed, x):
     """Codes and scales, in numpy."""
     codes, scales = encode(name, signed)(jnp.asarray(x))
-    return np.asarray(codes), None if scales is None else np.asarray(scales)
+    if scales is None:
+        return np.asarray(codes), None
+    dtype = {"float8": ml_dtypes.float8_e4m3fn, "int8": np.uint8}.get(name)
+    dtype = dtype or (np.int8 if signed else np.uint8)
+    return bytes_of(name, codes).view(dtype), np.asarray(scales)
+
+
+def bytes_of(name, words):
+    """The codes of 8 bits in words of 16: of each chunk half in the lower bytes."""
+    words = np.asarray(words)
+    assert words.dtype == np.uint16
+    words = words.reshape(*words.shape[:-1], -1, codec_of(name).chunk // 2)
+    codes = np.concatenate([words & 0xFF, words >> 8], -1).astype(np.uint8)
+    return codes.reshape(*codes.shape[:-2], -1)
 
 
 @functools.cache
@@ -225,7 +238,7 @@ def test_edges_are_as_published(name, signed, block, kind):
 
 @formats
 def test_a_block_of_equal_values_keeps_them(name, signed, block):
-    """To the format's precision; in the signed map -1 is not, but -0.993 (as theirs)."""
+    """To the format's precision; the signed map has no -1, but -0.993 (as theirs)."""
     x = special("equal", signed)
     within = 5e-4 if name == "int8-companded" else 2e-7
     np.testing.assert_allclose(decoded(name, signed, x), x, rtol=within)
@@ -304,21 +317,28 @@ def floats32():
     return st.lists(st.one_of(bits, near), min_size=64, max_size=64)
 
 
+@jax.jit
+def halves(x):
+    """The parameter, what it lacks, and both together."""
+    codec = codecs.Bfloat16Remainder()
+    param, (codes, _) = codec.upper(x), codec.encode(x)
+    return param, codes, codec.decode_with(codes, param)
+
+
 @given(floats32())
-@settings(deadline=None)
+@settings(deadline=None, max_examples=25)
 def test_a_remainder_and_its_parameter_are_exact(bits):
     """Of every float32: ties, denormals, zeros, infinities; a NaN stays one."""
     x = np.array(bits, np.uint32).view(np.float32)
-    codec = codecs.Bfloat16Remainder()
-    param = codec.upper(jnp.asarray(x))
-    codes, scales = codec.encode(jnp.asarray(x))
-    assert (param.dtype, codes.dtype, scales) == (jnp.bfloat16, jnp.int16, None)
-    back = np.asarray(codec.decode_with(codes, param))
+    param, codes, back = halves(jnp.asarray(x))
+    assert (param.dtype, codes.dtype) == (jnp.bfloat16, jnp.int16)
+    back = np.asarray(back)
     nan = np.isnan(x)
     assert np.all(np.isnan(back[nan]))
     np.testing.assert_array_equal(back[~nan].view(np.uint32), x[~nan].view(np.uint32))
     # And the parameter is the nearest there is, halves away from zero.
-    nearest = x.astype(ml_dtypes.bfloat16)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        nearest = x.astype(ml_dtypes.bfloat16)
     tie = (x.view(np.uint32) & 0xFFFF) == 0x8000
     compared = np.isfinite(x) & ~tie
     np.testing.assert_array_equal(
@@ -403,6 +423,7 @@ def test_formats_without_a_choice_of_sign_have_one():
         ("int8", (15, 256), jnp.float32, "under 4096 values"),
         ("int8", (64, 320), jnp.float32, "256 does not divide its last axis, 320"),
         ("int8-companded", (64, 320), jnp.float32, None),
+        ("int8-companded", (64, 96), jnp.float32, "64 does not divide its last axis"),
         ("int8", (16, 256), jnp.bfloat16, None),
         ("bfloat16", (16, 256), jnp.bfloat16, "bfloat16 is as small"),
         ("int8", (16, 256), jnp.float8_e4m3fn, "float8_e4m3fn is as small"),
@@ -412,14 +433,16 @@ def test_formats_without_a_choice_of_sign_have_one():
 def test_why_not(name, shape, dtype, why):
     """Each reason to keep a leaf's dtype."""
     x = jax.ShapeDtypeStruct(shape, dtype)
-    assert why_not(codec_of(name), x, shape[-1]) == why
+    told = why_not(codec_of(name), x, shape[-1])
+    assert told is None if why is None else told.startswith(why)
 
 
 @pytest.mark.parametrize("name", CODECS)
 def test_bits_at_rest(name):
     """As many as the parts of an encoded leaf have."""
-    codec = codec_of(name)
-    codes, scales = encoded(name, True, moments(True))
+    codec, x = codec_of(name), moments(True)
+    codes, scales = encode(name, True)(jnp.asarray(x))
     nbytes = codes.nbytes + (0 if scales is None else scales.nbytes)
-    assert 8 * nbytes == codec.bits * codes.size
+    assert 8 * nbytes == codec.bits * x.size
+    assert codes.size * codec.codes_in_word == x.size
     assert ("scales" in codec.parts) == (scales is not None)
