@@ -14,7 +14,7 @@ import optax
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, split
-from optax_offload._low_bit import low_bit
+from optax_offload._low_bit import low_bit, warn_of_blocks
 from optax_offload._update import (
     Deferred,
     Schedule,
@@ -158,7 +158,9 @@ class _Offloading:
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
             init, args = _Offloading(inner, self._config, "raise")._traced_init, ()
         shardings = _templates.init_shardings(init, params)
-        return jax.jit(init, out_shardings=shardings)(args)
+        state = jax.jit(init, out_shardings=shardings)(args)
+        warn_of_blocks(state)
+        return state
 
     def update(
         self,

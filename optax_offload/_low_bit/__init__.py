@@ -3,9 +3,9 @@
 from optax_offload._low_bit.codecs import CODECS, codec_of
 from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
 from optax_offload._low_bit.encoded import Encoded, encoded_parts
-from optax_offload._low_bit.low_bit import low_bit
+from optax_offload._low_bit.known_fields import moments
+from optax_offload._low_bit.low_bit import low_bit, warn_of_blocks
 from optax_offload._low_bit.master_weights import master_weights
-from optax_offload._low_bit.signs import moments
 from optax_offload._low_bit.stochastic_round import stochastic_round
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "master_weights",
     "moments",
     "stochastic_round",
+    "warn_of_blocks",
 ]

@@ -78,7 +78,8 @@ def low_bit_encode(state: Any, like: Any) -> Any:
 
     Raises:
       ValueError: The trees differ but for what is encoded, or a value is infinite or
-        NaN, or negative where codes have no sign; all such leaves are named.
+        NaN, or negative where codes have no sign, or a leaf has other codes already;
+        all such leaves are named.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -98,20 +99,30 @@ def low_bit_encode(state: Any, like: Any) -> Any:
             + (f", at {_trees.listed(differing)}" if differing else "")
         )
     found: list[Any] = []
+    others: list[str] = []
     lost: list[str] = []
     for (keys, x), (_, to) in zip(leaves, wanted, strict=True):
         path = _trees.path_string(keys)
+        if is_encoded(x):
+            others += [path] * (not is_encoded(to) or x.codec != to.codec)
         if not is_encoded(to) or is_encoded(x):
             found.append(x)
             continue
         if tuple(x.shape) != tuple(to.shape):
             raise ValueError(f"{path!r} has shape {x.shape}, and like has {to.shape}")
-        encoded = _in_its_memory(
-            lambda x, to=to, path=path: Encoded.of(x, to.codec, path), x
-        )
-        if not _memory.is_traced(x) and not _holds(encoded, x):
-            lost.append(path)
+
+        def encode(x: Any, to: Encoded = to, path: str = path) -> tuple[Encoded, Any]:
+            encoded = Encoded.of(x.astype(to.dtype), to.codec, path)
+            return encoded, _holds(encoded, x)
+
+        encoded, holds = _in_its_memory(encode, x)
+        lost += [path] * (not _memory.is_traced(x) and not holds)
         found.append(_placed(encoded, to))
+    if others:
+        raise ValueError(
+            f"{_trees.listed(others)}: encoded already, and not as in like. Decode the "
+            "state first: low_bit_encode(low_bit_decode(state), like)"
+        )
     if lost:
         raise ValueError(
             f"{_trees.listed(lost)}: values that are infinite or NaN, or negative "
@@ -145,12 +156,13 @@ def _in_its_memory(fn: Any, x: Any) -> Any:
     return put(jax.jit(fn)(put(x, "device")), "pinned_host")
 
 
-def _holds(encoded: Encoded, x: Any) -> bool:
+def _holds(encoded: Encoded, x: Any) -> jax.Array:
     """Whether what was encoded is finite."""
     if isinstance(encoded.codec, Bfloat16Remainder):
-        return bool(jnp.all(jnp.isfinite(x)))
-    parts = [encoded.scales] if encoded.scales is not None else [encoded.codes]
-    return all(bool(jnp.all(jnp.isfinite(p.astype(jnp.float32)))) for p in parts)
+        kept = x
+    else:
+        kept = encoded.codes if encoded.scales is None else encoded.scales
+    return jnp.all(jnp.isfinite(kept))
 
 
 def _placed(encoded: Encoded, like: Encoded) -> Encoded:

@@ -13,7 +13,7 @@ from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import OffloadWarning
-from optax_offload._low_bit import codecs, signs
+from optax_offload._low_bit import codecs, known_fields
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 from optax_offload._low_bit.master_weights import master_paths
@@ -61,7 +61,8 @@ def low_bit(
     Raises:
       TypeError: ``inner`` is no transformation, or the rules are of no known form.
       ValueError: ``codec`` is none of the above; or, from ``init``, a rule matches no
-        leaf, or asks for a remainder of what are no master weights.
+        leaf, or asks for a remainder of what are no master weights, or for less
+        than that of what are parameters (as in ``optax.contrib.schedule_free``).
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -107,7 +108,7 @@ class _LowBit:
         # So that what is encoded is never there whole.
         shardings = _templates.init_shardings(self._init, params)
         state = jax.jit(self._init, out_shardings=shardings)(params)
-        _warn_of_blocks(state)
+        warn_of_blocks(state)
         return state
 
     def update(
@@ -120,12 +121,15 @@ class _LowBit:
         """As of `optax.GradientTransformationExtraArgs`."""
         decoded = low_bit_decode(state, params)
         updates, new = self.inner.update(updates, decoded, params, **extra_args)
-        before = {path: x for path, x in _leaves(state) if is_encoded(x)}
+        leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+        # By their keys: two leaves can have the same path.
+        before = {keys: x for keys, x in leaves if is_encoded(x)}
 
         def encode(keys: Any, x: Any) -> Any:
-            path = _trees.path_string(keys)
-            old = before.get(path)
-            return x if old is None else Encoded.of(x, old.codec, path, old.step)
+            old = before.get(keys)
+            if old is None:
+                return x
+            return Encoded.of(x, old.codec, _trees.path_string(keys), old.step)
 
         return updates, jax.tree_util.tree_map_with_path(encode, new)
 
@@ -133,12 +137,14 @@ class _LowBit:
         state = self.inner.init(params)
         leaves, structure = jax.tree_util.tree_flatten_with_path(state)
         paths = [_trees.path_string(keys) for keys, _ in leaves]
-        never_negative = signs.never_negative(state)
+        never_negative = known_fields.never_negative(state)
         masters = master_paths(state)
+        parameters = known_fields.parameters(state) | masters
         sizes = [_memory.movable_nbytes(x) for _, x in leaves]
         placements = _rules.place(self.config, list(zip(paths, sizes, strict=True)))
         encoded: list[Any] = []
         strangers: list[str] = []
+        lossy: list[str] = []
         for path, (_, x), placed in zip(paths, leaves, placements, strict=True):
             rule = placed.rule
             name = rule and (rule.codec or self.codec)
@@ -149,29 +155,34 @@ class _LowBit:
             codec = codecs.codec_of(
                 name, path not in never_negative if signed is None else signed
             )
-            if isinstance(codec, codecs.Bfloat16Remainder) and path not in masters:
-                strangers.append(path)
             whole = codec.why_not(x) is not None
+            if isinstance(codec, codecs.Bfloat16Remainder):
+                if path not in masters:
+                    strangers.append(path)
+            elif path in parameters and not whole:
+                lossy.append(path)
             encoded.append(x if whole else Encoded.of(_unfolded(x), codec, path))
         if strangers:
             raise ValueError(
                 f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it is for "
                 "the weights that optax_offload.master_weights keeps, at .*master/.*"
             )
+        if lossy:
+            raise ValueError(
+                f"a codec for {_trees.listed(lossy)}: these are parameters, and what "
+                "rounding changes of them is no less than an update. Give rules that "
+                "leave them out; 'bfloat16-remainder' is exact, for the weights that "
+                "optax_offload.master_weights keeps"
+            )
         return jax.tree.unflatten(structure, encoded)
 
 
-def _leaves(state: Any) -> list[tuple[str, Any]]:
-    """The leaves of a state, encoded ones as one, with their paths."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
-    return [(_trees.path_string(keys), x) for keys, x in leaves]
-
-
-def _warn_of_blocks(state: Any) -> None:
+def warn_of_blocks(state: Any) -> None:
     """Warns of blocks that lie on two devices: in Auto mode no type says so before."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
     cut = [
-        path
-        for path, x in _leaves(state)
+        _trees.path_string(keys)
+        for keys, x in leaves
         if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.chunk
     ]
     if cut:

@@ -1,8 +1,7 @@
-"""Moments that are never negative, of the optimizers that optax has."""
+"""What is known of the fields of optax's states: signs, moments, parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,7 +32,6 @@ _NEVER_NEGATIVE: dict[str, tuple[str, ...]] = {
     "ScaleBySimplifiedAdEMAMixState": ("n",),
 }
 
-
 # Those that are averages of gradients, and have a sign.
 _SIGNED: dict[str, tuple[str, ...]] = {
     "DAdaptAdamWState": ("exp_avg",),
@@ -57,29 +55,58 @@ _SIGNED: dict[str, tuple[str, ...]] = {
 }
 
 
+# Parameters that an update is a difference of, or a distance from: what rounding
+# changes of them is of the size of the update, and more.
+_PARAMETERS: dict[str, tuple[str, ...]] = {
+    "COCOBState": ("init_particles",),
+    "DoGState": ("init_params",),
+    "DoWGState": ("init_params",),
+    "MadgradState": ("x0",),
+    "MechanicState": ("x0",),
+    "ProdigyState": ("params0",),
+    "ScaleByLBFGSState": ("params",),
+    "ScheduleFreeState": ("z",),
+}
+
+
 def never_negative(state: Any) -> set[str]:
     """The paths of the leaves of an optax state that are known to be at least zero."""
-    return _paths(state, _NEVER_NEGATIVE)
+    return _paths_of(state, _NEVER_NEGATIVE)
 
 
 def moments(state: Any) -> set[str]:
     """The paths of the leaves of an optax state that are known to be moments."""
-    return _paths(state, _NEVER_NEGATIVE) | _paths(state, _SIGNED)
+    return _paths_of(state, _NEVER_NEGATIVE) | _paths_of(state, _SIGNED)
 
 
-def _paths(state: Any, table: Mapping[str, tuple[str, ...]]) -> set[str]:
-    def fields(x: Any) -> tuple[str, ...]:
-        cls = type(x)
-        known = cls.__module__.split(".")[0] == "optax"
-        return table.get(cls.__name__, ()) if known else ()
+def parameters(state: Any) -> set[str]:
+    """The paths of the leaves of an optax state that are known to be parameters."""
+    return _paths_of(state, _PARAMETERS)
 
+
+def _paths_of(
+    state: Any, known: dict[str, tuple[str, ...]], above: tuple[Any, ...] = ()
+) -> set[str]:
+    """The paths of all leaves in these fields, of states within others too."""
     paths: set[str] = set()
     nodes, _ = jax.tree_util.tree_flatten_with_path(
-        state, is_leaf=lambda x: bool(fields(x))
+        state, is_leaf=lambda x: bool(_fields(x, known))
     )
     for keys, node in nodes:
-        for field in fields(node):
-            inside, _ = jax.tree_util.tree_flatten_with_path(getattr(node, field))
-            key = jax.tree_util.GetAttrKey(field)
-            paths.update(_trees.path_string((*keys, key, *k)) for k, _ in inside)
+        fields = _fields(node, known)
+        for name in node._fields if fields else ():
+            here = (*above, *keys, jax.tree_util.GetAttrKey(name))
+            value = getattr(node, name)
+            if name in fields:
+                inside, _ = jax.tree_util.tree_flatten_with_path(value)
+                paths.update(_trees.path_string((*here, *k)) for k, _ in inside)
+            else:
+                paths |= _paths_of(value, known, here)
     return paths
+
+
+def _fields(x: Any, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    cls = type(x)
+    if cls.__module__.split(".")[0] != "optax":
+        return ()
+    return known.get(cls.__name__, ())

@@ -1,0 +1,94 @@
+"""Float32 weights in the state, whole and as what bfloat16 parameters lack."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from harness import bits
+from low_bit_cases import distance, make_params
+
+import optax_offload as oo
+
+LR = 1e-2
+
+
+@pytest.mark.parametrize("codec", [None, "bfloat16-remainder"])
+def test_master_weights_are_float32_weights(codec):
+    """As training in float32: parameters are those, rounded; in 2 + 2 bytes as well."""
+    start = make_params(jnp.bfloat16)
+    inner = optax.adamw(LR)
+    tx = oo.master_weights(inner)
+    if codec:
+        tx = oo.low_bit(tx, oo.Rule("master/.*", codec=codec))
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    weights = jax.tree.map(lambda x: x.astype(jnp.float32), start)
+    plain_state, state, params = inner.init(weights), tx.init(start), start
+    update = jax.jit(inner.update)
+    for i in range(4):
+        grads = jax.tree.map(lambda x, i=i: jnp.cos(x * (i + 1)), start)
+        updates, plain_state = update(
+            jax.tree.map(lambda x: x.astype(jnp.float32), grads), plain_state, weights
+        )
+        weights = optax.apply_updates(weights, updates)
+        params, state = step(params, state, grads)
+        master = oo.low_bit_decode(state, params).master
+        assert distance(master, weights) <= 1e-7
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
+        assert distance(params, weights) <= 0.003
+    if codec:
+        assert state.master["embed"].codes.dtype == jnp.int16
+
+
+def test_master_weights_skip_what_is_float32():
+    """Such a parameter is its own master; masked leaves and empty trees are left."""
+    params = make_params(jnp.bfloat16)
+    params["layers"]["bias"] = jnp.ones(24)
+    masked = optax.masked(
+        oo.master_weights(optax.adam(LR)),
+        {"embed": True, "layers": {"kernel": False, "bias": True}},
+    )
+    grads = jax.tree.map(jnp.ones_like, params)
+    state = masked.init(params)
+    master = state.inner_state.master
+    assert master["layers"]["bias"] == optax.MaskedNode()
+    assert master["embed"].dtype == jnp.float32
+    updates, new = masked.update(grads, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert bits(updates["layers"]["kernel"]) == bits(grads["layers"]["kernel"])
+    params = optax.apply_updates(params, updates)
+    assert params["layers"]["bias"].dtype == jnp.float32
+    np.testing.assert_allclose(params["layers"]["bias"], 1 - LR, rtol=1e-5)
+
+
+def test_master_weights_of_frozen_parameters():
+    """A parameter that is None has no update either."""
+    params = {"w": jnp.ones((16, 256), jnp.bfloat16), "frozen": None}
+    tx = oo.master_weights(optax.sgd(LR))
+    updates, _ = tx.update(params, tx.init(params), params)
+    assert updates["frozen"] is None
+
+
+def test_errors_of_master_weights():
+    """A factory, no parameters, and halves without their parameters."""
+    with pytest.raises(TypeError, match=r"wraps an optax\.GradientTransformation"):
+        oo.master_weights(optax.adamw)
+    params = make_params(jnp.bfloat16)
+    tx = oo.master_weights(optax.sgd(LR))
+    with pytest.raises(ValueError, match=r"master_weights needs params: tx\.update"):
+        tx.update(params, tx.init(params))
+    tx = oo.low_bit(tx, oo.Rule("master/.*", codec="bfloat16-remainder"))
+    with pytest.raises(ValueError, match=r"'master/embed', .*: half of each is in"):
+        tx.update(params, tx.init(params))
+
+
+def test_master_weights_are_refused_another_codec():
+    """They are parameters, too."""
+    tx = oo.low_bit(oo.master_weights(optax.adam(LR)), ".*master.*")
+    with pytest.raises(ValueError, match=r"'master/embed', .*: these are parameters"):
+        tx.init(make_params(jnp.bfloat16))
