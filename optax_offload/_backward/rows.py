@@ -161,7 +161,7 @@ def follow(
     return walk.found()
 
 
-# What decodes state, beside arithmetic: else all of it would be decoded ahead of a scan.
+# What decodes state, beside arithmetic: else it would be decoded whole, before a scan.
 LAYOUT = {
     "bitcast_convert_type",
     "broadcast_in_dim",

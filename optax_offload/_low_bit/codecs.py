@@ -29,21 +29,44 @@ class Codec:
 
     Attributes:
       signed: Whether values can be negative. Without a sign codes are twice as fine.
-      has_unsigned: Whether there are codes without a sign.
       block: So many values along the last axis share a scale; 1 where there is none.
-      chunk: Values along the last axis come in so many: of some blocks, whose codes
-        share words.
-      bits: The bits of a value at rest, its part of a scale included.
+      name: What rules call it.
+      has_unsigned: Whether there are codes without a sign.
+      blocks: The sizes that blocks can have: the published one, and smaller ones for
+        leaves whose last axis it does not divide, as of attention heads.
+      blocks_in_chunk: Values along the last axis come in chunks of so many blocks,
+        whose codes share words.
+      code_bits: The bits of a value's code.
       parts: What an encoded leaf consists of.
     """
 
     signed: bool = True
+    block: int = 0
     name: ClassVar[str]
     has_unsigned: ClassVar[bool] = False
-    block: ClassVar[int] = 1
-    chunk: ClassVar[int] = 1
-    bits: ClassVar[float]
+    blocks: ClassVar[tuple[int, ...]] = (1,)
+    blocks_in_chunk: ClassVar[int] = 1
+    code_bits: ClassVar[int]
     parts: ClassVar[tuple[str, ...]] = ("codes",)
+
+    def __post_init__(self):
+        object.__setattr__(self, "block", self.block or self.blocks[0])
+
+    @property
+    def chunk(self) -> int:
+        """The values along the last axis of which there must be a multiple."""
+        return self.block * self.blocks_in_chunk
+
+    @property
+    def bits(self) -> float:
+        """The bits of a value at rest, its part of a scale included."""
+        return self.code_bits
+
+    def fitting(self, x: Any) -> Codec:
+        """The same in the largest blocks that divide the last axis of a leaf."""
+        last = _last_axis(x)
+        sized = (dataclasses.replace(self, block=block) for block in self.blocks)
+        return next((codec for codec in sized if last % codec.chunk == 0), self)
 
     @property
     def codes_in_word(self) -> int:
@@ -62,9 +85,10 @@ class Codec:
             return f"under {LEAST_SIZE} values"
         if jnp.finfo(x.dtype).bits <= self.bits:
             return f"{x.dtype} is as small"
-        last = (_memory.shape_on_each_device(x) or (1,))[-1]
+        last = _last_axis(x)
         if last % self.chunk:
-            return f"{self.chunk} does not divide its last axis, {last}"
+            least = self.blocks[-1] * self.blocks_in_chunk
+            return f"{least} does not divide its last axis, {last}"
         return None
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -82,8 +106,14 @@ class _Blocks(Codec):
     Codes have 8 bits, and two of them are a word.
     """
 
+    code_bits = 8
     scale_dtype: ClassVar[Any] = jnp.float32
     parts = ("codes", "scales")
+
+    @property
+    def bits(self) -> float:
+        """The bits of a value at rest, its part of a scale included."""
+        return self.code_bits + 8 * jnp.dtype(self.scale_dtype).itemsize / self.block
 
     @property
     def codes_in_word(self) -> int:
@@ -129,8 +159,7 @@ class Int8(_Blocks):
 
     name = "int8"
     has_unsigned = True
-    block = chunk = 256
-    bits = 8 + 32 / 256
+    blocks = (256, 128, 64)
 
     def _codes(self, x: Any) -> Any:
         return dynamic_map.encode(x, self.signed)
@@ -149,8 +178,8 @@ class Int8Companded(_Blocks):
 
     name = "int8-companded"
     has_unsigned = True
-    block, chunk = 32, 64
-    bits = 8 + 16 / 32
+    blocks = (32,)
+    blocks_in_chunk = 2
     scale_dtype = jnp.float16
 
     def _before(self, x: Any) -> Any:
@@ -179,8 +208,7 @@ class Float8(_Blocks):
     """float8_e4m3fn in blocks of 256, whose largest magnitude becomes 448."""
 
     name = "float8"
-    block = chunk = 256
-    bits = 8 + 32 / 256
+    blocks = (256, 128, 64)
 
     def _scale(self, largest: Any) -> Any:
         return largest / 448
@@ -199,7 +227,7 @@ class Bfloat16(Codec):
     """The upper half of a float32, rounded to nearest."""
 
     name = "bfloat16"
-    bits = 16
+    code_bits = 16
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         return x.astype(jnp.bfloat16), None
@@ -226,7 +254,7 @@ class Bfloat16Remainder(Codec):
     """
 
     name = "bfloat16-remainder"
-    bits = 16
+    code_bits = 16
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
@@ -271,3 +299,8 @@ def codec_of(name: str, signed: bool = True) -> Codec:
         )
     codec = CODECS[name]
     return codec(signed or not codec.has_unsigned)
+
+
+def _last_axis(x: Any) -> int:
+    """The length of the last axis on each device, as far as the type says."""
+    return (_memory.shape_on_each_device(x) or (1,))[-1]

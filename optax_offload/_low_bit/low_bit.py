@@ -32,7 +32,8 @@ def low_bit(
     path. Rules match its own path, as they do for all leaves.
 
     - ``"int8"``: 256 values that lie closer around zero, a float32 scale for every
-      256 (Dettmers et al. 2021, arXiv 2110.02861). 1.016 bytes a value.
+      256 (Dettmers et al. 2021, arXiv 2110.02861). 1.016 bytes a value. For every 128
+      or 64 where the last axis, as of attention heads, has no more.
     - ``"int8-companded"``: a float16 scale for every 32, arithmetic alone
       (arXiv 2602.23349). 1.06 bytes.
     - ``"float8"``: e4m3, a float32 scale for every 256. 1.016 bytes.
@@ -40,7 +41,7 @@ def low_bit(
     - ``"bfloat16-remainder"``: for the weights of `master_weights`, exact.
 
     Leaves that are no floating numbers, that have fewer than 4096 values, or whose last
-    axis (on each device, as far as is known) no block divides, keep their dtype.
+    axis (on each device, as far as is known) no multiple of 64 is, keep their dtype.
     `memory_report` says which are encoded.
 
     A value that is infinite or NaN, or negative where there is no sign, makes its whole
@@ -155,6 +156,7 @@ class _LowBit:
             codec = codecs.codec_of(
                 name, path not in never_negative if signed is None else signed
             )
+            codec = codec.fitting(x)
             whole = codec.why_not(x) is not None
             if isinstance(codec, codecs.Bfloat16Remainder):
                 if path not in masters:

@@ -75,7 +75,7 @@ def _why_not_encoded(x: Any, placement: _rules.Placement, codec: str | None) -> 
     wanted = placement.rule and placement.rule.codec
     if codec is not None or wanted is None or not hasattr(x, "dtype"):
         return ""
-    why_not = codec_of(wanted).why_not(x)
+    why_not = codec_of(wanted).fitting(x).why_not(x)
     return f"; not {wanted}: {why_not or 'low_bit was not given this rule'}"
 
 
