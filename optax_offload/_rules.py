@@ -119,7 +119,7 @@ class Rule:
                 f"codec is {self.codec!r}; it must be one of "
                 + ", ".join(map(repr, CODEC_NAMES))
             )
-        if self.signed not in (None, True, False):
+        if not (self.signed is None or isinstance(self.signed, bool)):
             raise ValueError(f"signed is {self.signed!r}; it must be a bool")
 
     @property

@@ -123,8 +123,9 @@ class _Blocks(Codec):
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         x = packing.split(self._before(x), self.block)
         largest = jnp.max(jnp.abs(x), axis=-1)
-        if not self.signed:
-            largest = jnp.where(jnp.min(x, axis=-1) < 0, jnp.nan, largest)
+        # The largest of numbers and a NaN is a number to some compilers.
+        held = jnp.all(x == x if self.signed else x >= 0, axis=-1)
+        largest = jnp.where(held, largest, jnp.nan)
         scales = self._scale(largest)
         divisor = scales.astype(jnp.float32)
         divisor = jnp.where(divisor == 0, 1, divisor)

@@ -47,6 +47,16 @@ def test_a_dot_matches_a_newline(pattern):
     assert kinds(pattern, ["mu/a\nb/w"]) == ["pinned_host"]
 
 
+def test_parts_of_an_encoded_leaf_go_with_it():
+    """Codes, scales and the number of the step; what is only named alike does not."""
+    rule = oo.Rule(".*/mu/w")
+    for part in ("", "/codes", "/scales", "/step"):
+        assert rule.matches(f"0/mu/w{part}")
+    assert not rule.matches("0/mu/w/kernel")
+    assert not rule.matches("0/mu/codes")
+    assert not oo.Rule("").matches("codes")
+
+
 def test_flags_of_a_compiled_pattern_stay():
     """Only `re.DOTALL` is added, once; and equal rules stay equal."""
     pattern = re.compile("a . b", re.VERBOSE | re.IGNORECASE)
@@ -112,6 +122,15 @@ def test_rule_in_the_shadow_of_another():
         ({"min_bytes": 0.5}, ValueError, "min_bytes is 0.5"),
         ({"slice_axis": -1}, ValueError, "slice_axis is -1; it must be an axis"),
         ({"optional": 1}, ValueError, "optional is 1; it must be a bool"),
+        (
+            {"codec": "int3"},
+            ValueError,
+            "codec is 'int3'; it must be one of 'int8', 'int8-companded', 'float8', "
+            "'bfloat16', 'bfloat16-stochastic', 'bfloat16-remainder'",
+        ),
+        ({"codec": True}, ValueError, "codec is True; it must be one of"),
+        ({"signed": 1}, ValueError, "signed is 1; it must be a bool"),
+        ({"signed": "no"}, ValueError, "signed is 'no'; it must be a bool"),
     ],
 )
 def test_bad_rule(arguments, error, message):
@@ -162,11 +181,13 @@ def test_load_config(tmp_path):
     file.write_text(
         "window_bytes = 5\n[[rules]]\npattern = 'a'\nmemory_kind = 'device'\n"
         "[[rules]]\npattern = 'b'\nmin_bytes = 7\nslice_axis = 'none'\noptional = true"
+        "\n[[rules]]\npattern = 'c'\ncodec = 'int8'\nsigned = false"
     )
     assert oo.load_config(file) == oo.OffloadConfig(
         [
             oo.Rule("a", "device"),
             oo.Rule("b", min_bytes=7, slice_axis=None, optional=True),
+            oo.Rule("c", codec="int8", signed=False),
         ],
         window_bytes=5,
     )
@@ -190,6 +211,14 @@ def test_load_config(tmp_path):
         (
             "[[rules]]\npattern = 'a'\nmemory_kind = 'hbm'",
             r"rules\[0\].memory_kind is 'hbm'; it must be one of 'device', 'pinned_h",
+        ),
+        (
+            "[[rules]]\npattern = 'a'\ncodec = 'int9'",
+            r"rules\[0\].codec is 'int9'; it must be one of 'int8', 'int8-companded'",
+        ),
+        (
+            "[[rules]]\npattern = 'a'\nsigned = 'yes'",
+            r"rules\[0\].signed is 'yes'; it must be a bool",
         ),
         ("window_bytes = '1GB'\n[[rules]]\npattern = 'a'", "window_bytes is '1GB'"),
     ],

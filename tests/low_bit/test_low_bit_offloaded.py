@@ -1,0 +1,251 @@
+"""Encoded state in host memory: only codes cross, whole, in slices, fused, sharded."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scanned_models
+from harness import bits, committed
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from low_bit_cases import MOMENTS, encoded_leaves, make_params
+
+import optax_offload as oo
+
+LR = 1e-2
+CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]
+RULE = oo.Rule(MOMENTS, min_bytes=8)
+FORMS = {
+    "a rule with a codec": lambda tx, codec, **options: oo.offload(
+        tx, dataclasses.replace(RULE, codec=codec), **options
+    ),
+    "offload(low_bit(...))": lambda tx, codec, **options: oo.offload(
+        oo.low_bit(tx, MOMENTS, codec), RULE, **options
+    ),
+}
+
+
+def kinds(tree):
+    """The memory kind of each leaf, by its path."""
+    return {
+        jax.tree_util.keystr(keys, simple=True, separator="/"): x.sharding.memory_kind
+        for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+    }
+
+
+def three_updates(tx, params):
+    """Updates and states of three steps, each update in a jit of its own."""
+    update = jax.jit(tx.update)
+    state = committed(tx.init(params))
+    results = []
+    for i in range(3):
+        grads = jax.tree.map(lambda x, i=i: jnp.cos(x * (i + 1)), params)
+        updates, state = update(grads, state, params)
+        results.append((updates, state))
+    return results
+
+
+@functools.cache
+def by_itself(codec):
+    """Without offload."""
+    tx = oo.low_bit(optax.adam(LR), MOMENTS, codec)
+    return three_updates(tx, make_params())
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.* over the window of 1:optax_offload.OffloadWarning"
+)
+@pytest.mark.parametrize("window_bytes", [1, None])
+@pytest.mark.parametrize("codec", CODECS)
+def test_codes_are_those_without_offload(codec, window_bytes):
+    """Bit for bit, in the smallest slices and whole, with the same chances."""
+    want = by_itself(codec)
+    form = FORMS["a rule with a codec"]
+    tx = form(optax.adam(LR), codec, window_bytes=window_bytes)
+    got = three_updates(tx, make_params())
+    for (updates, state), (plain_updates, plain_state) in zip(got, want, strict=True):
+        assert jax.tree.structure(state) == jax.tree.structure(plain_state)
+        assert bits(state) == bits(plain_state)
+        assert bits(updates) == bits(plain_updates)
+    text = str(tx.schedule(make_params()))
+    assert ("slices" in text) == (window_bytes == 1), text
+
+
+def test_two_ways_to_say_it_are_one():
+    """A rule with both, and `offload` around `low_bit`: the same program."""
+    params = make_params()
+    texts = []
+    for form in FORMS.values():
+        tx = form(optax.adam(LR), "int8")
+        state = tx.init(params)
+        texts.append(jax.jit(tx.update).lower(params, state, params).as_text())
+        where = kinds(state)
+        assert where.pop("0/count") == "device"
+        assert set(where.values()) == {"pinned_host"}
+        assert {"0/mu/embed/codes", "0/mu/embed/scales"} <= where.keys()
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.* over the window of 1:optax_offload.OffloadWarning"
+)
+@pytest.mark.parametrize("window_bytes", [1, None])
+def test_only_codes_cross(window_bytes):
+    """All that is put from the host to the device, or back, is codes or scales."""
+    params = {"w": jnp.ones((32, 512))}
+    rule = dataclasses.replace(RULE, codec="int8")
+    tx = oo.offload(optax.adam(LR), rule, window_bytes=window_bytes)
+    state = tx.init(params)
+    text = str(jax.make_jaxpr(tx.update)(params, state, params))
+    moved = re.findall(r"[\w:]+:(\w+)(?:<host>)?\[([\d,]*)\] = device_put\[", text)
+    sizes = {dtype: math.prod(map(int, shape.split(","))) for dtype, shape in moved}
+    # Two codes are a word of 16 bits; of float32 there are the scales alone.
+    assert sizes.keys() == {"u16", "f32"}
+    assert sizes["f32"] <= 2 * 32
+
+
+@pytest.mark.parametrize("codec", ["int8", "bfloat16-stochastic"])
+def test_donation_for_thirty_steps(codec):
+    """Through `oo.jit`, state and parameters donated, compiled once."""
+    params = make_params()
+    tx = FORMS["a rule with a codec"](optax.adam(LR), codec)
+    inner = oo.low_bit(optax.adam(LR), MOMENTS, codec)
+
+    def train(tx, jit):
+        @functools.partial(jit, donate_argnums=(0, 1))
+        def step(params, state):
+            grads = jax.tree.map(jnp.sin, params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        args = make_params(), committed(tx.init(params))
+        for _ in range(30):
+            args = step(*args)
+        return *args, step._cache_size()
+
+    got_params, got_state, compilations = train(tx, oo.jit)
+    want_params, want_state, _ = train(inner, jax.jit)
+    assert compilations == 1
+    assert "pinned_host" in kinds(got_state).values()
+    for x in jax.tree.leaves(got_params):
+        assert x.sharding.memory_kind == "device"
+    # A value beside a midpoint has the other code after a rounding of another fusion.
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4),
+        got_params,
+        want_params,
+    )
+    assert jax.tree.structure(got_state) == jax.tree.structure(want_state)
+
+
+# The fused backward pass.
+
+
+def scanned_params():
+    """Of `scanned_models`, wide enough for blocks of 256."""
+    shapes = {
+        "embedding": (32, 256),
+        "head": (256, 32),
+        "layers": {"in": (4, 256, 256), "out": (4, 256, 256)},
+    }
+    leaves, structure = jax.tree.flatten(shapes, is_leaf=lambda x: type(x) is tuple)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    made = [jax.random.normal(k, s) / 16 for k, s in zip(keys, leaves, strict=True)]
+    return committed(jax.tree.unflatten(structure, made))
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("codec", ["int8", "int8-companded", "bfloat16-stochastic"])
+def test_fused_into_the_backward_pass(codec, place):
+    """As without: parameters within some ulp, and nearly all codes the same."""
+    tx = oo.low_bit(optax.adamw(LR), MOMENTS, codec)
+    if place == "host":
+        tx = oo.offload(tx, RULE)
+    step = scanned_models.make_step(tx)
+    fused, plain = oo.jit(step), jax.jit(step)
+    params = scanned_params()
+    state = committed(jax.jit(tx.init)(params))
+    got = want = (params, state)
+    for _ in range(2):
+        *got, _ = fused(*got, scanned_models.BATCH)
+        *want, _ = plain(*want, scanned_models.BATCH)
+    text = str(fused.schedule(*got, scanned_models.BATCH))
+    assert text.startswith("backward scan of 4 iterations"), text
+    assert kinds(got[1]) == kinds(state)
+    assert jax.tree.structure(got[1]) == jax.tree.structure(state)
+    codes, wanted = (encoded_leaves(x[1]) for x in (got, want))
+    for path, x in codes.items():
+        y = wanted[path]
+        same = np.asarray(x.codes) == np.asarray(y.codes)
+        assert np.mean(same) > 0.995, path
+        if x.scales is not None:
+            np.testing.assert_allclose(x.scales, y.scales, rtol=1e-2)
+    for x, y in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
+        assert np.mean(np.abs(np.asarray(x) - np.asarray(y)) > 1e-4 * LR) < 0.005
+
+
+# Sharded.
+
+
+def mesh_of(devices, axis_type=AxisType.Auto):
+    """A mesh of one axis."""
+    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective", "reduce-scatter")
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+@pytest.mark.parametrize("codec", ["int8", "int8-companded", "bfloat16-stochastic"])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_sharded_without_collectives(codec, spec, axis_type, place):
+    """Codes and scales are where their values are, and no device asks another."""
+    mesh = mesh_of(4, axis_type)
+    sharding = NamedSharding(mesh, spec)
+    params = {"w": jax.random.normal(jax.random.key(1), (16, 1024))}
+    tx = oo.low_bit(optax.adam(LR), MOMENTS, codec)
+    want = three_updates(tx, params)[-1]
+    if place == "host":
+        tx = oo.offload(tx, RULE)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, sharding)
+        state = tx.init(params)
+        update = jax.jit(tx.update)
+        kind = "pinned_host" if place == "host" else "device"
+        for leaf in encoded_leaves(state).values():
+            for x in (leaf.codes, leaf.scales):
+                if x is not None:
+                    wanted = sharding.with_memory_kind(kind)
+                    assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
+        text = update.lower(params, state, params).compile().as_text()
+        assert not [name for name in COLLECTIVES if f" {name}" in text]
+        for i in range(3):
+            grads = jax.tree.map(lambda x, i=i: jnp.cos(x * (i + 1)), params)
+            updates, state = update(grads, state, params)
+    assert bits(state) == bits(want[1])
+    np.testing.assert_allclose(updates["w"], want[0]["w"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_blocks_on_two_devices_warn(offloaded):
+    """In Auto mode; in Explicit mode, where types tell, such a leaf is left."""
+    rule = oo.Rule(MOMENTS, codec="int8")
+    tx = (oo.offload if offloaded else oo.low_bit)(optax.adam(LR), rule)
+    for axis_type in (AxisType.Auto, AxisType.Explicit):
+        mesh = mesh_of(4, axis_type)
+        with jax.set_mesh(mesh):
+            sharding = NamedSharding(mesh, P(None, "x"))
+            params = jax.device_put({"w": jnp.ones((64, 512))}, sharding)
+            if axis_type == AxisType.Explicit:
+                assert not encoded_leaves(tx.init(params))
+                continue
+            message = r"'0/mu/w', '0/nu/w': sharded so that blocks of the codec lie on"
+            with pytest.warns(oo.OffloadWarning, match=message):
+                tx.init(params)
