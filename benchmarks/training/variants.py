@@ -27,7 +27,7 @@ class Variant:
     Attributes:
       optimizer: Makes the optimizer, given a learning rate or a schedule.
       dtype: Of the parameters; what is computed with them is float32.
-      perturbed: Whether the parameters begin a millionth part away.
+      perturbed: Whether the parameters begin a hundredth part away, at random.
       encoded: Whether the moments are.
     """
 
@@ -102,7 +102,7 @@ def bfloat16(optimizer: Callable[[Any], Any], encoded: bool = False) -> Variant:
 
 VARIANTS = {
     "float32": Variant(optax.adamw, encoded=False),
-    "float32, begun 1e-6 away": Variant(optax.adamw, perturbed=True, encoded=False),
+    "float32, begun 1 % away": Variant(optax.adamw, perturbed=True, encoded=False),
     "int8": with_codec("int8"),
     "int8-companded": with_codec("int8-companded"),
     "float8": with_codec("float8"),

@@ -41,7 +41,7 @@ def test_linear_encodes_what_the_codecs_do():
     assert state[0].nu["b"].dtype == jnp.float32
     updates, new = tx.update(params, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
-    np.testing.assert_allclose(updates["w"], -1e-3, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(updates["w"]), -1e-3, rtol=1e-5)
     assert encoded_share(state) == pytest.approx(2 * 2**14 / (2 * (2**14 + 256) + 1))
 
 
@@ -97,4 +97,6 @@ def test_rows_compare_runs_of_a_seed():
     found = low_bit.row("int8", ours, of)
     assert found["ratio"] == pytest.approx(1.05)
     assert (found["least"], found["most"]) == (1.0, pytest.approx(1.1))
-    assert low_bit.row("int8", [run | {"loss": float("nan")}] * 2, of)["ratio"] is None
+    for loss in (float("nan"), 100.0):
+        lost = low_bit.row("int8", [of[0], run | {"loss": loss}], of)
+        assert lost["ratio"] is None
