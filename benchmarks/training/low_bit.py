@@ -33,29 +33,33 @@ from matplotlib.figure import Figure
 from benchmarks.training.tasks import TASKS
 from benchmarks.training.variants import VARIANTS, encoded_share
 
+B2 = 0.999
+# How many points a curve has.
+POINTS = 20
+LEAST_ENCODED = 0.9
+# Of float32's loss: what is worse is not compared with it.
+DIVERGED = 10
+
 FLAGS = flags.FLAGS
 flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
 flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
 flags.DEFINE_integer("seeds", 3, "Runs of each.")
 flags.DEFINE_integer("steps", None, "Instead of those of a task.")
+flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment in a step.")
 flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
 flags.DEFINE_string("out", "benchmarks/results/low_bit", "Where the .json goes.")
 flags.DEFINE_string("picture", "docs/pictures/low-bits.png", "Of the curves.")
 
-LEAST_ENCODED = 0.9
-# Of float32's loss: what is worse is not compared with it.
-DIVERGED = 10
-POINTS = 20
-
 
 @functools.cache
-def program(task: str, variant: str, steps: int) -> Any:
+def program(task: str, variant: str, steps: int, b2: float = B2) -> Any:
     """What starts, what takes a step, and the loss: compiled once for all seeds."""
     work, way = TASKS[task], VARIANTS[variant]
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, work.learning_rate, steps // 10, steps
     )
-    tx = optax.chain(optax.clip_by_global_norm(1.0), way.optimizer(schedule))
+    adamw = way.optimizer(optax.adamw(schedule, b2=b2))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
     def loss_of(params: Any, batch: Any) -> jax.Array:
         params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
@@ -91,9 +95,11 @@ def perturbed(params: Any, key: jax.Array) -> Any:
     )
 
 
-def run(task: str, variant: str, seed: int, steps: int) -> dict[str, Any]:
+def run(
+    task: str, variant: str, seed: int, steps: int, b2: float = B2
+) -> dict[str, Any]:
     """Trains once; what it came to."""
-    start, step, held_out_loss = program(task, variant, steps)
+    start, step, held_out_loss = program(task, variant, steps, b2)
     held_out = TASKS[task].held_out()
     params, state = start(jax.random.key(seed), held_out[0])
     share = encoded_share(state)
@@ -122,10 +128,13 @@ def run(task: str, variant: str, seed: int, steps: int) -> dict[str, Any]:
 def finished(task: str, variant: str, seed: int) -> dict[str, Any]:
     """A run, from its file if it was run before."""
     steps = FLAGS.steps or TASKS[task].steps
-    name = f"{task}-{steps}-{variant}-{seed}.json".replace(", ", "-").replace(" ", "_")
+    b2 = "" if FLAGS.b2 == B2 else f"b2={FLAGS.b2}-"
+    name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-").replace(
+        " ", "_"
+    )
     file = Path(FLAGS.runs) / name
     if not file.exists():
-        found = run(task, variant, seed, steps)
+        found = run(task, variant, seed, steps, FLAGS.b2)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found) + "\n")
         print(f"{name}: {found['loss']:.4f} in {found['seconds']:.0f} s", flush=True)
@@ -222,7 +231,9 @@ def main(argv: Sequence[str]) -> None:
         tables[task] = rows
     out = Path(FLAGS.out).with_suffix(".json")
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"jax": jax.__version__, "tasks": tables}) + "\n")
+    out.write_text(
+        json.dumps({"jax": jax.__version__, "b2": FLAGS.b2, "tasks": tables}) + "\n"
+    )
     plot(tables, Path(FLAGS.picture))
     print(f"\nalso in {out} and {FLAGS.picture}")
 
