@@ -199,7 +199,7 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
             title=task, ylabel=f"held-out loss ({TASKS[task].unit})", xlabel="step"
         )
         left.set_ylim(None, 1.1 * top)
-        right.set(title="over float32", xlabel="step", ylim=(0.98, 1.06))
+        right.set(title="over float32", xlabel="step", ylim=(0.95, 1.1))
     grid[0][1].legend(fontsize=6, ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
