@@ -181,7 +181,7 @@ def print_table(task: str, rows: list[dict[str, Any]], runs: list[Any]) -> None:
 
 def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Writes the curves, in each row those of a task: losses, and over float32's."""
-    figure = Figure(figsize=(10, 3.6 * len(tables)), layout="constrained")
+    figure = Figure(figsize=(10, 3.8 * len(tables)), layout="constrained")
     grid = figure.subplots(len(tables), 2, squeeze=False)
     for (left, right), (task, rows) in zip(grid, tables.items(), strict=True):
         reference = mean_curve(rows[0])
@@ -194,13 +194,15 @@ def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
             style = "--" if "bfloat16 parameters" in r["variant"] else "-"
             left.plot(steps, losses, style, linewidth=1)
             right.plot(steps, over, style, linewidth=1, label=r["variant"])
-        top = max(loss for _, loss in reference)
+        losses = [loss for _, loss in reference]
         left.set(
             title=task, ylabel=f"held-out loss ({TASKS[task].unit})", xlabel="step"
         )
-        left.set_ylim(None, 1.1 * top)
+        # Linear codes leave it.
+        left.set(yscale="log", ylim=(0.95 * min(losses), 2 * max(losses)))
         right.set(title="over float32", xlabel="step", ylim=(0.95, 1.1))
-    grid[0][1].legend(fontsize=6, ncols=2)
+    handles, names = grid[0][1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", fontsize=7, ncols=3)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
 
