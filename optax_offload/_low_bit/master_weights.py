@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_offload import _trees
 from optax_offload._low_bit.codecs import Bfloat16Remainder
@@ -37,9 +38,9 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its updates are float32; added to the
-      parameters by `optax.apply_updates` they give the rounded copies (but for
-      parameters that shrink to less than 2**-16 of themselves in one step, which may
-      differ by a float32 rounding of what they were).
+      parameters by `optax.apply_updates` they give the rounded copies. Parameters that
+      shrink to less than 2**-16 of themselves in one step may differ by a float32
+      rounding of what they were, and then so do their copies.
 
     Raises:
       TypeError: ``inner`` is no transformation.
@@ -85,9 +86,8 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
         )
         new = optax.apply_updates(weights, updates)
         updates = jax.tree.map(_difference, params, updates, new)
-        master = jax.tree.map(
-            lambda p, w: w if _is_short(p) else optax.MaskedNode(), params, new
-        )
+        landed = optax.apply_updates(params, updates)
+        master = jax.tree.map(_kept, params, new, landed)
         return updates, MasterWeightsState(master, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -120,6 +120,26 @@ def _full(master: Any, params: Any) -> Any:
     return jax.tree.map(
         lambda p, m: p if isinstance(m, optax.MaskedNode) else m, params, master
     )
+
+
+def _kept(p: Any, new: Any, landed: Any) -> Any:
+    """The weight of which the parameter will be the rounded one.
+
+    A parameter that all but vanishes may become a neighbour of the rounded weight, or
+    zero: one float32 addition does not lead everywhere. Of another parameter the
+    remainder would make another weight, and of zero NaN.
+    """
+    if not _is_short(p):
+        return optax.MaskedNode()
+    if p.dtype != jnp.bfloat16:
+        return new
+    got, wanted = (
+        lax.bitcast_convert_type(x, jnp.uint16)
+        for x in (landed, Bfloat16Remainder.upper(new))
+    )
+    # Not by a cast to float32, which XLA may take back together with the one before.
+    bits = lax.shift_left(got.astype(jnp.uint32), jnp.uint32(16))
+    return jnp.where(got == wanted, new, lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def _difference(p: Any, update: Any, new: Any) -> Any:

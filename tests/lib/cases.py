@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optimizers import INSIDE, OUTSIDE, Wrap
 
 import optax_offload as oo
+from optax_offload import _rules
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LR = 1e-2
@@ -99,6 +100,12 @@ class Case:
         if wrap is None:
             wrap = functools.partial(oo.offload, rules=self.rules)
         return self.model().train(self.optimizer(wrap))
+
+    def plain(self) -> Train:
+        """The training without offload, with state in the formats of the rules."""
+        if not any(rule.codec for rule in _rules.as_config(self.rules).rules):
+            return self.training(lambda inner: inner)
+        return self.training(lambda inner: oo.low_bit(inner, self.rules, codec=None))
 
     def jit(self, fn: Callable[[Carry, Any], Carry], carry: Carry) -> Any:
         """The jitted step; it keeps arguments that it does not use, to be counted."""
@@ -236,6 +243,12 @@ def bare_bfloat16() -> Model:
 
 
 @functools.cache
+def bare_wide() -> Model:
+    """Whose last axes have blocks of 256."""
+    return _bare(_bowl, width=256)
+
+
+@functools.cache
 def bare_large() -> Model:
     """With a leaf of 16 MiB."""
     return _bare(_bowl, vocabulary=2**15)
@@ -363,6 +376,9 @@ RULE_FILES: dict[str, Case] = {
         f"adam_moments-{name}": _config("adam_moments", name, MOMENTS)
         for name in ("adam", "adamw", "nadamw", "radam", "lamb", "adabelief", "yogi")
     },
+    "adam_moments_int8-adamw": _config(
+        "adam_moments_int8", "adamw", MOMENTS, model=bare_wide
+    ),
     "all_but_embeddings-adamw": _config(
         "all_but_embeddings", "adamw", r"(.*/)?(mu|nu)/(head|layers)/.*"
     ),

@@ -1,0 +1,1 @@
+"""Whether what is kept in few bits still trains as well."""

@@ -1,0 +1,244 @@
+r"""What formats of state and parameters do to the loss, in two small trainings.
+
+Adamw, with a schedule and clipping, and both moments in each codec; in *linear* 8 bits,
+which the library has not, to show what the codecs are for; and parameters in bfloat16.
+Each run is compared with the float32 run of its seed: the same parameters to begin with
+and the same batches. How far apart runs end that differ in nothing that matters, shows
+"float32, begun 1 % away": smaller differences mean nothing.
+
+Runs that are finished are kept in `--runs` and not run again.
+
+Run:
+    JAX_PLATFORMS=cpu python -m benchmarks.training.low_bit
+    JAX_PLATFORMS=cpu python -m benchmarks.training.low_bit --tasks=image --steps=20 \
+        --seeds=1 --runs=out/tried --out=out/tried --picture=out/tried.png
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import app, flags
+from matplotlib.figure import Figure
+
+from benchmarks.training.tasks import TASKS
+from benchmarks.training.variants import VARIANTS, encoded_share
+
+B2 = 0.999
+# How many points a curve has.
+POINTS = 20
+LEAST_ENCODED = 0.9
+# Of float32's loss: what is worse is not compared with it.
+DIVERGED = 10
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
+flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
+flags.DEFINE_integer("seeds", 3, "Runs of each.")
+flags.DEFINE_integer("steps", None, "Instead of those of a task.")
+flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment in a step.")
+flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
+flags.DEFINE_string("out", "benchmarks/results/low_bit", "Where the .json goes.")
+flags.DEFINE_string("picture", "docs/pictures/low-bits.png", "Of the curves.")
+
+
+@functools.cache
+def program(task: str, variant: str, steps: int, b2: float = B2) -> Any:
+    """What starts, what takes a step, and the loss: compiled once for all seeds."""
+    work, way = TASKS[task], VARIANTS[variant]
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, work.learning_rate, steps // 10, steps
+    )
+    adamw = way.optimizer(optax.adamw(schedule, b2=b2))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+    def loss_of(params: Any, batch: Any) -> jax.Array:
+        params = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return work.loss(
+            work.model.apply({"params": params}, work.inputs(batch)), batch
+        )
+
+    def start(key: jax.Array, batch: Any) -> Any:
+        params = work.model.init(key, work.inputs(batch))["params"]
+        if way.perturbed:
+            params = perturbed(params, jax.random.fold_in(key, 1))
+        params = jax.tree.map(lambda p: p.astype(way.dtype), params)
+        return params, tx.init(params)
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        gradients = jax.grad(loss_of)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(start), jax.jit(step, donate_argnums=(0, 1)), jax.jit(loss_of)
+
+
+def perturbed(params: Any, key: jax.Array) -> Any:
+    """Each weight a hundredth part larger or smaller, or less than that."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
+    return jax.tree.unflatten(
+        structure,
+        [
+            p * (1 + 0.01 * jax.random.uniform(k, p.shape, minval=-1, maxval=1))
+            for p, k in zip(leaves, keys, strict=True)
+        ],
+    )
+
+
+def run(
+    task: str, variant: str, seed: int, steps: int, b2: float = B2
+) -> dict[str, Any]:
+    """Trains once; what it came to."""
+    start, step, held_out_loss = program(task, variant, steps, b2)
+    held_out = TASKS[task].held_out()
+    params, state = start(jax.random.key(seed), held_out[0])
+    share = encoded_share(state)
+    assert not VARIANTS[variant].encoded or share >= LEAST_ENCODED, share
+    curve: list[tuple[int, float]] = []
+    started = time.perf_counter()
+    for number, batch in enumerate(TASKS[task].batches(steps, seed), start=1):
+        params, state = step(params, state, batch)
+        if number % max(1, steps // POINTS) == 0:
+            curve.append((number, float(held_out_loss(params, held_out[0]))))
+    losses = [float(held_out_loss(params, batch)) for batch in held_out]
+    count = sum(p.size for p in jax.tree.leaves(params))
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(state))
+    return {
+        "loss": statistics.fmean(losses),
+        "curve": curve,
+        "steps": steps,
+        "encoded_share": share,
+        "parameters": count,
+        "state_bytes_per_parameter": nbytes / count,
+        "parameter_bytes": jnp.dtype(VARIANTS[variant].dtype).itemsize,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def finished(task: str, variant: str, seed: int) -> dict[str, Any]:
+    """A run, from its file if it was run before."""
+    steps = FLAGS.steps or TASKS[task].steps
+    b2 = "" if FLAGS.b2 == B2 else f"b2={FLAGS.b2}-"
+    name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-").replace(
+        " ", "_"
+    )
+    file = Path(FLAGS.runs) / name
+    if not file.exists():
+        found = run(task, variant, seed, steps, FLAGS.b2)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found) + "\n")
+        print(f"{name}: {found['loss']:.4f} in {found['seconds']:.0f} s", flush=True)
+    return json.loads(file.read_text())
+
+
+def row(variant: str, runs: list[Any], references: list[Any]) -> dict[str, Any]:
+    """What the runs of a variant came to, over float32's of the same seeds."""
+    ratios = [a["loss"] / b["loss"] for a, b in zip(runs, references, strict=True)]
+    diverged = not all(ratio < DIVERGED for ratio in ratios)  # NaN is not less.
+    return {
+        "variant": variant,
+        "losses": [r["loss"] for r in runs],
+        "ratio": None if diverged else statistics.fmean(ratios),
+        "least": None if diverged else min(ratios),
+        "most": None if diverged else max(ratios),
+        "encoded_share": runs[0]["encoded_share"],
+        "parameter_bytes": runs[0]["parameter_bytes"],
+        "state_bytes_per_parameter": runs[0]["state_bytes_per_parameter"],
+        "curves": [r["curve"] for r in runs],
+    }
+
+
+def print_table(task: str, rows: list[dict[str, Any]], runs: list[Any]) -> None:
+    """As Markdown, for the page that has it."""
+    print(
+        f"\n{task}: {runs[0]['parameters']} parameters, {runs[0]['steps']} steps, "
+        f"{len(runs)} seeds\n\n| kept | held-out loss | over float32 | least to most | "
+        "bytes per parameter: parameters + state | encoded |\n"
+        "| --- | ---: | ---: | ---: | ---: | ---: |"
+    )
+    for r in rows:
+        loss = f"{statistics.fmean(r['losses']):#.4g}"
+        ratio, spread = "diverged", "-"
+        if r["ratio"] is not None:
+            ratio = f"{r['ratio']:.4f}"
+            spread = f"{r['least']:.4f} to {r['most']:.4f}"
+        print(
+            f"| {r['variant']} | {loss} | {ratio} | {spread} | "
+            f"{r['parameter_bytes']} + {r['state_bytes_per_parameter']:.2f} | "
+            f"{r['encoded_share']:.0%} |"
+        )
+
+
+def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Writes the curves, in each row those of a task: losses, and over float32's."""
+    figure = Figure(figsize=(10, 3.8 * len(tables)), layout="constrained")
+    grid = figure.subplots(len(tables), 2, squeeze=False)
+    for (left, right), (task, rows) in zip(grid, tables.items(), strict=True):
+        reference = mean_curve(rows[0])
+        for r in rows:
+            steps, losses = zip(*mean_curve(r), strict=True)
+            over = [
+                min(a / b, DIVERGED)
+                for a, (_, b) in zip(losses, reference, strict=True)
+            ]
+            style = "--" if "bfloat16 parameters" in r["variant"] else "-"
+            left.plot(steps, losses, style, linewidth=1)
+            right.plot(steps, over, style, linewidth=1, label=r["variant"])
+        losses = [loss for _, loss in reference]
+        left.set(
+            title=task, ylabel=f"held-out loss ({TASKS[task].unit})", xlabel="step"
+        )
+        # Linear codes leave it.
+        left.set(yscale="log", ylim=(0.95 * min(losses), 2 * max(losses)))
+        right.set(title="over float32", xlabel="step", ylim=(0.95, 1.1))
+    handles, names = grid[0][1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", fontsize=7, ncols=3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+
+
+def mean_curve(r: dict[str, Any]) -> list[tuple[int, float]]:
+    """The mean of a variant's curves over its seeds."""
+    points = zip(*r["curves"], strict=True)
+    return [(p[0][0], statistics.fmean(loss for _, loss in p)) for p in points]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Trains what is not trained yet, and prints, writes and draws all of it."""
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for task in FLAGS.tasks:
+        # All that there is of a seed first: what is stopped has something to show.
+        seeds = [
+            {variant: finished(task, variant, seed) for variant in FLAGS.variant}
+            for seed in range(FLAGS.seeds)
+        ]
+        references = [runs[FLAGS.variant[0]] for runs in seeds]
+        rows = [
+            row(variant, [runs[variant] for runs in seeds], references)
+            for variant in FLAGS.variant
+        ]
+        print_table(task, rows, references)
+        tables[task] = rows
+    out = Path(FLAGS.out).with_suffix(".json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(
+        json.dumps({"jax": jax.__version__, "b2": FLAGS.b2, "tasks": tables}) + "\n"
+    )
+    plot(tables, Path(FLAGS.picture))
+    print(f"\nalso in {out} and {FLAGS.picture}")
+
+
+if __name__ == "__main__":
+    app.run(main)
