@@ -323,7 +323,7 @@ def _train_step(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
     )
     parameters = parameter_shapes(make_loss(dtype, lambda x: x), batch)
-    parameters = jax.tree.map(lambda x: _shard(x, mesh), parameters)
+    parameters = jax.tree.map(lambda x: _shard(x, mesh, target.platform), parameters)
     optimizer: Any = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-4, 100, 1000))
     if params == "bfloat16":
         optimizer = master_weights(optimizer)
@@ -354,14 +354,19 @@ def parameter_shapes(module: Any, batch: Any) -> Mapping[str, Any]:
     return variables["params"]
 
 
-def _shard(x: Any, mesh: Any) -> jax.ShapeDtypeStruct:
+def _shard(x: Any, mesh: Any, platform: str) -> jax.ShapeDtypeStruct:
     """Shards the last axis where it fills the lanes of a TPU, else the one before it.
 
     So the leading axis of layers is whole on each device, and so are the rows of an
-    embedding.
+    embedding. For GPUs stacked matrices are sharded along the axis before the last: to
+    gather the last one XLA has it outermost, and transposes whole stacks before the
+    scan.
     """
     spec = [None] * x.ndim
-    for axis, least in ((-1, 128), (-2, 8), (-1, 1)):
+    order = [(-1, 128), (-2, 8), (-1, 1)]
+    if platform == "gpu" and x.ndim > 2:
+        order.insert(0, (-2, 1))
+    for axis, least in order:
         shard, rest = divmod(x.shape[axis], mesh.size) if x.ndim > 1 else (0, 0)
         if not rest and shard >= least:
             spec[axis] = "fsdp"

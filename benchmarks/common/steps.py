@@ -58,12 +58,14 @@ def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
 OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 # Gradients that have to wait for a norm need nothing more if they are computed twice.
 TWICE = functools.partial(oo.fuse_backward, held="twice")
+STORED = functools.partial(oo.fuse_backward, held="store")
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
     "ours": Mode(OURS),
     "fused": Mode(OURS, oo.fuse_backward),
     "fused twice": Mode(OURS, TWICE),
+    "fused stored": Mode(OURS, STORED),
     "fused alone": Mode(as_it_is, TWICE),
 }
 USUAL_MODES = ["no offload", "recipe", "ours", "fused"]

@@ -1,16 +1,21 @@
 r"""The smallest target that known models fit: no offload, the usual recipe, and ours.
 
 Full fine-tuning with Adam, of `examples/models.py`: parameters in bfloat16, float32
-copies of them beside Adam's moments in the state. Each target is compiled for, from the
-smallest on, until the step fits the default budget of `optax_offload.plan`; a target
-whose memory is less than the parameters, the gradients and the state that stays is
-passed over. What was compiled is kept beside the results, and is not compiled again
-(ours and fused are, if the library has changed).
+copies of them beside Adam's moments in the state, clipping by the global norm, remat on
+each layer. Each target is compiled for, from the smallest on, until the step fits the
+default budget of `optax_offload.plan`; a target whose memory is less than the
+parameters, the gradients (of no fused step) and the state that stays is passed over.
+What was compiled is kept beside the results, and is not compiled again (ours and fused
+are, if the library has changed).
+
+With `--batch_on` it is the largest batch instead: as many sequences on each device of
+these targets as fit the same budget.
 
 Run (the second is one row):
     python -m benchmarks.memory.fit_models
     python -m benchmarks.memory.fit_models --models=llama3_8b --families=gpu \
         --modes=ours
+    python -m benchmarks.memory.fit_models --models=llama3_8b --batch_on=h100
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from absl import app, flags
 
 import optax_offload as oo
 from benchmarks.common.steps import MODES, USUAL_MODES, as_it_is, library_digest
+from benchmarks.memory.search import Probe, largest
 from examples import models
 from optax_offload import _plan, aot
 
@@ -35,6 +41,7 @@ flags.DEFINE_list("models", ["llama3_8b", "llama3_70b"], "Of examples/models.py.
 flags.DEFINE_list("families", ["gpu", "h100", "v5p"], "Targets to go through.")
 flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_integer("context", 4096, "Tokens in a sequence, one on each device.")
+flags.DEFINE_list("batch_on", [], "Targets to find the largest batch on.")
 flags.DEFINE_string("out", "out/fit_models", "Where the .json goes.")
 
 # From small to large.
@@ -60,20 +67,38 @@ class Prober:
         if path.exists():
             self.known = json.loads(path.read_text())
 
-    def __call__(self, model: str, target: aot.Target, mode: str) -> dict[str, Any]:
+    def __call__(
+        self, model: str, target: aot.Target, mode: str, batch: int = 1
+    ) -> dict[str, Any]:
         """What a step needs, and whether that is known from compiling it."""
         key = json.dumps(
             [
                 jax.__version__,
                 library_digest(mode),
-                *(model, target.name, mode, FLAGS.context),
+                *(model, target.name, mode, FLAGS.context, batch),
             ]
         )
         if key not in self.known:
-            make_step = functools.partial(getattr(models, model), context=FLAGS.context)
+            make_step = functools.partial(
+                getattr(models, model), context=FLAGS.context, batch=batch
+            )
             self.known[key] = probe(make_step, target, mode)
             self.path.write_text(json.dumps(self.known, indent=1) + "\n")
-        return self.known[key]
+        found = self.known[key]
+        sign = "" if "used_bytes" in found else "at least "
+        print(
+            f"  {model} {mode} on {target.name}, {batch} x {FLAGS.context} tokens: "
+            f"{sign}{needed(found) / 2**30:.1f} of "
+            f"{_plan.default_budget_bytes(target) / 2**30:.1f} GiB "
+            f"({found['seconds']:.0f} s)",
+            flush=True,
+        )
+        return found
+
+
+def needed(found: dict[str, Any]) -> int:
+    """The bytes that a step needs, or the least that it does."""
+    return found.get("used_bytes") or found["least_bytes"]
 
 
 def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
@@ -115,26 +140,46 @@ def smallest(prober: Prober, model: str, family: str, mode: str) -> dict[str, An
     for name in TARGETS[family]:
         target = aot.Target(name)
         found = prober(model, target, mode)
-        budget = _plan.default_budget_bytes(target)
-        needs = found.get("used_bytes", found.get("least_bytes"))
-        sign = "" if "used_bytes" in found else "at least "
-        print(
-            f"  {model} {mode} on {name}: {sign}{needs / 2**30:.1f} of "
-            f"{budget / 2**30:.1f} GiB ({found['seconds']:.0f} s)",
-            flush=True,
-        )
         if found["fits"]:
             return {"target": name, "devices": target.device_count, **found}
     return {"target": None}
 
 
-def main(argv: Sequence[str]) -> None:
+def largest_batch(prober: Prober, model: str, name: str, mode: str) -> dict[str, Any]:
+    """The most sequences on each device of a target."""
+    target = aot.Target(name)
+    budget = _plan.default_budget_bytes(target)
+
+    def probe(batch: int) -> Probe:
+        found = prober(model, target, mode, batch)
+        return Probe(found["fits"], needed(found), found["seconds"])
+
+    if not probe(1).fits:
+        return {"target": name, "batch": 0}
+    # Of one sequence some is there whatever their number; the search corrects that.
+    batch = largest(probe, budget, first=8)
+    return {"target": name, "batch": batch, **prober(model, target, mode, batch)}
+
+
+def print_batches(prober: Prober) -> list[dict[str, Any]]:
+    """Finds the largest batches, and prints them."""
+    rows = []
+    for model in FLAGS.models:
+        for name in FLAGS.batch_on:
+            for mode in FLAGS.modes:
+                row = {"model": model, "mode": mode}
+                row |= largest_batch(prober, model, name, mode)
+                rows.append(row)
+                gib = row.get("used_bytes", 0) / 2**30
+                print(
+                    f"{model:12s} {name:9s} {mode:11s} {row['batch']:4d} sequences on "
+                    f"each device, {row['batch'] * FLAGS.context} tokens, {gib:.1f} GiB"
+                )
+    return rows
+
+
+def print_targets(prober: Prober) -> list[dict[str, Any]]:
     """Finds the smallest target of each row, and prints the table."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
-    out = Path(FLAGS.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prober = Prober(out.with_suffix(".probes.json"))
     rows = []
     for model, family in ROWS:
         if model not in FLAGS.models or family not in FLAGS.families:
@@ -142,8 +187,6 @@ def main(argv: Sequence[str]) -> None:
         for mode in FLAGS.modes:
             row = {"model": model, "family": family, "mode": mode}
             rows.append(row | smallest(prober, model, family, mode))
-    table = {"jax": jax.__version__, "context": FLAGS.context, "rows": rows}
-    out.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
     print(f"\n{'model':12s} {'among':6s} {'mode':11s} smallest      GiB of it, on host")
     for row in rows:
         sizes = [row.get(k) for k in ("used_bytes", "host_bytes")]
@@ -152,6 +195,19 @@ def main(argv: Sequence[str]) -> None:
         print(
             f"{row['model']:12s} {row['family']:6s} {row['mode']:11s} {name:13s}", *gib
         )
+    return rows
+
+
+def main(argv: Sequence[str]) -> None:
+    """Finds the smallest targets, or the largest batches."""
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    out = Path(FLAGS.out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    prober = Prober(out.with_suffix(".probes.json"))
+    rows = print_batches(prober) if FLAGS.batch_on else print_targets(prober)
+    table = {"jax": jax.__version__, "context": FLAGS.context, "rows": rows}
+    out.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
     print(f"also in {out}.json")
 
 

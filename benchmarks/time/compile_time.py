@@ -1,10 +1,13 @@
 """What offloading costs before the first step: tracing, lowering and compiling.
 
-An update of many leaves, with clipping and adamw, on the CPU. The modes take turns, so
-that a machine that is busy for a while is busy for all of them.
+An update of many leaves, with clipping and adamw, on the CPU; and the whole step of a
+scanned decoder, for chips that need not be here, with and without the updates in its
+backward pass. The modes take turns, so that a machine that is busy for a while is busy
+for all of them.
 
-Run:
+Run (the second is the step alone):
     JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time
+    JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time --parts=step
 """
 
 from __future__ import annotations
@@ -23,18 +26,23 @@ import optax
 from absl import app, flags
 
 import optax_offload as oo
-from benchmarks.common.steps import MODES
+from benchmarks.common.steps import MODES, compile_step
+from benchmarks.common.workloads import decoder
+from optax_offload import aot
 
 FLAGS = flags.FLAGS
+flags.DEFINE_list("parts", ["update", "tracing", "step"], "What is timed.")
 flags.DEFINE_integer("leaves", 600, "Leaves that are compiled.")
 flags.DEFINE_list(
     "traced_leaves", ["150", "300", "600", "1200"], "Leaves that are traced."
 )
+flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile the step for.")
 flags.DEFINE_integer("rounds", 3, "Turns of each mode.")
 flags.DEFINE_string("out", "out/compile_time", "Where the .json goes.")
 
 # Of an update alone: there is no backward pass to fuse it into.
 COMPARED = ("no offload", "recipe", "ours")
+STEPS_COMPARED = ("no offload", "ours", "fused")
 PHASES = ("trace", "lower", "compile")
 
 
@@ -83,11 +91,27 @@ def in_turns(counts: Sequence[int], rounds: int, phases: Sequence[str]) -> list[
     return rows
 
 
-def ratios(rows: list[dict], phase: str, to: str) -> list[float]:
-    """Of our time to another mode's, in each round."""
+def steps_in_turns(target: str, rounds: int) -> list[dict]:
+    """A row for each mode and round: the seconds of a whole step."""
+    workload = decoder(scan=True)
+    rows = []
+    for r, mode in [(r, mode) for r in range(rounds) for mode in STEPS_COMPARED]:
+        jax.clear_caches()
+        started, started_cpu = time.perf_counter(), time.process_time()
+        compile_step(workload, aot.Target(target), MODES[mode])
+        row = {"target": target, "mode": mode, "round": r}
+        row["total"] = time.perf_counter() - started
+        row["cpu_total"] = time.process_time() - started_cpu
+        rows.append(row)
+        print(f"round {r}  {target:9s} {mode:11s} {row['total']:6.2f} s", flush=True)
+    return rows
+
+
+def ratios(rows: list[dict], phase: str, to: str, mode: str = "ours") -> list[float]:
+    """Of a mode's time to another's, in each round."""
     by = {(r["mode"], r["round"]): r[phase] for r in rows}
     rounds = sorted({r["round"] for r in rows})
-    return [by["ours", r] / by[to, r] for r in rounds]
+    return [by[mode, r] / by[to, r] for r in rounds]
 
 
 def growth(rows: list[dict], mode: str) -> float:
@@ -103,25 +127,56 @@ def growth(rows: list[dict], mode: str) -> float:
     return float(np.polyfit(np.log(counts), np.log(seconds), 1)[0])
 
 
-def main(argv: Sequence[str]) -> None:
-    """Times the phases of each mode in turns, and prints the ratios."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+def time_update() -> dict[str, Any]:
+    """Compiles the update in turns, and prints the ratios."""
     compiled = in_turns([FLAGS.leaves], FLAGS.rounds, PHASES)
-    found: dict[str, Any] = {"jax": jax.__version__, "compiled": compiled, "ratio": {}}
+    ratio = {}
     for to in [mode for mode in COMPARED if mode != "ours"]:
         medians = {
             phase: statistics.median(ratios(compiled, phase, to))
             for phase in (*PHASES, "total", "cpu_total")
         }
-        found["ratio"][to] = medians
-        listed = ", ".join(f"{phase} {ratio:.2f}" for phase, ratio in medians.items())
+        ratio[to] = medians
+        listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
         print(f"ours / {to}, medians of {FLAGS.rounds}: {listed}")
+    return {"compiled": compiled, "ratio": ratio}
+
+
+def time_tracing() -> dict[str, Any]:
+    """Traces updates of more and more leaves, and prints how the seconds grow."""
     counts = [int(n) for n in FLAGS.traced_leaves]
     traced = in_turns(counts, FLAGS.rounds, ("trace",))
-    found |= {"traced": traced, "growth": {m: growth(traced, m) for m in COMPARED}}
-    for mode, exponent in found["growth"].items():
+    found = {m: growth(traced, m) for m in COMPARED}
+    for mode, exponent in found.items():
         print(f"tracing, {mode}: seconds grow as leaves ** {exponent:.2f}")
+    return {"traced": traced, "growth": found}
+
+
+def time_steps() -> dict[str, Any]:
+    """Compiles the step in turns, and prints the ratios."""
+    rows = [r for t in FLAGS.targets for r in steps_in_turns(t, FLAGS.rounds)]
+    found = {}
+    for target in FLAGS.targets:
+        own = [r for r in rows if r["target"] == target]
+        for to in ("no offload", "ours"):
+            medians = {
+                phase: statistics.median(ratios(own, phase, to, "fused"))
+                for phase in ("total", "cpu_total")
+            }
+            found[f"{target}, fused / {to}"] = medians
+            listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
+            print(f"{target}: fused / {to}, medians of {FLAGS.rounds}: {listed}")
+    return {"steps": rows, "step_ratio": found}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Times the phases of each mode in turns, and prints the ratios."""
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    parts = {"update": time_update, "tracing": time_tracing, "step": time_steps}
+    found: dict[str, Any] = {"jax": jax.__version__}
+    for part in FLAGS.parts:
+        found |= parts[part]()
     out = Path(FLAGS.out).with_suffix(".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(found, indent=1) + "\n")

@@ -2,7 +2,8 @@
 
 Not a test: each process of a run is this program, given its number. A small Flax model
 is sharded over all devices of all processes, its Adam state offloaded. The state is
-saved every few steps, and the run goes on from the newest checkpoint there is.
+saved every few steps, and the run goes on from the newest checkpoint there is. With
+`--scanned` the model's layers are, and `--held` fuses the step.
 
 Prints a line for each step: its number, and the bits of the loss.
 """
@@ -18,6 +19,8 @@ parser.add_argument("--processes", type=int, default=1)
 parser.add_argument("--process", type=int, default=0)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save_every", type=int, default=2)
+parser.add_argument("--scanned", action="store_true")
+parser.add_argument("--held", default="")
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -38,7 +41,25 @@ def run(args: argparse.Namespace) -> None:
 
     import optax_offload as oo
 
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return x + nn.Dense(128)(nn.relu(nn.Dense(256)(x))), None
+
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            layers = nn.scan(
+                Layer,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=4,
+            )
+            return layers()(x, None)[0]
+
     model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(128)])
+    if args.scanned:
+        model = Scanned()
     rules = oo.Rule(r".*/(mu|nu)/.*", min_bytes=8)
     tx = oo.offload(optax.adam(1e-2), rules)
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
@@ -52,7 +73,10 @@ def run(args: argparse.Namespace) -> None:
 
     key = jax.random.key(0)
     shapes = jax.eval_shape(create, key)
-    shardings = jax.tree.map(lambda x: sharded if x.ndim else None, shapes)
+    # The layers of a stack are whole on every device.
+    axes = jax.P(None, "data") if args.scanned else jax.P("data")
+    split = jax.NamedSharding(mesh, axes)
+    shardings = jax.tree.map(lambda x: split if x.ndim else None, shapes)
     template = oo.eval_shape(create, key, out_shardings=shardings)
     shardings = jax.tree.map(lambda x: x.sharding, template)
 
@@ -67,6 +91,10 @@ def run(args: argparse.Namespace) -> None:
         loss, gradients = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=gradients), loss
 
+    if args.held:
+        schedule = oo.jit(train_step, fused_backward=args.held).schedule
+        print("fused bytes", schedule(template, batch(0)).gradient_bytes)
+        train_step = oo.fuse_backward(train_step, held=args.held)
     train_step = jax.jit(
         train_step,
         donate_argnums=0,

@@ -15,10 +15,11 @@ pytest.importorskip("orbax.checkpoint")
 
 TESTS = pathlib.Path(__file__).parent.parent / "lib"
 STEPS = 6
-MOMENT_BYTES = 2 * 4 * (128 * 256 + 256 + 256 * 128 + 128)
+PARAMETER_BYTES = 4 * (128 * 256 + 256 + 256 * 128 + 128)
+LAYERS = 4
 
 
-def start(directory, *, processes, devices):
+def start(directory, *, processes, devices, scanned=False, held=None):
     """Starts a run, with so many devices in each process."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -31,6 +32,8 @@ def start(directory, *, processes, devices):
     command = [sys.executable, TESTS / "train_processes.py", directory]
     command += [f"--coordinator=localhost:{port}", f"--processes={processes}"]
     command += [f"--steps={STEPS}"]
+    command += ["--scanned"] if scanned else []
+    command += [f"--held={held}"] if held else []
     running = []
     for i in range(processes):
         with errors_of(directory, i).open("w") as errors:
@@ -59,16 +62,21 @@ def losses(lines):
     }
 
 
-def finish(directory, **kwargs):
+def finish(directory, *, scanned=False, held=None, **kwargs):
     """Runs to the end: where it began, and the losses, the same in all processes."""
-    running = start(directory, **kwargs)
+    running = start(directory, scanned=scanned, held=held, **kwargs)
     outputs = [process.communicate(timeout=300)[0] for process in running]
     for i, process in enumerate(running):
         assert process.returncode == 0, errors_of(directory, i).read_text()
     found = [losses(output) for output in outputs]
     assert all(x == found[0] for x in found)
     host_bytes = [int(x) for o in outputs for x in re.findall(r"host bytes (\d+)", o)]
-    assert host_bytes == [MOMENT_BYTES // len(running)] * len(running)
+    nbytes = PARAMETER_BYTES * (LAYERS if scanned else 1)
+    assert host_bytes == [2 * nbytes // len(running)] * len(running)
+    # On each device.
+    gone = [int(x) for o in outputs for x in re.findall(r"fused bytes (\d+)", o)]
+    devices = kwargs["devices"] * len(running)
+    assert gone == [nbytes // devices] * (len(running) if held else 0)
     return int(re.findall(r"^from (\d+)$", outputs[0], re.M)[0]), found[0]
 
 
@@ -102,3 +110,18 @@ def test_killed_and_resumed(tmp_path):
         first, got = finish(tmp_path / name, processes=1, devices=devices)
         assert first == 4
         assert got == pytest.approx(rest, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_fused(tmp_path):
+    """With the updates in the backward pass, after clipping, and without.
+
+    The gradients of every process wait in its own host memory, or the backward passes
+    of all run twice.
+    """
+    _, want = finish(tmp_path / "one", processes=1, devices=4, scanned=True)
+    runs = [("two", None), ("stored", "store"), ("twice", "twice")]
+    for name, held in runs:
+        directory = tmp_path / name
+        _, got = finish(directory, processes=2, devices=2, scanned=True, held=held)
+        assert got == pytest.approx(want, rel=1e-6)
