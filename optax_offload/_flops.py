@@ -31,10 +31,11 @@ def count(fn: Callable[..., Any], *args: Any) -> int:
 
 def of_jaxpr(jaxpr: jex.Jaxpr) -> int:
     """Those of a jaxpr. See `count`."""
-    return sum(_of_equation(e) for e in jaxpr.eqns)
+    return sum(of_equation(e) for e in jaxpr.eqns)
 
 
-def _of_equation(e: jex.JaxprEqn) -> int:
+def of_equation(e: jex.JaxprEqn) -> int:
+    """Those of an equation. See `count`."""
     name = e.primitive.name
     if name in ("dot_general", "ragged_dot"):
         contracted = (

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
+from optax_offload._backward import sums
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.kernel import Kernel, kernel
-from optax_offload._backward.rows import SUMMED_BY, Scan, Sum
-from optax_offload._jaxpr import Flat, read, variables
+from optax_offload._backward.rows import Scan, Sum
+from optax_offload._jaxpr import Flat, read
 from optax_offload._update import Cell, RowLocal, constrain
 
 Env = Mapping[jex.Var, Any]
@@ -42,7 +42,8 @@ class Work:
     """What a scan does beside its own iterations.
 
     Attributes:
-      fused: What is updated.
+      fused: What is updated, in order.
+      delayed: The results whose rows are stored in the next iteration.
       sums: What is summed up over the rows.
       kept: The stacked results that are made whole, on the device.
       waiting: Those that wait in host memory, each with the argument that it is
@@ -50,6 +51,7 @@ class Work:
     """
 
     fused: Sequence[Fused]
+    delayed: Collection[jex.Var]
     sums: Sequence[Sum]
     kept: Sequence[jex.Var]
     waiting: Mapping[jex.Var, jex.Var | None]
@@ -70,6 +72,22 @@ def run(
     return _Loop(flat, scan, work, env, cells).run()
 
 
+class _State(NamedTuple):
+    """What iterations hand on.
+
+    Attributes:
+      carry: What those of the scan do.
+      buffers: What rows are written into.
+      delayed: The rows that are still to be stored, with an axis of one row.
+      totals: What is summed up.
+    """
+
+    carry: Any
+    buffers: Any
+    delayed: Any
+    totals: Any
+
+
 class _Loop:
     """A scan whose stacked gradients are used up row by row."""
 
@@ -83,10 +101,9 @@ class _Loop:
     ):
         self._flat, self._scan, self._work = flat, scan, work
         self._env, self._cells = env, cells
-        self._units = [
-            _Unit(f, kernel(f.rows), flat.debug_info)
-            for f in sorted(work.fused, key=self._availability)
-        ]
+        self._units = [_Unit(f, kernel(f.rows), flat.debug_info) for f in work.fused]
+        self._unit_of = {v: unit for unit in self._units for v in unit.results}
+        self._delayed = [v for v in self._unit_of if v in work.delayed]
         # The buffer that has the rows of an argument that are not yet replaced, and
         # along which axis.
         self._now = {
@@ -114,51 +131,92 @@ class _Loop:
             v: _empty(v.aval, "pinned_host", fill)
             for fill, v in enumerate(work.waiting)
         }
-        sums = [_identity(self._flat.equations[s.position]) for s in work.sums]
         names = list(buffers)
-
-        def iteration(number: Any, state: Any) -> Any:
-            carry, values, sums = state
-            i = scan.length - 1 - number if scan.equation.params["reverse"] else number
-            carry, buffers, sums = self._iteration(
-                i, carry, dict(zip(names, values, strict=True)), sums
-            )
-            return carry, [buffers[v] for v in names], sums
-
-        carry, values, sums = lax.fori_loop(
-            0,
-            scan.length,
-            iteration,
-            (carry, list(buffers.values()), sums),
-            unroll=scan.equation.params["unroll"],
+        state = _State(
+            carry,
+            list(buffers.values()),
+            [self._empty_row(v) for v in self._delayed],
+            [sums.identity(self._flat, s) for s in work.sums],
         )
-        found = dict(zip(scan.carried, carry, strict=True))
-        found |= dict(zip(names, values, strict=True))
-        for s, value in zip(work.sums, sums, strict=True):
-            found[self._flat.equations[s.position].outvars[0]] = value
+
+        def given(state: _State) -> Buffers:
+            return dict(zip(names, state.buffers, strict=True))
+
+        def at_once(number: Any, state: _State) -> _State:
+            found = self._iteration(number, state, given(state), together=False)
+            buffers = self._with_delayed(found.buffers, found.delayed, number)
+            return found._replace(buffers=[buffers[v] for v in names])
+
+        def late(number: Any, state: _State) -> _State:
+            buffers = self._with_delayed(given(state), state.delayed, number - 1)
+            found = self._iteration(number, state, buffers, together=True)
+            return found._replace(buffers=[found.buffers[v] for v in names])
+
+        # A position is linear in the counter of a loop that begins with 0, and always
+        # that of a row: else a GPU's transfers are kernels, or go astray (F66). So the
+        # first iterations are a loop of their own: two, of which a loop is left (F58).
+        first = 2 if self._delayed else scan.length
+        unroll = scan.equation.params["unroll"]
+        state = lax.fori_loop(0, first, at_once, state, unroll=unroll)
+        if self._delayed:
+            state = lax.fori_loop(
+                0,
+                scan.length - first,
+                lambda number, state: late(first + number, state),
+                state,
+                unroll=unroll,
+            )
+        last = scan.length - 1
+        found = dict(zip(scan.carried, state.carry, strict=True))
+        found |= self._with_delayed(given(state), state.delayed, last)
+        for s, total in zip(work.sums, state.totals, strict=True):
+            found[self._flat.equations[s.position].outvars[0]] = total
         return found
 
+    def _position(self, number: Any) -> Any:
+        """The row of an iteration."""
+        reverse = self._scan.equation.params["reverse"]
+        return self._scan.length - 1 - number if reverse else number
+
+    def _empty_row(self, v: jex.Var) -> Any:
+        """What is handed on when there is no row yet."""
+        aval: Any = v.aval
+        shape = list(aval.shape)
+        shape[self._unit_of[v].rows.axes[v]] = 1
+        return _empty(aval, "device", shape=shape)
+
+    def _with_delayed(
+        self, buffers: Buffers, rows: Sequence[Any], number: Any
+    ) -> Buffers:
+        """Buffers, with what an iteration left to be stored."""
+        stored = dict(buffers)
+        for v, row in zip(self._delayed, rows, strict=True):
+            stored[v] = self._put(buffers[v], v, row, self._position(number))
+        return stored
+
     def _iteration(
-        self, i: Any, carry: list[Any], buffers: dict[jex.Var, Any], sums: list[Any]
-    ) -> tuple[list[Any], dict[jex.Var, Any], list[Any]]:
-        scan, body = self._scan, self._scan.body
+        self, number: Any, state: _State, buffers: Buffers, *, together: bool
+    ) -> _State:
+        """What it hands on; the buffers by name, without what is to be stored later."""
+        scan, body, i = self._scan, self._scan.body, self._position(number)
         xs = [self._x(a, i, buffers) for a in scan.xs]
         consts = [self._read(a) for a in scan.consts]
-        results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
-        count = len(carry)
-        carry = results[:count]
+        results = jax.core.eval_jaxpr(
+            body.jaxpr, body.consts, *consts, *state.carry, *xs
+        )
+        count = len(state.carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
             for v, y in zip(scan.stacked, results[count:], strict=True)
         }
         rows: dict[jex.Var, Any] = dict(stacked)
         # What a unit replaces, another may read too.
-        before = dict(buffers)
+        before, buffers = buffers, dict(buffers)
         for unit in self._units:
             rows |= self._values(unit, i, before, rows)
-            for v in unit.results:
-                row = self._stored(v, rows[v], unit)
-                buffers[v] = _put(buffers[v], row, i, unit.rows.axes[v])
+            now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
+            for v, row in (_together(now) if together else now).items():
+                buffers[v] = self._put(buffers[v], v, row, i)
         for v in self._work.kept:
             buffers[v] = _put(buffers[v], stacked[v], i, 0)
         for v, like in self._work.waiting.items():
@@ -168,11 +226,12 @@ class _Loop:
             row = _tpu_layout.constrain(row, v.aval)
             row = _memory.transfer(row, "pinned_host")
             buffers[v] = _put(buffers[v], row, i, 0)
-        sums = [
-            self._added(s, total, rows)
-            for s, total in zip(self._work.sums, sums, strict=True)
+        totals = [
+            sums.added(self._flat, s, total, rows, self._env)
+            for s, total in zip(self._work.sums, state.totals, strict=True)
         ]
-        return carry, buffers, sums
+        delayed = [rows[v] for v in self._delayed]
+        return _State(results[:count], buffers, delayed, totals)
 
     def _read(self, a: Any) -> Any:
         return read(a, lambda v: _as_typed(self._env[v], v))
@@ -213,61 +272,14 @@ class _Loop:
             return row
         return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
 
-    def _stored(self, v: jex.Var, row: Any, unit: _Unit) -> Any:
-        """The row of a result, where it belongs."""
+    def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
+        """The buffer of a result, with the row in it."""
+        unit = self._unit_of[v]
+        axis, before = unit.rows.axes[v], unit.fused.replaced[v]
         memory_kind = _memory.kind_of_type(v.aval)
-        before = unit.fused.replaced[v]
         if memory_kind != "device" and before is not None:
-            row = constrain(row, self._cells.get(before), unit.rows.axes[v])
-        return _memory.transfer(row, memory_kind)
-
-    def _availability(self, f: Fused) -> int:
-        """When the last of its gradients is there."""
-        body: Any = self._scan.body.jaxpr
-        producers = {v: n for n, e in enumerate(body.eqns) for v in e.outvars}
-        carried = len(self._scan.carried)
-        inside = dict(zip(self._scan.stacked, body.outvars[carried:], strict=True))
-        found = (inside[g] for g in f.component.gradients)
-        return max(
-            producers.get(a, -1) if isinstance(a, jex.Var) else -1 for a in found
-        )
-
-    def _added(self, s: Sum, total: Any, rows: Mapping[jex.Var, Any]) -> Any:
-        e = self._flat.equations[s.position]
-        free = list(dict.fromkeys(variables(e.invars)))
-        one = jex.Jaxpr((), free, e.outvars, [e], debug_info=self._flat.debug_info)
-        values = [rows[v] if v in rows else self._env[v] for v in free]
-        (part,) = jax.core.eval_jaxpr(one, (), *values)
-        return _ADD[SUMMED_BY[e.primitive.name]](total, part)
-
-
-_ADD = {
-    "add": lax.add,
-    "max": lax.max,
-    "min": lax.min,
-    "mul": lax.mul,
-    "and": lax.bitwise_and,
-    "or": lax.bitwise_or,
-}
-
-
-def _identity(e: jex.JaxprEqn) -> Any:
-    """What a reduction of nothing is."""
-    aval: Any = e.outvars[0].aval
-    by = SUMMED_BY[e.primitive.name]
-    value: Any = {"add": 0, "mul": 1, "and": -1, "or": 0}.get(by)
-    if by in ("max", "min"):
-        least = by == "max"
-        if jnp.issubdtype(aval.dtype, jnp.inexact):
-            value = -jnp.inf if least else jnp.inf
-        elif aval.dtype == jnp.bool_:
-            value = not least
-        else:
-            info = jnp.iinfo(aval.dtype)
-            value = info.min if least else info.max
-    if aval.dtype == jnp.bool_:
-        value = bool(value)
-    return jnp.full(aval.shape, value, aval.dtype)
+            row = constrain(row, self._cells.get(before), axis)
+        return _put(buffer, _memory.transfer(row, memory_kind), i, axis)
 
 
 def _as_typed(x: Any, v: jex.Var) -> Any:
@@ -275,11 +287,25 @@ def _as_typed(x: Any, v: jex.Var) -> Any:
     return _memory.transfer(x, _memory.kind_of_type(v.aval))
 
 
-def _empty(aval: Any, memory_kind: str, fill: int = 0) -> Any:
+def _empty(
+    aval: Any, memory_kind: str, fill: int = 0, shape: Sequence[int] | None = None
+) -> Any:
     explicit = any(names is not None for names in aval.sharding.spec)
     sharding = aval.sharding if explicit else None
-    values = lax.full(aval.shape, fill, aval.dtype, sharding=sharding)
+    values = lax.full(shape or aval.shape, fill, aval.dtype, sharding=sharding)
     return _memory.transfer(values, memory_kind)
+
+
+def _together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
+    """The rows of an update, of which those that leave the device do so together.
+
+    Then a GPU loads all that the update takes at once (F65).
+    """
+    leave = [v for v in rows if _memory.on_host(v.aval)]
+    if len(leave) < 2:
+        return rows
+    held = lax.optimization_barrier([rows[v] for v in leave])
+    return rows | dict(zip(leave, held, strict=True))
 
 
 def _put(buffer: Any, row: Any, i: Any, axis: int) -> Any:

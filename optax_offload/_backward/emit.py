@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
+from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
-from optax_offload._backward import body, held
+from optax_offload import _flops, _memory
+from optax_offload._backward import body, held, order
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep
 from optax_offload._backward.rest import Left, Node
-from optax_offload._backward.rows import Sum
-from optax_offload._jaxpr import evaluate, read, shape, variables
+from optax_offload._backward.rows import Scan, Sum
+from optax_offload._jaxpr import dependents, evaluate, read, shape, variables
 from optax_offload._update import Deferred, defer, note_shardings, schedule
 
 
@@ -70,11 +72,24 @@ class _Run:
             }
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
         first = [*each.now, *(f.summed_only() for f in each.held)]
-        work = body.Work(first, self._sums(each.fused, late=False), kept, waiting)
+        sums = self._sums(each.fused, late=False)
+        work = self._work(each.scan, first, sums, kept, waiting)
         scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
         self._require(variables(scanned))
         self._require(_inputs(each, first))
         self._run_work(each, work)
+
+    def _work(
+        self,
+        scan: Scan,
+        fused: Sequence[Fused],
+        sums: Sequence[Sum],
+        kept: Sequence[jex.Var] = (),
+        waiting: Mapping[jex.Var, jex.Var | None] = MappingProxyType({}),
+    ) -> body.Work:
+        ordered = order.by_gradients(scan, fused)
+        delayed = order.delayed(scan, ordered)
+        return body.Work(ordered, delayed, sums, kept, waiting)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """What a gradient is to be sharded like: its state, else its parameter."""
@@ -85,7 +100,7 @@ class _Run:
         self._require(_inputs(each, each.held))
         if each.way == "twice":
             sums = self._sums(each.held, late=True)
-            self._run_work(each, body.Work(each.held, sums, (), {}))
+            self._run_work(each, self._work(each.scan, each.held, sums))
         else:
             self._env |= held.run(self._step, each.held, self._env, self._cells)
 
@@ -99,7 +114,28 @@ class _Run:
         ]
 
     def _run_work(self, each: FusedScan, work: body.Work) -> None:
+        if work.delayed:
+            self._finish_products(each.scan)
         self._env |= body.run(self._step.flat, each.scan, work, self._env, self._cells)
+
+    def _finish_products(self, scan: Scan) -> None:
+        """Has what only the rest of the step reads be computed before a scan.
+
+        Else a compiler may do so beside the scan's last stores, and keep over all of it
+        what products are made of, such as the gradient of logits (F67). What depends on
+        no product, such as a cast, is left to be joined with what reads it.
+        """
+        flat, at = self._step.flat, scan.position
+        nodes = (node for node in self._plan.rest if node.position > at)
+        wanted = {v for node in nodes for v in node.reads}
+        wanted.update(variables(flat.outvars))
+        wanted -= {v for s in self._plan.scans for f in s.fused for v in f.replaced}
+        products = (e for e in flat.equations[:at] if _flops.of_equation(e))
+        wanted &= dependents(flat, {v for e in products for v in e.outvars})
+        found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
+        found = list(dict.fromkeys([*found, *variables(scan.carry)]))
+        values = lax.optimization_barrier([self._env[v] for v in found])
+        self._env |= zip(found, values, strict=True)
 
     def _require(self, wanted: Iterable[jex.Var]) -> None:
         """Evaluates what variables take, as far as it is not known yet."""

@@ -1,0 +1,131 @@
+"""Rows that the next iteration stores: which they are, and that none goes astray."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from harness import committed
+from jax import lax
+from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, ulps
+
+import optax_offload as oo
+from optax_offload import _compat, _memory, aot
+from optax_offload._backward import order
+from optax_offload._backward.fuse_backward import plan_of
+
+BOUND = 32
+
+
+def make_params(length):
+    """Two matrices of each layer, and a vector that is small beside them."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((32, 16), (16, 32), (length, 16, 24), (length, 24, 16), (length, 4))
+    made = [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)]
+    names = ("in", "out", "small")
+    layers = dict(zip(names, made[2:], strict=True))
+    return committed({"embedding": made[0], "head": made[1], "layers": layers})
+
+
+def make_loss(*, reverse=False, unroll=1):
+    """The layers from the first to the last, or from the last to the first."""
+
+    def scaled(h, w):
+        return layer(h * jnp.tile(1 + w["small"], 4)[None], w)
+
+    def loss(params, tokens):
+        h = params["embedding"][tokens]
+        h = lax.scan(scaled, h, params["layers"], reverse=reverse, unroll=unroll)[0]
+        return jnp.mean((h @ params["head"] - jax.nn.one_hot(tokens, 32)) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("length", "unroll"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2), (6, 3)]
+)
+def test_every_row_is_stored(length, unroll, reverse):
+    """Of scans too short for it, unrolled, from either end."""
+    params, loss = make_params(length), make_loss(reverse=reverse, unroll=unroll)
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), **DONATED)
+    got = train(step, tx, params, steps=3)
+    assert ulps(got, want) <= BOUND
+    text = str(step.schedule(*got[:2], BATCH))
+    fused = length > 1
+    assert (f"backward scan of {length} iterations" in text) == fused
+
+
+@pytest.mark.parametrize("held", ["store", "twice"])
+def test_gradients_that_wait(held):
+    """In the second scan rows are delayed, in the first there are none."""
+    params, loss = make_params(5), make_loss()
+    plain = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    tx = offloaded(plain)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), fused_backward=held, **DONATED)
+    assert ulps(train(step, tx, params, steps=3), want) <= BOUND
+
+
+def delayed(tx, length):
+    """The shapes of the rows that are delayed, and what is updated, in order."""
+    params, step = make_params(length), make_step(tx, make_loss())
+    state = jax.eval_shape(tx.init, params)
+    closed = jax.make_jaxpr(step)(params, state, BATCH)
+    (each,) = plan_of(closed, "auto").scans
+    ordered = order.by_gradients(each.scan, each.now)
+    found = order.delayed(each.scan, ordered)
+    on_host = [
+        sum(_memory.on_host(v.aval) for v in f.component.results) for f in ordered
+    ]
+    return sorted(v.aval.shape for v in found), on_host
+
+
+def test_the_last_update_and_the_small_one_are_delayed():
+    """As many bytes as the first update stores, and what costs nothing to keep."""
+    found, on_host = delayed(offloaded(optax.adam(1e-2)), 5)
+    assert on_host == [2, 2, 2]
+    # The gradient of `out` is there first.
+    assert found == [(5, 4)] * 2 + [(5, 16, 24)] * 2
+
+
+def test_of_one_update_a_half_is_delayed():
+    """Its other half is stored beside the load of this one."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*/out", min_bytes=0))
+    found, _ = delayed(tx, 5)
+    assert found == [(5, 24, 16)]
+
+
+@pytest.mark.parametrize(("place", "length"), [("host", 3), ("device", 5)])
+def test_nothing_is_delayed(place, length):
+    """Of a short scan, and where nothing is stored to host memory."""
+    tx = optax.adam(1e-2)
+    assert delayed(offloaded(tx) if place == "host" else tx, length)[0] == []
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.xdist_group("gpu")
+@pytest.mark.skipif(not _compat.LOOPS_RUN_ONCE, reason="notes no positions")
+def test_positions_of_copies_are_those_of_rows():
+    """A GPU's compiler does not clamp them (F66)."""
+    pytest.importorskip("jax_plugins")
+    tx = offloaded(optax.adam(1e-2))
+    target = aot.Target("h100")
+    step = oo.fuse_backward(make_step(tx, make_loss()))
+    state = oo.eval_shape(tx.init, make_params(6))
+    compiled = aot.compile(
+        step, make_params(6), state, BATCH, target=target, donate_argnums=(0, 1)
+    )
+    found = re.findall(
+        r"f32\[6,(\d+),(\d+)\]\{2,1,0:S\(5\)\} dynamic-update-slice\(.*"
+        r'"linear":\{"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"',
+        compiled.as_text() or "",
+    )
+    assert len(found) >= 4
+    for *sizes, offset, stride in (map(int, match) for match in found):
+        assert abs(stride) == 4 * sizes[0] * sizes[1]
+        assert 0 <= offset <= 5 * abs(stride)
