@@ -42,8 +42,8 @@ class Linear8(codecs.Codec):
 
     name = "linear 8-bit"
     has_unsigned: ClassVar[bool] = True
-    block = chunk = 256
-    bits = 8 + 32 / 256
+    blocks = (256,)
+    code_bits = 8
     parts = ("codes", "scales")
 
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -71,7 +71,7 @@ def linear(inner: Any) -> optax.GradientTransformation:
         def encoded(keys: Any, x: Any) -> Any:
             path = _trees.path_string(keys)
             codec = Linear8("nu" not in path.split("/"))
-            if x.ndim == 0 or codecs.why_not(codec, x, x.shape[-1]):
+            if x.ndim == 0 or codec.why_not(x):
                 return x
             return Encoded.of(x, codec, path)
 

@@ -5,6 +5,8 @@ import functools
 import math
 import re
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,7 +129,8 @@ def test_donation_for_thirty_steps(codec):
         args = make_params(), committed(tx.init(params))
         for _ in range(30):
             args = step(*args)
-        return *args, step._cache_size()
+        compiled: Any = step
+        return *args, compiled._cache_size()
 
     got_params, got_state, compilations = train(tx, oo.jit)
     want_params, want_state, _ = train(inner, jax.jit)
@@ -224,8 +227,9 @@ def test_sharded_without_collectives(codec, spec, axis_type, place):
                 if x is not None:
                     wanted = sharding.with_memory_kind(kind)
                     assert x.sharding.is_equivalent_to(wanted, 2), x.sharding
-        text = update.lower(params, state, params).compile().as_text()
+        text = update.lower(params, state, params).compile().as_text() or ""
         assert not [name for name in COLLECTIVES if f" {name}" in text]
+        updates = params
         for i in range(3):
             grads = jax.tree.map(lambda x, i=i: jnp.cos(x * (i + 1)), params)
             updates, state = update(grads, state, params)

@@ -1,5 +1,7 @@
 """Float32 weights in the state, whole and as what bfloat16 parameters lack."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,10 +60,11 @@ def test_master_weights_skip_what_is_float32():
     master = state.inner_state.master
     assert master["layers"]["bias"] == optax.MaskedNode()
     assert master["embed"].dtype == jnp.float32
+    updates: Any
     updates, new = masked.update(grads, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
     assert bits(updates["layers"]["kernel"]) == bits(grads["layers"]["kernel"])
-    params = optax.apply_updates(params, updates)
+    params: Any = optax.apply_updates(params, updates)
     assert params["layers"]["bias"].dtype == jnp.float32
     np.testing.assert_allclose(params["layers"]["bias"], 1 - LR, rtol=1e-5)
 

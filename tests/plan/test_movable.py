@@ -23,7 +23,7 @@ def test_without_rules_everything_may():
     assert [p.pattern for p in state.patterns] == [r"\d+/mu/w", r"\d+/nu/w"]
     assert (state.state_bytes, state.parameter_bytes) == (2 * MIB, 2 * MIB)
     assert state.everything == {0, 1}
-    assert not state.moves_any(frozenset())
+    assert not state.changes_any(frozenset())
     assert state.config(frozenset()).rules == (oo.Rule(".*", "device"),)
     assert state.config(frozenset([1])).rules == (oo.Rule(r"\d+/nu/w"),)
     assert state.moved_bytes(frozenset([1])) == MIB
@@ -36,7 +36,7 @@ def test_given_rules_decide_first():
     state = movable_state((stays,), oo.OffloadConfig(rules, 2**25), 1)
     assert [p.pattern for p in state.patterns] == [r"\d+/nu/w"]
     assert [x.path for x in state.moved_by_given] == ["0/mu/w"]
-    assert state.moves_any(frozenset())
+    assert state.changes_any(frozenset())
     assert state.moved_bytes(frozenset()) == MIB
     assert state.moved_bytes(state.everything) == 2 * MIB
     config = state.config(state.everything)

@@ -257,6 +257,26 @@ def test_two_optimizers():
     assert used == found.after.used_bytes <= found.budget_bytes
 
 
+@aot_mark
+@pytest.mark.slow
+def test_codecs_before_moves(tmp_path):
+    """Moments are encoded before any moves, if that may be, and the file says so."""
+    budget = 240 * MIB
+    found = oo.plan(unclipped_step, target=H100, budget_bytes=budget, codec="int8")
+    assert found.encoded
+    assert not found.moved
+    assert found.after.moved_bytes == 0
+    assert "kept as int8" in str(found)
+    compiled_step = compile_with(found.offload, unclipped_step, fuse=True)
+    used = aot.peak(compiled_step).peak_bytes
+    assert used == found.after.used_bytes <= budget
+    found.save(tmp_path / "rules.toml")
+    assert oo.load_config(tmp_path / "rules.toml") == found.config
+    assert {rule.codec for rule in found.config.rules} == {"int8"}
+    with pytest.raises(ValueError, match="codec is 'int3'; it must be one of"):
+        oo.plan(adam_step, target=H100, codec="int3")
+
+
 def test_plans_are_values():
     """A plan can be made without a compiler, compared and shown."""
     found = Plan(

@@ -28,7 +28,7 @@ def test_rule_files_are_read_as_written(tmp_path_factory, rules, window_bytes, t
     config = oo.OffloadConfig(rules, window_bytes)
     file = tmp_path_factory.mktemp("rules") / "rules.toml"
     summary = [" ".join(text.split())]
-    file.write_text(rule_file_text(config, (), summary), encoding="utf-8")
+    file.write_text(rule_file_text(config, (), (), summary), encoding="utf-8")
     assert oo.load_config(file) == config
 
 
@@ -37,7 +37,7 @@ def test_each_rule_has_a_comment():
     leaves = [patterns.Leaf(f"0/mu/w{i}", MIB, MIB // 4, None, False) for i in (0, 1)]
     (pattern,) = patterns.leaf_patterns(leaves)
     config = oo.OffloadConfig([oo.Rule("0/nu/.*", "device"), oo.Rule(pattern.pattern)])
-    text = rule_file_text(config, [pattern], ["for h100"])
+    text = rule_file_text(config, [pattern], (), ["for h100"])
     assert text == (
         "# Rules for optax_offload.offload, found by `optax-offload fit`:\n"
         "# for h100\n\n"
