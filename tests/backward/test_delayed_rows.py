@@ -73,7 +73,7 @@ def test_gradients_that_wait(held):
 def delayed(tx, length):
     """The shapes of the rows that are delayed, and what is updated, in order."""
     params, step = make_params(length), make_step(tx, make_loss())
-    state = jax.eval_shape(tx.init, params)
+    state = tx.init(params)
     closed = jax.make_jaxpr(step)(params, state, BATCH)
     (each,) = plan_of(closed, "auto").scans
     ordered = order.by_gradients(each.scan, each.now)
