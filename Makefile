@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 EXTRAS ?= dev
+# All but what takes long, which CI runs too: make test PYTEST_ARGS= runs everything.
+PYTEST_ARGS ?= -m "not slow"
 
 .PHONY: demo test check clean
 

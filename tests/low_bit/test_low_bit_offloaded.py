@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import re
-
 from typing import Any
 
 import jax
