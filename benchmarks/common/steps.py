@@ -59,6 +59,16 @@ OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 # Gradients that have to wait for a norm need nothing more if they are computed twice.
 TWICE = functools.partial(oo.fuse_backward, held="twice")
 STORED = functools.partial(oo.fuse_backward, held="store")
+# State of which moments are kept in 8 bits, all of it in host memory.
+MOMENTS = ".*/(mu|nu)/.*"
+INT8 = functools.partial(
+    oo.offload,
+    rules=[
+        oo.Rule(MOMENTS, slice_axis=0, codec="int8"),
+        oo.Rule(".*", slice_axis=0, optional=True),
+    ],
+)
+INT8_ALONE = functools.partial(oo.low_bit, rules=MOMENTS)
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
@@ -67,6 +77,10 @@ MODES: dict[str, Mode] = {
     "fused twice": Mode(OURS, TWICE),
     "fused stored": Mode(OURS, STORED),
     "fused alone": Mode(as_it_is, TWICE),
+    "int8": Mode(INT8),
+    "int8 fused": Mode(INT8, oo.fuse_backward),
+    "int8 alone": Mode(INT8_ALONE),
+    "int8 fused alone": Mode(INT8_ALONE, TWICE),
 }
 USUAL_MODES = ["no offload", "recipe", "ours", "fused"]
 
