@@ -140,6 +140,7 @@ def assert_published(name, signed, block, x):
     """Scales as published, and codes; near a midpoint the neighbour's may be."""
     codes, scales = encoded(name, signed, x)
     want, want_scales = reference(name, signed, block, x)
+    assert scales is not None
     assert (codes.dtype, scales.dtype) == (want.dtype, want_scales.dtype)
     # XLA multiplies by 1 / 448, which can be the number beside.
     ulp = 1.2e-7 if name == "float8" else 0
@@ -440,7 +441,7 @@ def test_why_not(name, shape, dtype, why):
     """Each reason to keep a leaf's dtype."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     told = why_not(codec_of(name), x, shape[-1])
-    assert told is None if why is None else told.startswith(why)
+    assert str(told).startswith(str(why))
 
 
 @pytest.mark.parametrize("name", CODECS)
