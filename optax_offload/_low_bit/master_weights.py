@@ -35,6 +35,7 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
 
     Args:
       inner: any optax transformation. It sees float32 gradients and float32 parameters.
+        `optax.apply_if_finite` goes inside: around this it takes no bfloat16 gradients.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its updates are float32; added to the
