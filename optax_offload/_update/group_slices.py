@@ -12,7 +12,8 @@ from optax_offload import _compat, _tpu_layout
 from optax_offload._jaxpr import Flat, shape, variables
 from optax_offload._units import MIB
 from optax_offload._update.group import Group, Part
-from optax_offload._update.slicing import RowLocal, analyze
+from optax_offload._update.proof import analyze
+from optax_offload._update.slicing import RowLocal
 from optax_offload._update.slicing_rules import NotRowLocalError
 from optax_offload._update.update import Update
 

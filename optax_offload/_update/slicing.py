@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload._jaxpr import Atom, Flat, shape, signature, variables
+from optax_offload._jaxpr import Atom, shape, signature, variables
 from optax_offload._update.slicing_rules import Axes, NotRowLocalError, rule_of
 
 
@@ -106,55 +106,6 @@ class RowLocal:
         """Equal for equations that only the names of their variables tell apart."""
         axes = tuple(self.axes.get(v) for v in (*self.inputs, *self.outputs))
         return axes, signature(self.equations, self.inputs, self.outputs)
-
-
-def analyze(
-    flat: Flat,
-    positions: Sequence[int],
-    loads: Mapping[jex.Var, int],
-    outputs: Sequence[Atom],
-    beside: Mapping[jex.Var, jex.Var],
-) -> RowLocal:
-    """Proves that equations are row-local, or raises `NotRowLocalError`.
-
-    What the equations take besides the loads is followed back through arithmetic, so
-    that it is computed for the slice too rather than whole beforehand; up to arguments
-    and to the results of the whole, which have to be computed anyway.
-
-    Args:
-      flat: What the equations are of.
-      positions: The equations that depend on a load, in order.
-      loads: The axis along which the rows of each load are counted.
-      outputs: What is computed from the loads.
-      beside: Of inputs, a variable that replaces it: where rows of the input are taken
-        and arithmetic leads to the variable, it becomes an output too.
-
-    Raises:
-      NotRowLocalError: The message names the equation that mixes rows.
-    """
-    counts = {shape(v)[axis] for v, axis in loads.items()}
-    if len(counts) != 1:
-        sizes = ", ".join(str(shape(v)) for v in loads)
-        raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
-    (rows,) = counts
-    analysis = Analysis(RowCount(rows), flat.equations, flat.producers)
-    analysis.whole = set(variables(flat.outvars))
-    for v, axis in loads.items():
-        analysis.mark(v, axis)
-    for i in positions:
-        analysis.visit(flat.equations[i])
-        analysis.positions.add(i)
-    found: list[jex.Var] = []
-    for a in outputs:
-        if isinstance(a, jex.Literal) or a not in analysis.axes:
-            raise NotRowLocalError("an output that is the same for every row")
-        found.append(a)
-    for before in [v for v in analysis.axes if v in beside]:
-        more = analysis.with_result(beside[before], before)
-        if more is not None:
-            analysis = more
-            found.append(beside[before])
-    return analysis.row_local(loads, found)
 
 
 class Analysis:

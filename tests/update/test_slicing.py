@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_offload import _jaxpr
-from optax_offload._update import slicing
+from optax_offload._update import proof
 from optax_offload._update.slicing_rules import NotRowLocalError
 
 ROWS, SHAPE = 6, (6, 4, 5)
@@ -26,7 +26,7 @@ def analyze(fn, *args, axis=0, loads=1):
         if not dependent.isdisjoint(_jaxpr.variables(e.invars))
     ]
     axes = dict.fromkeys(flat.invars[:loads], axis)
-    return flat, slicing.analyze(flat, positions, axes, flat.outvars, {})
+    return flat, proof.analyze(flat, positions, axes, flat.outvars, {})
 
 
 def in_slices(fn, *args, rows=2, axis=0):

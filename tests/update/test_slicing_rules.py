@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from optax_offload import _jaxpr
-from optax_offload._update import slicing
+from optax_offload._update import proof
 from optax_offload._update.slicing_rules import RULES, NotRowLocalError
 
 ROWS, TAKEN = 6, 2
@@ -164,7 +164,7 @@ def test_rows_are_those_of_vmap(name, axis):
     """The axes that JAX gave the batch, and the values of some of the rows."""
     x, batched, flat, positions = flat_of(EXAMPLES[name], axis)
     axes = {flat.invars[0]: axis}
-    row_local = slicing.analyze(flat, positions, axes, flat.outvars, {})
+    row_local = proof.analyze(flat, positions, axes, flat.outvars, {})
     env = dict(zip(flat.invars, [x], strict=True)) | flat.constants
     rest = [i for i in _jaxpr.live(flat) if i not in positions]
     env |= _jaxpr.evaluate(flat, rest, env.__getitem__)
@@ -200,7 +200,7 @@ def test_slices_at_a_position_for_all_rows(fn):
     x = jax.random.normal(jax.random.key(1), (ROWS, 5))
     flat = _jaxpr.flatten(jax.make_jaxpr(fn)(x))
     positions = [*range(len(flat.equations))]
-    row_local = slicing.analyze(flat, positions, {flat.invars[0]: 0}, flat.outvars, {})
+    row_local = proof.analyze(flat, positions, {flat.invars[0]: 0}, flat.outvars, {})
     jaxpr = row_local.jaxpr(TAKEN, flat.debug_info)
     (got,) = jax.core.eval_jaxpr(jaxpr, (), x[2 : 2 + TAKEN])
     np.testing.assert_array_equal(got, fn(x)[2 : 2 + TAKEN])
@@ -239,10 +239,10 @@ def test_what_mixes_rows_is_refused(fn, why):
     positions = [*range(len(flat.equations))]
     axes = {flat.invars[0]: 0}
     if why is None:  # A counter of rows is computed whole, and sliced as an argument.
-        assert slicing.analyze(flat, positions, axes, flat.outvars, {}).rows == ROWS
+        assert proof.analyze(flat, positions, axes, flat.outvars, {}).rows == ROWS
         return
     with pytest.raises(NotRowLocalError, match=why):
-        slicing.analyze(flat, positions, axes, flat.outvars, {})
+        proof.analyze(flat, positions, axes, flat.outvars, {})
 
 
 def test_the_documented_list_is_the_registry():
