@@ -13,9 +13,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_offload as oo
 from optax_offload import _compat, aot
-from optax_offload.aot import _hlo
+from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
+COLLECTIVES = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective",
+    "reduce-scatter",
+)
 # Older compilers keep more beside the loop, of a model as small as this.
 NEWER = _compat.LOOPS_RUN_ONCE
 LAYERS, TOKENS = 6, 768
@@ -148,14 +155,29 @@ def copied(compiled, shapes):
 
 
 def collectives(compiled):
-    """How many elements the collectives of each kind make."""
-    kinds = ("all-gather", "all-reduce", "all-to-all", "collective", "reduce-scatter")
+    """How many elements the collectives of each kind make in a step.
+
+    Of loops in each iteration: two loops may do what one did.
+    """
+    module = _hlo.parse(compiled.as_text())
     found = collections.Counter()
-    for computation in _hlo.parse(compiled.as_text()).computations.values():
+
+    def count(computation, times):
         for i in computation:
-            if i.opcode.startswith(kinds) and not i.starts:
+            if i.opcode.startswith(COLLECTIVES) and not i.starts:
                 kind = i.opcode.removesuffix("-done")
-                found[kind] += sum(a.size for a in i.arrays)
+                found[kind] += times * sum(a.size for a in i.arrays)
+            if i.opcode == "while":
+                trips = _dataflow.trip_count(module, computation, i)
+                assert trips is not None
+                count(module.called(i, "body"), times * trips)
+            elif i.opcode in ("call", "conditional", "fusion", "async-start"):
+                for name in ("to_apply", "calls"):
+                    inside = module.called(i, name)
+                    if inside is not None:
+                        count(inside, times)
+
+    count(module.entry, 1)
     return found
 
 
