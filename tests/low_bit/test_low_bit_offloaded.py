@@ -163,6 +163,7 @@ def scanned_params():
     return committed(jax.tree.unflatten(structure, made))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["host", "device"])
 @pytest.mark.parametrize("codec", ["int8", "int8-companded", "bfloat16-stochastic"])
 def test_fused_into_the_backward_pass(codec, place):
