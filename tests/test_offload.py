@@ -37,6 +37,10 @@ def test_public_names():
         "fuse_backward",
         "jit",
         "load_config",
+        "low_bit",
+        "low_bit_decode",
+        "low_bit_encode",
+        "master_weights",
         "measure_link",
         "memory_report",
         "offload",
@@ -46,6 +50,7 @@ def test_public_names():
         "reload_states",
         "set_memory_kind",
         "state_shardings",
+        "stochastic_round",
     }
 
 

@@ -10,7 +10,7 @@ Runs that are finished are kept in `--runs` and not run again.
 
 Run:
     JAX_PLATFORMS=cpu python -m benchmarks.training.low_bit
-    JAX_PLATFORMS=cpu python -m benchmarks.training.low_bit --tasks=image --steps=20 \
+    JAX_PLATFORMS=cpu python -m benchmarks.training.low_bit --tasks=image \
         --seeds=1 --runs=out/tried --out=out/tried --picture=out/tried.png
 """
 
@@ -44,7 +44,7 @@ FLAGS = flags.FLAGS
 flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
 flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
 flags.DEFINE_integer("seeds", 3, "Runs of each.")
-flags.DEFINE_integer("steps", None, "Instead of those of a task.")
+flags.DEFINE_integer("training_steps", None, "Instead of those of a task.")
 flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment in a step.")
 flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
 flags.DEFINE_string("out", "benchmarks/results/low_bit", "Where the .json goes.")
@@ -127,7 +127,7 @@ def run(
 
 def finished(task: str, variant: str, seed: int) -> dict[str, Any]:
     """A run, from its file if it was run before."""
-    steps = FLAGS.steps or TASKS[task].steps
+    steps = FLAGS.training_steps or TASKS[task].steps
     b2 = "" if FLAGS.b2 == B2 else f"b2={FLAGS.b2}-"
     name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-").replace(
         " ", "_"

@@ -219,6 +219,8 @@ class _Slice:
             if output.stored and alias is not None:
                 cell = self._loop.cells.get(alias)
                 y = argument_shardings.constrain(y, cell, axis)
+            if output.holds_codes and output.stored:
+                y = _tpu_layout.constrain(y, _var(flat.outvars[k]).aval)
             y = _memory.transfer(y, output.memory_kind)
             if axis is not None:
                 y = lax.dynamic_update_slice_in_dim(

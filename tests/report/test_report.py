@@ -166,6 +166,7 @@ def test_as_dict_is_json():
         "nbytes_per_host": 256,
         "planned": None,
         "actual": "device",
+        "codec": None,
         "why": "",
     }
     assert plain["totals"]["pinned_host"] == {
