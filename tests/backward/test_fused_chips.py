@@ -49,7 +49,12 @@ each_compiler = pytest.mark.parametrize(
         for p in TARGETS
     ],
 )
-pytestmark = pytest.mark.slow
+# With JAX 0.10.2 a TPU's compiler keeps the rows that are stored late beside all else:
+# of a model as small as this less than a quarter of the gradients is gone.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not NEWER, reason="JAX 0.11 and later"),
+]
 
 
 def spec(name, how):
