@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _compat, _memory
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.rows import Scan
 
@@ -50,7 +50,7 @@ def delayed(scan: Scan, fused: Sequence[Fused]) -> frozenset[jex.Var]:
       scan: The scan.
       fused: What is updated in it, in order.
     """
-    if scan.length < LEAST_LENGTH:
+    if scan.length < LEAST_LENGTH or not _compat.STORES_OVERLAP:
         return frozenset()
     stored = [(n, v) for n, f in enumerate(fused) for v in _stored(f)]
     total = sum(_nbytes(v) for _, v in stored)

@@ -49,12 +49,7 @@ each_compiler = pytest.mark.parametrize(
         for p in TARGETS
     ],
 )
-# With JAX 0.10.2 a TPU's compiler keeps the rows that are stored late beside all else:
-# of a model as small as this less than a quarter of the gradients is gone.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not NEWER, reason="JAX 0.11 and later"),
-]
+pytestmark = pytest.mark.slow
 
 
 def spec(name, how):

@@ -8,6 +8,7 @@ from jax import lax
 from scanned_models import BATCH, loss, make_params, offloaded, train, ulps
 
 import optax_offload as oo
+from optax_offload import _compat
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 BOTH = "2 gradients of 12.00 KiB"
@@ -144,7 +145,7 @@ def test_norms_of_clipped_updates(held, said):
     assert said in check(norms, CLIPPED, held)
 
 
-@pytest.mark.parametrize(("held", "scans"), [("store", 2), ("twice", 4)])
+@pytest.mark.parametrize(("held", "scans"), [("store", 2), ("twice", 3)])
 def test_no_scan_runs_more_than_it_has_to(held, scans):
     """Forward and backward, and backward again; no whole one for what is summed up.
 
@@ -159,7 +160,8 @@ def test_no_scan_runs_more_than_it_has_to(held, scans):
     step = oo.jit(step_of(tx, norm), fused_backward=held)
     traced = step.trace(params, tx.init(params), BATCH)
     names = [e.primitive.name for e in traced.jaxpr.jaxpr.eqns]
-    assert names.count("scan") == scans
+    more = held == "twice" and _compat.STORES_OVERLAP
+    assert names.count("scan") == scans + more
 
 
 def accumulated(params, tokens):
