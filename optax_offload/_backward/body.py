@@ -46,15 +46,16 @@ class Work:
       delayed: The results whose rows are stored in the next iteration.
       sums: What is summed up over the rows.
       kept: The stacked results that are made whole, on the device.
-      waiting: Those that wait in host memory, each with the argument that it is
-        sharded like.
+      waiting: Those that wait in host memory.
+      like: For gradients that need all others first, what they are sharded like.
     """
 
     fused: Sequence[Fused]
     delayed: Collection[jex.Var]
     sums: Sequence[Sum]
     kept: Sequence[jex.Var]
-    waiting: Mapping[jex.Var, jex.Var | None]
+    waiting: Sequence[jex.Var]
+    like: Mapping[jex.Var, jex.Var | None]
 
 
 def run(
@@ -209,7 +210,11 @@ class _Loop:
             v: lax.expand_dims(y, (0,))
             for v, y in zip(scan.stacked, results[count:], strict=True)
         }
-        rows: dict[jex.Var, Any] = dict(stacked)
+        # Else every device adds all of a gradient up for its norm, and what waits is
+        # made anew on the host.
+        rows: dict[jex.Var, Any] = {
+            v: constrain(row, self._like(v), 0) for v, row in stacked.items()
+        }
         # What a unit replaces, another may read too.
         before, buffers = buffers, dict(buffers)
         for unit in self._units:
@@ -219,11 +224,8 @@ class _Loop:
                 buffers[v] = self._put(buffers[v], v, row, i)
         for v in self._work.kept:
             buffers[v] = _put(buffers[v], stacked[v], i, 0)
-        for v, like in self._work.waiting.items():
-            # Sharded in another way it would be made anew on the host.
-            cell = None if like is None else self._cells[like]
-            row = constrain(stacked[v], cell, 0)
-            row = _tpu_layout.constrain(row, v.aval)
+        for v in self._work.waiting:
+            row = _tpu_layout.constrain(rows[v], v.aval)
             row = _memory.transfer(row, "pinned_host")
             buffers[v] = _put(buffers[v], row, i, 0)
         totals = [
@@ -232,6 +234,11 @@ class _Loop:
         ]
         delayed = [rows[v] for v in self._delayed]
         return _State(results[:count], buffers, delayed, totals)
+
+    def _like(self, gradient: jex.Var) -> Cell | None:
+        """How the rows of a gradient are to be sharded."""
+        like = self._work.like.get(gradient)
+        return None if like is None else self._cells[like]
 
     def _read(self, a: Any) -> Any:
         return read(a, lambda v: _as_typed(self._env[v], v))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax import lax
@@ -65,15 +64,12 @@ class _Run:
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
-        waiting = {}
-        if each.way == "store":
-            waiting = {
-                g: self._like(f, g) for f in each.held for g in f.component.gradients
-            }
+        held = [g for f in each.held for g in f.component.gradients]
+        waiting = held if each.way == "store" else []
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
         first = [*each.now, *(f.summed_only() for f in each.held)]
         sums = self._sums(each.fused, late=False)
-        work = self._work(each.scan, first, sums, kept, waiting)
+        work = self._work(each, first, sums, kept, waiting)
         scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
         self._require(variables(scanned))
         self._require(_inputs(each, first))
@@ -81,15 +77,16 @@ class _Run:
 
     def _work(
         self,
-        scan: Scan,
+        each: FusedScan,
         fused: Sequence[Fused],
         sums: Sequence[Sum],
         kept: Sequence[jex.Var] = (),
-        waiting: Mapping[jex.Var, jex.Var | None] = MappingProxyType({}),
+        waiting: Sequence[jex.Var] = (),
     ) -> body.Work:
-        ordered = order.by_gradients(scan, fused)
-        delayed = order.delayed(scan, ordered)
-        return body.Work(ordered, delayed, sums, kept, waiting)
+        ordered = order.by_gradients(each.scan, fused)
+        delayed = order.delayed(each.scan, ordered)
+        like = {g: self._like(f, g) for f in each.held for g in f.component.gradients}
+        return body.Work(ordered, delayed, sums, kept, waiting, like)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """What a gradient is to be sharded like: its state, else its parameter."""
@@ -100,7 +97,7 @@ class _Run:
         self._require(_inputs(each, each.held))
         if each.way == "twice":
             sums = self._sums(each.held, late=True)
-            self._run_work(each, self._work(each.scan, each.held, sums))
+            self._run_work(each, self._work(each, each.held, sums))
         else:
             self._env |= held.run(self._step, each.held, self._env, self._cells)
 

@@ -38,6 +38,8 @@ class Group:
         depend on no load, only if it is in a loop and not updated in slices.
       nbytes: The bytes that its loads take on each device, or its stores if more; of
         codes of 8 bits what they are decoded to.
+      moved_bytes: The bytes of its loads as they cross the link, or of its stores if
+        more.
       tied_by: The primitives that join leaves of different parameters, where any do.
       row_local: The equations as they are for a slice, if it can be updated in slices.
       aliases: For each output the input whose buffer it is written into, as a position;
@@ -52,6 +54,7 @@ class Group:
     outputs: tuple[int, ...]
     equations: tuple[int, ...]
     nbytes: int
+    moved_bytes: int
     tied_by: tuple[str, ...] = ()
     row_local: RowLocal | None = None
     aliases: tuple[int | None, ...] = ()

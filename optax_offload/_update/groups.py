@@ -78,7 +78,7 @@ def group(update: Update) -> Grouping:
         taken = set(groups[-1].outputs)
         beside = {v: k for v, k in beside.items() if k not in taken}
     groups += [
-        Group((), (k,), (), _memory.nbytes_on_each_device(flat.outvars[k].aval))
+        Group((), (k,), (), _memory.nbytes_on_each_device(flat.outvars[k].aval), 0)
         for k in alone
     ]
     groups, shared = _own(flat, shared, groups)
@@ -176,17 +176,22 @@ def _whole(
     flat = update.flat
     several = len([k for k in outputs if update.outputs[k].is_update]) > 1
     encoded = {o.alias for o in update.outputs if o.holds_codes}
-    loaded = (_on_device(flat.invars[i].aval, i in encoded) for i in loads)
-    stored = (
-        _on_device(flat.outvars[k].aval, update.outputs[k].holds_codes)
+    loaded = [(flat.invars[i].aval, i in encoded) for i in loads]
+    stored = [
+        (flat.outvars[k].aval, update.outputs[k].holds_codes)
         for k in outputs
         if update.outputs[k].stored
+    ]
+    moved = (
+        sum(_memory.nbytes_on_each_device(x) for x, _ in some)
+        for some in (loaded, stored)
     )
     return Group(
         loads=tuple(loads),
         outputs=tuple(outputs),
         equations=tuple(equations),
-        nbytes=max(sum(loaded), sum(stored)),
+        nbytes=max(sum(_on_device(*x) for x in some) for some in (loaded, stored)),
+        moved_bytes=max(moved),
         tied_by=tuple(dict.fromkeys(ties)) if several else (),
     )
 

@@ -117,6 +117,7 @@ class Straight:
         lines = [
             f"{_groups(len(sizes))} of {sum(sizes)} bytes in all, the largest of "
             f"{max(sizes, default=0)}",
+            *self._in_few_bits(),
             f"window of {self.window.nbytes} bytes: {self.window.because}",
         ]
         lines += map(_line, self.loops)
@@ -126,6 +127,16 @@ class Straight:
                 reasons[group.whole_because] = reasons.get(group.whole_because, 0) + 1
         lines += [f"{_groups(n)} whole: {reason}" for reason, n in reasons.items()]
         return "\n".join(lines)
+
+    def _in_few_bits(self) -> Iterator[str]:
+        """What crosses the link, where it is less than what it is decoded to."""
+        coded = [g for g in self.groups if 0 < g.moved_bytes < g.nbytes]
+        if coded:
+            moved = sum(g.moved_bytes for g in coded)
+            yield (
+                f"{sum(g.nbytes for g in coded)} of these are decoded on the device; "
+                f"{moved} are at rest, and cross the link, in codes of 8 bits"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,7 +199,8 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         else:
             assert step is not None
             factory = load_factory(step, set_ or ())
-            recorded = _plan.record(_plan.StepFactory(factory, Target(target)))
+            made = _plan.StepFactory(factory, Target(target))
+            recorded = _plan.record(made, config)
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
         found = explanation_of(config, leaves)
     if as_json:

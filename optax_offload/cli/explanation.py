@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from optax_offload import _rules
+from optax_offload import _rules, _trees
 
 
 class PlacedLeaf(NamedTuple):
@@ -17,12 +17,14 @@ class PlacedLeaf(NamedTuple):
       bytes: The bytes of the leaf; None for a leaf that cannot move.
       memory_kind: The memory kind that it goes to.
       why: What decided that.
+      codec: The format that the leaf, or the codes of it, are in; "" for its own.
     """
 
     path: str
     bytes: int | None
     memory_kind: str
     why: str
+    codec: str = ""
 
 
 class IdleRule(NamedTuple):
@@ -78,7 +80,7 @@ def explanation_of(
     deciding = {id(p.rule) for p in placements if p.rule is not None}
     return Explanation(
         tuple(
-            PlacedLeaf(path, nbytes, p.memory_kind, p.why)
+            PlacedLeaf(path, nbytes, p.memory_kind, *_format(path, p))
             for (path, nbytes), p in zip(leaves, placements, strict=True)
         ),
         tuple(
@@ -87,3 +89,13 @@ def explanation_of(
             if id(asked) not in deciding
         ),
     )
+
+
+def _format(path: str, placement: _rules.Placement) -> tuple[str, str]:
+    """What decided, and the format that the leaf is in."""
+    codec = placement.rule and placement.rule.codec
+    if not codec:
+        return placement.why, ""
+    if _trees.encoded_leaf(path) is not None:
+        return placement.why, codec
+    return f"{placement.why}; not in {codec} here", ""

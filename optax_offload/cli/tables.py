@@ -90,9 +90,14 @@ def _slowdowns(plan: _plan.Plan) -> Table:
 def print_explanation(console: Console, title: str, found: Explanation) -> None:
     """Prints where leaves go, and the bytes in each memory kind."""
     rows = [
-        (x.path, size_text(x.bytes or 0), x.memory_kind, x.why) for x in found.leaves
+        (x.path, size_text(x.bytes or 0), x.codec, x.memory_kind, x.why)
+        for x in found.leaves
     ]
-    console.print(table(title, ("path", "size ", "goes to", "by"), rows))
+    columns = ["path", "size ", "codec", "goes to", "by"]
+    if not any(x.codec for x in found.leaves):
+        columns.remove("codec")
+        rows = [(path, size, *rest) for path, size, _, *rest in rows]
+    console.print(table(title, columns, rows))
     for kind in ("pinned_host", "device"):
         total = size_text(found.bytes_in(kind))
         console.print(f"{kind}: {total}", highlight=False)

@@ -246,5 +246,9 @@ def test_the_scan_that_runs_twice(platform):
     model = Model(platform, "fsdp", clip=True)
     plain, twice = model.compiled(), model.compiled("twice")
     assert not filled(twice, model.shapes)
+    before, after = collectives(plain), collectives(twice)
+    # Of the kinds that the gradients of one backward pass take.
+    assert before
+    assert all(n <= 2 * before[kind] for kind, n in after.items())
     check_memory(model, plain, twice)
     check_state_is_on_the_host(model, twice)

@@ -165,6 +165,19 @@ def test_explain_a_step(invoke, tmp_path):
     assert [r["rule"] for r in found["idle_rules"]] == [1, 2]
 
 
+def test_explain_names_codecs(invoke, tmp_path, checkpoint):
+    """Beside the bytes of codes; a checkpoint without codes is not in a codec."""
+    file = tmp_path / "rules.toml"
+    file.write_text("[[rules]]\npattern = '.*/(mu|nu)/.*'\ncodec = 'int8'\n")
+    text = invoke("explain", file, "--step", "my_steps:make_step").stdout
+    assert re.search(r"0/mu/w/codes +16\.00 MiB +int8 +pinned_host +rule 0", text)
+    args = ("explain", file, "--checkpoint", checkpoint, "--under", "opt_state/1")
+    found = json.loads(invoke(*args, "--json").stdout)
+    (mu,) = (x for x in found["leaves"] if x["path"] == "0/mu/w")
+    assert (mu["codec"], mu["bytes"]) == ("", 131072)
+    assert mu["why"].endswith("; not in int8 here")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -78,6 +78,7 @@ def test_codes_are_those_without_offload(codec, slices):
         assert bits(updates) == bits(plain_updates)
     text = str(tx.schedule(make_params()))
     assert ("slices" in text) == slices, text
+    assert ("codes of 8 bits" in text) == (not codec.startswith("bfloat16")), text
 
 
 def test_two_ways_to_say_it_are_one():
