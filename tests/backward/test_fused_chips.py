@@ -23,9 +23,12 @@ COLLECTIVES = (
     "collective",
     "reduce-scatter",
 )
-# Older compilers keep more beside the loop, of a model as small as this.
 NEWER = _compat.LOOPS_RUN_ONCE
 LAYERS, TOKENS = 6, 768
+# How many layers' gradients may be left, or as much. On a TPU new state of one layer
+# waits for the next iteration, and takes a buffer more while it is stored. Older
+# compilers keep more beside the loop, of a model as small as this.
+LEFT = {"gpu": 1, "tpu": 3} if NEWER else {"gpu": 4.5, "tpu": 4.5}
 SHAPES = {
     "gate": (LAYERS, 512, 1024),
     "up": (LAYERS, 512, 1024),
@@ -63,6 +66,7 @@ class Model:
 
     def __init__(self, platform, how, *, clip=False, explicit=False):
         pytest.importorskip("libtpu" if platform == "tpu" else "jax_plugins")
+        self.platform = platform
         self.target = aot.Target(TARGETS[platform])
         self.explicit = explicit
         kind = AxisType.Explicit if explicit else AxisType.Auto
@@ -182,10 +186,10 @@ def collectives(compiled):
 
 
 def check_memory(model, plain, fused):
-    """Less by the gradients of all layers but one, and none in host memory."""
+    """Less by the gradients of nearly all layers, and none in host memory."""
     before, after = aot.peak(plain), aot.peak(fused)
-    share = (LAYERS - 1) / LAYERS if NEWER else 1 / 4
-    assert before.peak_bytes - after.peak_bytes > share * model.gradient_bytes
+    gone = (LAYERS - LEFT[model.platform]) / LAYERS
+    assert before.peak_bytes - after.peak_bytes > gone * model.gradient_bytes
     assert after.host_temporary_bytes == 0
 
 
