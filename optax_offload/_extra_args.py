@@ -1,10 +1,37 @@
-"""Extra arguments of an update: what is traced, and what is known while tracing."""
+"""What is wrapped takes extra arguments: which are traced, which known before."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+import optax
+
+
+def as_transformation(
+    inner: Any, wrapper: str
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that takes extra arguments, or an error.
+
+    Args:
+      inner: What a user gave.
+      wrapper: The name of the function that it was given to.
+
+    Raises:
+      TypeError: It is no transformation.
+    """
+    if isinstance(inner, optax.MultiSteps):
+        # Its own gradient_transformation() is typed as one without extra arguments, and
+        # optax then drops them.
+        update: Any = inner.update
+        inner = optax.GradientTransformationExtraArgs(inner.init, update)
+    if not isinstance(inner, optax.GradientTransformation):
+        hint = f". Call it first, as in {wrapper}(optax.adamw(3e-4))"
+        raise TypeError(
+            f"{wrapper} wraps an optax.GradientTransformation or optax.MultiSteps, got "
+            f"{inner!r}" + (hint if callable(inner) else "")
+        )
+    return optax.with_extra_args_support(inner)
 
 
 class Static:

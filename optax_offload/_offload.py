@@ -13,7 +13,7 @@ import optax
 
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import MemoryKindError, OffloadWarning
-from optax_offload._extra_args import Static, split
+from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import low_bit, warn_of_blocks
 from optax_offload._update import (
     Deferred,
@@ -254,18 +254,7 @@ def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
             "the optimizer is offloaded already. Give all rules to one offload(...): "
             "offload(inner, [Rule(...), Rule(...)])"
         )
-    if isinstance(inner, optax.MultiSteps):
-        # Its own gradient_transformation() is typed as one without extra arguments, and
-        # optax then drops them.
-        update: Any = inner.update
-        inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    if not isinstance(inner, optax.GradientTransformation):
-        hint = ". Call it first, as in offload(optax.adamw(3e-4))"
-        raise TypeError(
-            "offload wraps an optax.GradientTransformation or optax.MultiSteps, got "
-            f"{inner!r}" + (hint if callable(inner) else "")
-        )
-    return optax.with_extra_args_support(inner)
+    return as_transformation(inner, "offload")
 
 
 def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:

@@ -13,6 +13,7 @@ from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import OffloadWarning
+from optax_offload._extra_args import as_transformation
 from optax_offload._low_bit import codecs, known_fields
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
@@ -75,16 +76,7 @@ def low_bit(
     config = _rules.as_config(rules)
     if codec is not None:
         codecs.codec_of(codec)
-    if isinstance(inner, optax.MultiSteps):
-        update: Any = inner.update
-        inner = optax.GradientTransformationExtraArgs(inner.init, update)
-    if not isinstance(inner, optax.GradientTransformation):
-        hint = ". Call it first, as in low_bit(optax.adamw(3e-4), ...)"
-        raise TypeError(
-            "low_bit wraps an optax.GradientTransformation or optax.MultiSteps, got "
-            f"{inner!r}" + (hint if callable(inner) else "")
-        )
-    core = _LowBit(optax.with_extra_args_support(inner), config, codec)
+    core = _LowBit(as_transformation(inner, "low_bit"), config, codec)
     return optax.GradientTransformationExtraArgs(core.init, core.update)
 
 

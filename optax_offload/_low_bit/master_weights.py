@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from optax_offload import _trees
+from optax_offload._extra_args import as_transformation
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 
 
@@ -58,11 +59,7 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
       >>> params["w"][0]
       Array(0.992188, dtype=bfloat16)
     """
-    if not isinstance(inner, optax.GradientTransformation):
-        raise TypeError(
-            f"master_weights wraps an optax.GradientTransformation, got {inner!r}"
-        )
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation(inner, "master_weights")
 
     def init(params: optax.Params) -> MasterWeightsState:
         master = jax.tree.map(_master, params)
