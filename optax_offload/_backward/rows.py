@@ -169,6 +169,7 @@ LAYOUT = {
     "reshape",
     "slice",
     "squeeze",
+    "stack",
     "transpose",
 }
 

@@ -93,6 +93,8 @@ EXAMPLES = {
     "broadcast_in_dim": lambda x: x[:, None, :] + jnp.zeros((4, 3, 5)),
     "reshape": lambda x: x.reshape(2, 10),
     "transpose": lambda x: x.T,
+    "stack": lambda x: jnp.stack([x, 2 * x], axis=1),
+    "unstack": lambda x: jnp.unstack(x, axis=1),
     "squeeze": lambda x: lax.squeeze(x[None], (0,)),
     "cumsum": lambda x: lax.cumsum(x, 0),
     "cumprod": lambda x: lax.cumprod(x, 1),
@@ -128,7 +130,8 @@ EXAMPLES = {
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
 }
 # Never in a jaxpr, not in every version of JAX, or made others by vmap: see below.
-ABSENT = {"stop_gradient", "pjit", "dynamic_slice", "dynamic_update_slice"}
+ABSENT = {"stop_gradient", "pjit", "stack", "unstack"}
+ABSENT |= {"dynamic_slice", "dynamic_update_slice"}
 
 
 def flat_of(fn, axis):
@@ -226,6 +229,7 @@ def test_every_rule_has_an_example():
         (lambda x: lax.pad(x, 0.0, [(1, 0, 0), (0, 0, 0)]), "pad"),
         (lambda x: lax.dynamic_slice(x, (1, 0), (2, 5)), "dynamic_slice"),
         (lambda x: lax.split(x, (2, 4), axis=0), "split"),
+        (lambda x: jnp.unstack(x)[0], "unstack"),
         (lambda x: x[jnp.array([3, 1])], "gather"),
         (lambda x: lax.sort(x, dimension=0), "sort"),
         (lambda x: x + lax.iota(jnp.float32, 6)[:, None], None),

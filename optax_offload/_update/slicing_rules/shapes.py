@@ -12,7 +12,9 @@ from optax_offload._jaxpr import shape
 from optax_offload._update.slicing_rules.registry import (
     Axes,
     Axis,
+    NotRowLocalError,
     Rows,
+    Rule,
     Unary,
     only,
     resized,
@@ -73,6 +75,30 @@ class Removes(Unary):
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         removed = e.params[self.parameter]
         return None if axis in removed else axis - sum(d < axis for d in removed)
+
+
+@rule("stack")
+class Stack(Rule):
+    """Several arrays along a new axis, and those behind it move down (JAX 0.12)."""
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        axis = only(ins, e)
+        return Axes([axis] * len(e.invars), [axis + (axis >= e.params["axis"])])
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        axis, new = only(outs, e), e.params["axis"]
+        if axis == new:
+            raise NotRowLocalError(e.primitive.name)
+        return [axis - (axis > new)] * len(e.invars)
+
+
+@rule("unstack")
+class Unstack(Unary):
+    """One array for each index along an axis, which goes."""
+
+    def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
+        along = e.params["axis"]
+        return None if axis == along else axis - (axis > along)
 
 
 @rule("squeeze")
