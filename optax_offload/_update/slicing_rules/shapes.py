@@ -79,7 +79,7 @@ class Removes(Unary):
 
 @rule("stack")
 class Stack(Rule):
-    """Several arrays along a new axis, and those behind it move down (JAX 0.12)."""
+    """Several arrays along a new axis, and those behind it move down."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
         axis = only(ins, e)
