@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload import _flops
+from optax_offload._backward.remats import scans
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import shape, variables
@@ -32,8 +33,8 @@ def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
     """Those that may be of a parameter: residuals, which are not, are stacked too."""
     sizes = {math.prod(shape(v)) for v in step.flat.invars}
     equations = ((i, step.flat.equations[i]) for i in step.live)
-    scans = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
-    residuals = {v for scan in scans for v in variables(scan.xs)}
+    found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
+    residuals = {v for scan in found for v in variables(scan.xs)}
     return [
         o
         for o in outside
@@ -49,7 +50,7 @@ def in_bodies(step: Step) -> Iterator[Outside]:
     for i in sorted(step.live):
         e = flat.equations[i]
         name = e.primitive.name
-        nested = any(_has_scan(body) for body in _flops.nested(e.params))
+        nested = any(scans(body) for body in _flops.nested(e.params))
         # Of what other loops carry, nothing says what is a gradient.
         if name in ("while", "cond") or not (nested or name == "scan"):
             continue
@@ -74,13 +75,6 @@ def _sums(scan: Scan) -> Iterator[jex.Var]:
     for v, inner, outer in zip(before, body.outvars, scan.carried, strict=False):
         if uses[v] == 1 and isinstance(inner, jex.Var) and v in added.get(inner, ()):
             yield outer
-
-
-def _has_scan(jaxpr: jex.Jaxpr) -> bool:
-    return any(
-        e.primitive.name == "scan" or any(map(_has_scan, _flops.nested(e.params)))
-        for e in jaxpr.eqns
-    )
 
 
 def _is_inexact(v: Any) -> bool:

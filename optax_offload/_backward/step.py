@@ -11,6 +11,7 @@ import jax
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
+from optax_offload._backward import remats
 from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live
 from optax_offload._update import Deferred, Update, deferred, is_noted
@@ -112,6 +113,13 @@ class _Taken:
             self._names.update(zip(e.outvars, region.results, strict=True))
         elif is_noted(e):
             self._names[e.outvars[0]] = operands[0]
+        elif remats.has_scan(e):
+            opened = remats.opened(e, operands)
+            self.constants |= opened.constants
+            for inner in opened.equations:
+                self.take(inner)
+            results = [self.read(a) for a in opened.results]
+            self._names.update(zip(e.outvars, results, strict=True))
         else:
             self.equations += split(e.replace(invars=operands))
             if e.primitive.name == "scan":

@@ -141,11 +141,11 @@ LOSSES = {
     ),
     "checkpoint of all layers": (
         loss_with(jax.checkpoint(scanned)),
-        "left outside: its backward scan is inside of another equation (remat2)",
+        FUSED,
     ),
     "checkpoint of the model": (
         jax.checkpoint(loss),
-        "left outside: its backward scan is inside of another equation (remat2)",
+        FUSED,
     ),
     "loop over numbers": (
         loss_with(in_loop),

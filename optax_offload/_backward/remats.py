@@ -1,0 +1,90 @@
+"""What `jax.checkpoint` computes again: taken apart where it has a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _compat, _flops
+from optax_offload._jaxpr import Atom, flatten, variables
+
+
+class Opened(NamedTuple):
+    """What an equation of `jax.checkpoint` stands for.
+
+    Attributes:
+      equations: What it computes, after what keeps a compiler from joining it with the
+        first time that this is computed.
+      results: What stands for its results.
+      constants: The values that the equations close over.
+    """
+
+    equations: list[jex.JaxprEqn]
+    results: list[Atom]
+    constants: dict[jex.Var, Any]
+
+
+def has_scan(e: jex.JaxprEqn) -> bool:
+    """Whether an equation is of `jax.checkpoint`, around a scan."""
+    return e.primitive.name == "remat2" and scans(e.params["jaxpr"])
+
+
+def scans(jaxpr: jex.Jaxpr) -> bool:
+    """Whether there is a scan in a jaxpr, or in a body of it."""
+    return any(
+        e.primitive.name == "scan" or any(map(scans, _flops.nested(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
+def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
+    """What JAX lowers an equation of `jax.checkpoint` to, as equations.
+
+    But for what only scans take a row of in each iteration, as parameters of layers:
+    there is nothing to join, and behind a barrier it would be a value of its own beside
+    what is written in its place.
+    """
+    flat = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
+    taken = [_split(x) for x in flat.equations]
+    whole = {v for some, _ in taken for v in some} | set(variables(flat.outvars))
+    rows = {v for _, some in taken for v in some} - whole
+    asked = e.params["prevent_cse"]
+    asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
+    held = [
+        i
+        for i, (v, a, kept) in enumerate(zip(flat.invars, operands, asked, strict=True))
+        if e.params["differentiated"]
+        and kept
+        and isinstance(a, jex.Var)
+        and v not in rows
+    ]
+    names: dict[jex.Var, Atom] = dict(zip(flat.invars, operands, strict=True))
+    equations: list[jex.JaxprEqn] = []
+    if held:
+        inside = [flat.invars[i] for i in held]
+        barrier = jax.make_jaxpr(lambda *x: lax.optimization_barrier(x))(
+            *(v.aval for v in inside)
+        )
+        results = [jex.Var(v.aval) for v in inside]
+        (found,) = barrier.jaxpr.eqns
+        before = [operands[i] for i in held]
+        equations.append(found.replace(invars=before, outvars=results))
+        names.update(zip(inside, results, strict=True))
+
+    def read(a: Atom) -> Atom:
+        return a if isinstance(a, jex.Literal) else names.get(a, a)
+
+    equations += [x.replace(invars=[read(a) for a in x.invars]) for x in flat.equations]
+    return Opened(equations, [read(a) for a in flat.outvars], flat.constants)
+
+
+def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
+    """What an equation takes whole, and what it takes row by row."""
+    count = len(e.invars)
+    if e.primitive.name == "scan":
+        count = sum(_compat.scan_counts(e.params))
+    return variables(e.invars[:count]), variables(e.invars[count:])
