@@ -3,13 +3,16 @@
 import optax_offload
 
 project = "optax_offload"
-author = "the optax_offload authors"
 version = release = optax_offload.__version__
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
 html_title = f"optax_offload {version}"
 html_copy_source = False
+html_show_copyright = False
+# The drawings of how-it-works.md are as wide as a file of code.
+_narrow = {"code-font-size": "var(--font-size--small--2)"}
+html_theme_options = {"light_css_variables": _narrow, "dark_css_variables": _narrow}
 
 # Links to headings as GitHub makes them, which tests/system/test_docs.py follows.
 myst_heading_anchors = 4

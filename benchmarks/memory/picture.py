@@ -43,6 +43,7 @@ BARS = {
     "fused": "offload, oo.jit",
     "int8 fused": "offload, oo.jit, int8",
 }
+NAMES = {"decoder_scanned": "Flax decoder, 24 layers, 336 million parameters"}
 COLORS = {
     "parameters": "#4269d0",
     "optimizer state": "#ff725c",
@@ -128,7 +129,7 @@ def plot(found: dict, path: Path) -> None:
         axes.annotate(f"{total:.0f}", (x, total), ha="center", va="bottom")
     axes.set(
         ylabel="peak of one step (MiB)",
-        title=f"{found['workload']}, compiled for {found['target']}",
+        title=f"{NAMES.get(found['workload'], found['workload'])}, {found['target']}",
         ylim=(0, 1.08 * max(bottoms)),
     )
     axes.spines[["top", "right"]].set_visible(False)
