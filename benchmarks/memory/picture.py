@@ -29,12 +29,12 @@ from optax_offload import aot
 from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("target", "h100", "Chip to compile for.")
+flags.DEFINE_string("chip", "h100", "Chip to compile for.")
 flags.DEFINE_string("workload", "decoder_scanned", f"Of {', '.join(WORKLOADS)}.")
 flags.DEFINE_string(
-    "results", "benchmarks/results/picture.json", "Where the numbers are kept."
+    "kept", "benchmarks/results/picture.json", "Where the numbers are kept."
 )
-flags.DEFINE_string("picture", "docs/pictures/peak.png", "Where the picture goes.")
+flags.DEFINE_string("png", "docs/pictures/peak.png", "Where the picture goes.")
 
 # What the bars are called, by mode.
 BARS = {
@@ -93,17 +93,17 @@ def _bytes_on_device(tree: object) -> int:
 
 def results() -> dict:
     """What is measured, or was by this library and this JAX."""
-    path = Path(FLAGS.results)
+    path = Path(FLAGS.kept)
     of = {
         "workload": FLAGS.workload,
-        "target": FLAGS.target,
+        "target": FLAGS.chip,
         "jax": jax.__version__,
         "library": library_digest("ours"),
     }
     kept = json.loads(path.read_text()) if path.exists() else {}
     if all(kept.get(key) == value for key, value in of.items()):
         return kept
-    target = aot.Target(FLAGS.target)
+    target = aot.Target(FLAGS.chip)
     modes = {mode: measure(FLAGS.workload, target, mode) for mode in BARS}
     found = of | {"date": date.today().isoformat(), "modes": modes}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,8 +148,8 @@ def main(argv: Sequence[str]) -> None:
         parts = {"peak": row["peak_bytes"], **row["parts"], "host": row["host_bytes"]}
         sizes = ", ".join(f"{part} {n / MIB:.1f}" for part, n in parts.items())
         print(f"{BARS[mode]:22} {sizes}")
-    plot(found, Path(FLAGS.picture))
-    print(f"in {FLAGS.results} and {FLAGS.picture}")
+    plot(found, Path(FLAGS.png))
+    print(f"in {FLAGS.kept} and {FLAGS.png}")
 
 
 if __name__ == "__main__":
