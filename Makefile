@@ -6,7 +6,7 @@ EXTRAS ?= dev
 # All but what takes long, which CI runs too: make test PYTEST_ARGS= runs everything.
 PYTEST_ARGS ?= -m "not slow"
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 # The plugins that `aot` compiles with are for Linux on x86-64 only, and take no part in
 # a run on the CPU: JAX need not look for them.
@@ -23,6 +23,14 @@ check: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The pages with all that they refer to, and the notebook run: warnings are errors.
+docs: $(VENV)/docs-installed
+	$(BIN)/sphinx-build -q -W --keep-going --fresh-env -b html docs out/docs
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --editable ".[docs]"
+	touch $@
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -19,7 +19,7 @@ def measure_link(nbytes: int = 2**30, *, chunks: int = 16, rounds: int = 5) -> f
       rounds: The number of rounds, of which the median counts; one more comes before.
 
     Returns:
-      Bytes per second, each way: for `plan`'s ``link_bytes_per_second``.
+      The bytes per second each way, for `plan`'s ``link_bytes_per_second``.
 
     Raises:
       ValueError: the device has no host memory apart from its own, as a CPU.

@@ -1,23 +1,114 @@
-"""What the documents show runs, and what code cites is there."""
+"""What README and the pages show runs and prints that, and what code cites is there."""
 
+import doctest
 import pathlib
 import re
+import sys
 
 import pytest
+from typer.testing import CliRunner
+
+import optax_offload as oo
+from optax_offload import aot
+from optax_offload.cli import command as cli
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DOCUMENTS = sorted((ROOT / "docs").glob("*.md"))
 FINDINGS = ROOT / "docs" / "compiler-findings.md"
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Pages that compile for chips, whose numbers are those of a JAX; smaller, for sooner.
+COMPILING = {
+    "compiling.md": {"layers=24, width=1024": "layers=1", "(16, 513)": "(4, 9)"},
+    "planning.md": {},
+}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_python_blocks_run(document, tmp_path, monkeypatch):
-    """In order, in one namespace; what is to fail says so with try and except."""
-    blocks = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+def page(path):
+    """A document as a parameter: those that compile for chips are marked so."""
+    marks = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
+    return pytest.param(
+        path, id=path.name, marks=marks if path.name in COMPILING else []
+    )
+
+
+@pytest.mark.parametrize("document", [*map(page, [ROOT / "README.md", *DOCUMENTS])])
+def test_python_blocks_run(document, tmp_path, monkeypatch, capsys):
+    """In order, in one namespace; what is to fail says so with try and except.
+
+    A block without a language after one of Python is what that prints.
+    """
+    text = document.read_text()
+    varies = document.name in COMPILING
+    if varies:
+        pytest.importorskip("jax_plugins")
+        pytest.importorskip("libtpu")
+    for large, small in COMPILING.get(document.name, {}).items():
+        assert large in text
+        text = text.replace(large, small)
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    namespace = {}
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{document.name}, block {number}", "exec"), namespace)
+    namespace, printed = {}, None
+    for number, (language, block) in enumerate(FENCE.findall(text)):
+        if language == "python":
+            exec(compile(block, f"{document.name}, {number}", "exec"), namespace)
+            printed = capsys.readouterr().out
+        elif language == "" and printed is not None:
+            check_printed(block, printed, varies)
+            printed = None
+        else:
+            printed = None
+
+
+def check_printed(expected, printed, numbers_vary):
+    """As doctest compares them, with `...` for what is left out."""
+    if numbers_vary:
+        number = r"[\d.]+ (?:B|[KMG]iB|s\b)"
+        expected, printed = (re.sub(number, "N", x) for x in (expected, printed))
+    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    if not doctest.OutputChecker().check_output(expected, printed, options):
+        assert printed == expected
+
+
+@pytest.mark.aot
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize(
+    "name", ["planning", pytest.param("getting-started", marks=pytest.mark.slow)]
+)
+def test_the_command_beside_a_step_factory(name, tmp_path, monkeypatch):
+    """It plans for what the page has up to there, and the file is read."""
+    pytest.importorskip("jax_plugins")
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    command = re.search(r"^optax-offload (fit my_steps.*)$", text, re.MULTILINE)
+    assert command is not None
+    fences = FENCE.findall(text[: command.start()])
+    factory = "".join(block for language, block in fences if language == "python")
+    (tmp_path / "my_steps.py").write_text(factory)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_steps", raising=False)
+    result = CliRunner().invoke(cli.app, command[1].split())
+    assert result.exit_code == 0, result.output
+    assert "fits with this plan" in result.stdout
+    (file,) = tmp_path.glob("*.toml")
+    assert oo.load_config(file).rules
+    for line in re.findall(r"^optax-offload (\w+)", text, re.MULTILINE):
+        assert CliRunner().invoke(cli.app, [line, "--help"]).exit_code == 0
+
+
+def test_readme_is_short():
+    """It starts with what the project does, and the two commands are near the top."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert lines.index("```sh") < 15
+
+
+def test_the_api_page_has_every_public_name():
+    """And no other: what is not there may change without notice."""
+    text = (ROOT / "docs" / "api.md").read_text()
+    ours, compiling = text.split(".. currentmodule:: optax_offload.aot")
+    for module, part in ((oo, ours), (aot, compiling)):
+        names = re.findall(r"^\.\. (?:auto)?(?!currentmodule)\w+:: (\w+)$", part, re.M)
+        assert sorted(names) == sorted(module.__all__)
 
 
 def test_findings_are_in_their_index():

@@ -198,7 +198,7 @@ def test_other_shapes(whole, tmp_path):
 def test_orbax_does_not_see_changed_numbers(tmp_path):
     """Nor does tensorstore: that is why the example writes digests.
 
-    If this fails, one of them has begun to: say so in the README.
+    If this fails, one of them has begun to: say so in docs/checkpoints.md.
     """
     state = {"w": jax.random.normal(jax.random.key(0), (256, 128))}
     with ocp.StandardCheckpointer() as checkpointer:
