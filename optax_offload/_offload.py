@@ -72,6 +72,7 @@ def offload(
     *,
     window_bytes: int | None = None,
     on_stray: Literal["raise", "move"] = "raise",
+    update_on: Literal["device"] = "device",
 ) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
 
@@ -102,6 +103,8 @@ def offload(
         that comes to it on the device: something moved it there, so that offloading is
         undone. ``"raise"`` says so; ``"move"``, for the first step after a checkpoint
         was restored without memory kinds, warns and moves it to the host in that step.
+      update_on: where updates are computed: ``"device"``. ``"host"``, its own
+        processor, is refused with the reason.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its ``schedule(params)`` tells what
@@ -110,8 +113,8 @@ def offload(
     Raises:
       TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
         are of no known form.
-      ValueError: a rule or ``on_stray`` is wrong; or, from ``init``, a rule matches no
-        leaf.
+      ValueError: a rule, ``on_stray`` or ``update_on`` is wrong; or, from ``init``, a
+        rule matches no leaf.
       MemoryKindError: from ``update``, state is not where the rules have it.
 
     Example:
@@ -121,6 +124,7 @@ def offload(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
+    _rules.check_update_on(update_on)
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
     inner = check_inner(inner)
