@@ -123,7 +123,7 @@ class _Blocks(Codec):
     def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         x = packing.split(self._before(x), self.block)
         largest = jnp.max(jnp.abs(x), axis=-1)
-        # The largest of numbers and a NaN is a number to some compilers.
+        # The largest of numbers and a NaN is a number on some CPUs (F69).
         held = jnp.all(x == x if self.signed else x >= 0, axis=-1)
         largest = jnp.where(held, largest, jnp.nan)
         scales = self._scale(largest)
