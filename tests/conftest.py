@@ -27,6 +27,19 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture(autouse=True)
+def unoptimized(request):
+    """Leaves XLA's optimizations out of some tests, most of whose time they take."""
+    import jax
+
+    name = "jax_disable_most_optimizations"
+    asked = request.node.get_closest_marker("unoptimized") is not None
+    before = jax.config.values[name]
+    jax.config.update(name, asked)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.fixture(autouse=True)
 def strict_rank_promotion():
     """Nothing is broadcast by accident; strict dtypes are beyond optax's own Adam."""
     import jax

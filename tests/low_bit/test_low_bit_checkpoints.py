@@ -16,6 +16,8 @@ import optax_offload as oo
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
+pytestmark = pytest.mark.unoptimized
+
 LR = 1e-2
 RULE = oo.Rule(MOMENTS, min_bytes=8)
 CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]

@@ -32,6 +32,10 @@ STARTS_ROUNDED = {"adagrad", "yogi"}
 # Its first moments are about 1e-9 at first. A float16 scale is 6e-8 at least, or zero.
 BELOW_SCALES = {("dadapt_adamw", "int8-companded")}
 QUICK = ["adamw", "lamb", "multi_steps"]
+# They keep other things, or in other ways, than those do: in every codec too, as slow.
+KINDS = ["adafactor", "adamax", "ema", "lion", "mechanic", "muon", "partition", "sm3"]
+KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
+pytestmark = pytest.mark.unoptimized
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +46,14 @@ def rank_promotion():
 
 
 def cases():
-    """All optimizers in int8, a few in each codec, the rest as slow."""
+    """All optimizers in int8, those that differ in each codec; most of it as slow."""
     for name in sorted(INSIDE):
         for codec in BOUNDS:
+            if codec != "int8" and name not in [*QUICK, *KINDS]:
+                continue
             marks = [pytest.mark.xdist_group(name)]
-            if codec != "int8" and name not in QUICK:
+            quick = name in QUICK or (codec == "int8" and name in KINDS)
+            if name == "lbfgs" or not quick:
                 marks.append(pytest.mark.slow)
             yield pytest.param(name, codec, marks=marks)
 

@@ -72,6 +72,7 @@ def test_peak_falls_in_a_whole_step(chip):
     assert plain - ours >= (16 - 8) * LEAF_BYTES - 1.5 * window_bytes
 
 
+@pytest.mark.slow
 def test_gradients_of_unequal_layers_are_freed_as_they_are_consumed(chip):
     """As without offload: nearly all of the state is gone from the peak."""
     widths = (1024, 4096, 1280, 3840, 1536, 3584, 1792)

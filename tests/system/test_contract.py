@@ -24,12 +24,18 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._update import group_slices
 
+# A line search of many steps, each of which is compiled.
+SLOW = {"lbfgs"}
+
 
 def each(table):
     """One process for all tests of an optimizer: they share the plain one's history."""
-    group = pytest.mark.xdist_group
+
+    def marks(name):
+        return [pytest.mark.xdist_group(name), *[pytest.mark.slow] * (name in SLOW)]
+
     return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=group(name)) for name in sorted(table)]
+        "name", [pytest.param(name, marks=marks(name)) for name in sorted(table)]
     )
 
 

@@ -52,7 +52,9 @@ def step_and_arguments(mesh, tokens):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("given", ["with out_shardings", "without"])
+@pytest.mark.parametrize(
+    "given", ["with out_shardings", pytest.param("without", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("target", ["v5e:2x2", "h100:4"])
 def test_a_replicated_leaf_stays_so(target, given):
     """On a v5e it did not compile, or took host temporaries and came out sharded."""

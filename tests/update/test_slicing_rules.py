@@ -18,6 +18,7 @@ from optax_offload import _jaxpr
 from optax_offload._update import proof
 from optax_offload._update.slicing_rules import RULES, NotRowLocalError
 
+pytestmark = pytest.mark.unoptimized
 ROWS, TAKEN = 6, 2
 DOCS = pathlib.Path(__file__).parent.parent.parent / "docs" / "slicing.md"
 TABLE = jnp.linspace(-1.0, 1.0, 256)
