@@ -107,7 +107,7 @@ def save_picture(path: Path, peaks: Sequence[Peak]) -> None:
         )
         totals = [f"{peak.device_bytes / MIB:.1f}" for peak in rows]
         axes.bar_label(bars, labels=totals)
-        axes.margins(y=0.1)
+        axes.set_ylim(top=1.1 * max(peak.device_bytes / MIB for peak in rows))
         axes.set(title=chip, ylabel="peak device memory of a step (MiB)")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
