@@ -109,7 +109,7 @@ def save_picture(path: Path, peaks: Sequence[Peak]) -> None:
         axes.bar_label(bars, labels=totals)
         axes.set_ylim(top=1.1 * max(peak.device_bytes / MIB for peak in rows))
         axes.set(title=chip, ylabel="peak device memory of a step (MiB)")
-    handles, labels = axes.get_legend_handles_labels()
+    handles, labels = subplots[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -7,6 +7,7 @@ repository: `python -I smoke.py VERSION`.
 import sys
 import time
 from importlib import metadata, resources, util
+from typing import Any
 
 
 def seconds_to_import(name: str) -> float:
@@ -36,7 +37,7 @@ import optax  # noqa: E402
 import optax_offload as oo  # noqa: E402
 
 
-def train(tx: optax.GradientTransformation) -> tuple[dict[str, jax.Array], object]:
+def train(tx: optax.GradientTransformation) -> tuple[Any, Any]:
     """Returns parameters and state after three steps, jitted by `oo.jit`."""
     device = jax.devices()[0]
     params = {"w": jnp.linspace(-1.0, 1.0, 512 * 256).reshape(512, 256)}

@@ -36,9 +36,10 @@ class Entry(NamedTuple):
 
     def expected(self):
         """Whether it reproduces with what is installed, and that in words."""
-        package, seen, gone = VERSIONS.search(self.text).groups()
+        (found,) = VERSIONS.findall(self.text)
+        package, seen, gone = found
         installed = metadata.version(package.lower())
-        mended = gone is not None and installed in gone.split(", ")
+        mended = installed in gone.split(", ")
         assert not (mended and installed in seen.split(", "))
         return not mended, f"{package} {installed}"
 
