@@ -6,7 +6,7 @@ EXTRAS ?= dev
 # All but what takes long, which CI runs too: make test PYTEST_ARGS= runs everything.
 PYTEST_ARGS ?= -m "not slow"
 
-.PHONY: demo test check docs clean
+.PHONY: demo test check docs package results clean
 
 # The plugins that `aot` compiles with are for Linux on x86-64 only, and take no part in
 # a run on the CPU: JAX need not look for them.
@@ -32,6 +32,13 @@ $(VENV)/docs-installed: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --editable ".[docs]"
 	touch $@
 
+# Needs no environment but those that it makes: what a user has who installs the wheel.
+package:
+	$(PYTHON) tests/lib/package.py
+
+results: $(VENV)/installed
+	$(BIN)/python -m benchmarks.results
+
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -39,4 +46,4 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) out
+	rm -rf $(VENV) out dist

@@ -24,13 +24,13 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 class Settings:
     """The sizes of a model and of its training."""
 
-    steps: int = 200
-    layers: int = 3
-    width: int = 128
+    steps: int = 150
+    layers: int = 4
+    width: int = 256
     heads: int = 4
     context: int = 64
-    batch: int = 16
-    learning_rate: float = 3e-3
+    batch: int = 8
+    learning_rate: float = 2e-3
     log_every: int = 20
     seed: int = 0
 

@@ -1,21 +1,22 @@
 """Trains a small Transformer in Flax linen, Adam's moments kept in host memory.
 
 Only the optimizer knows of it, wrapped in `oo.offload` by `make_optimizer` in
-`lm_program.py`: the losses are those of `--nooffload`.
+`lm_program.py`: the losses are those of `--nooffload`. At the end the step is compiled
+for two chips, that need not be here, without offload and with it (`lm_chips.py`).
 
 Run:
     python examples/train_lm.py
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import lm_chips
 import lm_program
 import numpy as np
-from absl import app
+from absl import app, flags
 from flax import linen as nn
 from flax.training.train_state import TrainState
 from lm_data import VOCABULARY_SIZE
@@ -23,6 +24,13 @@ from lm_model import causal_attention, next_byte_loss
 from lm_program import Settings
 
 import optax_offload as oo
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list(
+    "chips",
+    ["v5e", "h100"],
+    "Chips to compile the step for in the end, with `--offload`; --chips= for none.",
+)
 
 
 class Block(nn.Module):
@@ -85,11 +93,13 @@ def loss_fn(
     return next_byte_loss(logits, tokens)
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def train_step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
+def step_fn(state: TrainState, tokens: jax.Array) -> tuple[TrainState, jax.Array]:
     """Returns the state after one update, and the loss before it."""
     loss, gradients = jax.value_and_grad(loss_fn)(state.params, state, tokens)
     return state.apply_gradients(grads=gradients), loss
+
+
+train_step = jax.jit(step_fn, donate_argnums=0)
 
 
 @jax.jit
@@ -123,6 +133,10 @@ def main(argv: Sequence[str]) -> None:
     losses, state = train(settings, config)
     held_out_loss = evaluate(state, settings)
     lm_program.finish(losses, held_out_loss, state.opt_state, config, plot)
+    if config is not None:
+        picture = plot.with_stem(f"{plot.stem}_peaks")
+        chips = FLAGS.chips
+        lm_chips.report(step_fn, create_state, settings, config, chips, picture)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,12 @@ import pathlib
 import subprocess
 import sys
 
+import lm_chips
+import lm_program
 import pytest
+import train_lm
+
+from optax_offload import aot
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
@@ -27,8 +32,10 @@ def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
 @pytest.mark.parametrize("program", ["train_lm.py", "train_nnx.py"])
 def test_losses_are_those_without_offload(program, tmp_path):
     """To the last digit printed; the table shows where every leaf is."""
+    without_chips = ["--chips="] if program == "train_lm.py" else []
     with_, without = (
-        run(program, flag, cwd=tmp_path) for flag in ("--offload", "--nooffload")
+        run(program, *flags, cwd=tmp_path)
+        for flags in (["--offload", *without_chips], ["--nooffload"])
     )
     assert with_.returncode == without.returncode == 0, with_.stderr + without.stderr
 
@@ -47,6 +54,39 @@ def test_losses_are_those_without_offload(program, tmp_path):
     assert {row[6] for row in rows} == {"device", "pinned_host"}
     assert "pinned_host" not in without.stdout
     assert (tmp_path / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.xdist_group("aot")
+def test_demo_compiles_its_step_for_chips(tmp_path):
+    """A row with the peaks, less with offload by what was moved, and the picture."""
+    pytest.importorskip("jax_plugins")
+    sizes = ("--steps=2", "--layers=4", "--width=256", "--context=16", "--batch=4")
+    result = run("train_lm.py", "--chips=h100", cwd=tmp_path, sizes=sizes)
+    assert result.returncode == 0, result.stderr
+    (row,) = (x.split() for x in result.stdout.splitlines() if x.startswith("h100 "))
+    plain, offload, fused, moved = map(float, row[1:])
+    assert plain - offload == pytest.approx(moved, rel=0.1)
+    assert fused < offload
+    assert (tmp_path / "out/train_lm_peaks.png").stat().st_size
+
+
+def test_demo_goes_on_without_a_compiler(tmp_path, monkeypatch, capsys):
+    """It says in a line why there is no table, and draws nothing."""
+
+    def compile(*args, **kwargs):
+        raise ImportError("compiling for 'h100' needs the wheel\n    pip install")
+
+    monkeypatch.setattr(aot, "compile", compile)
+    settings = lm_program.Settings(layers=1, width=64)
+    config = lm_program.load_config("configs/adam_moments.toml")
+    path = tmp_path / "peaks.png"
+    step, create_state = train_lm.step_fn, train_lm.create_state
+    lm_chips.report(step, create_state, settings, config, ["h100"], path)
+    *_, line = capsys.readouterr().out.splitlines()
+    assert line == "not compiled: compiling for 'h100' needs the wheel"
+    assert not path.exists()
 
 
 @pytest.mark.slow

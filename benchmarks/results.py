@@ -1,0 +1,194 @@
+"""Makes tables of figures anew: one command for each, and all that fit an hour.
+
+What a command prints goes to `benchmarks/results/NAME.txt`, below the date, the
+versions, the command and how long it took; what it writes as JSON to `NAME.json` there,
+with the same.
+
+Run (the first: all that fit an hour on two idle cores; the last: with an accelerator):
+    python -m benchmarks.results
+    python -m benchmarks.results --list
+    python -m benchmarks.results peak_memory census
+    JAX_PLATFORMS=cuda python -m benchmarks.results step_time
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = {
+    "JAX": "jax",
+    "libtpu": "libtpu",
+    "CUDA plugin": "jax-cuda13-pjrt",
+    "optax": "optax",
+    "optax-offload": "optax-offload",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of figures, and what makes it.
+
+    Attributes:
+      name: Of the files that it is written to.
+      command: What follows `python -m`.
+      minutes: Expected, on two idle cores.
+      unasked: Whether it is one of those that are made if none is named.
+      needs_accelerator: Whether it is timed on an attached GPU or TPU.
+      writes_json: Whether the command has a flag `--out`, for JSON.
+    """
+
+    name: str
+    command: str
+    minutes: int
+    unasked: bool = True
+    needs_accelerator: bool = False
+    writes_json: bool = True
+
+    @property
+    def module(self) -> str:
+        """The program."""
+        return self.command.split()[0]
+
+
+# Minutes are estimates, until the file of a result says how long it took.
+TABLES = (
+    Table("call_cost", "benchmarks.time.call_cost", 1, writes_json=False),
+    Table("states", "benchmarks.memory.states", 3),
+    Table("peak_memory", "benchmarks.memory.peak_memory", 18),
+    Table(
+        "peak_memory_gated",
+        "benchmarks.memory.peak_memory --workloads=gated,gated_16k",
+        8,
+    ),
+    Table("census", "benchmarks.link.census --bandwidth_gbps=50", 18),
+    Table("compile_time", "benchmarks.time.compile_time", 12),
+    Table(
+        "least_memory",
+        "benchmarks.memory.least_memory --workloads=leaves,stacked,tutorial",
+        40,
+        unasked=False,
+    ),
+    Table("largest_model", "benchmarks.memory.largest_model", 90, unasked=False),
+    Table("fit_models", "benchmarks.memory.fit_models", 180, unasked=False),
+    # Writes `low_bit.json` in `benchmarks/results` by itself.
+    Table(
+        "low_bit", "benchmarks.training.low_bit", 60, unasked=False, writes_json=False
+    ),
+    Table("step_time", "benchmarks.time.step_time", 10, needs_accelerator=True),
+    Table("plan_time", "benchmarks.time.plan_time", 15, needs_accelerator=True),
+)
+
+
+def chosen(names: Sequence[str], accelerator: bool) -> list[Table]:
+    """The tables of these names; without any, those made unasked on this machine."""
+    known = {table.name: table for table in TABLES}
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"no table {name!r}; there are {', '.join(known)}")
+    if names:
+        return [known[name] for name in names]
+    return [
+        table
+        for table in TABLES
+        if table.unasked and (accelerator or not table.needs_accelerator)
+    ]
+
+
+def has_accelerator() -> bool:
+    """Whether JAX finds one, asked in a process that gives it back."""
+    question = "import jax; print(jax.default_backend())"
+    answer = subprocess.run(
+        [sys.executable, "-c", question], capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() in ("gpu", "tpu")
+
+
+def origin(table: Table, seconds: float) -> dict[str, Any]:
+    """How figures were made."""
+    versions = {}
+    for name, package in PACKAGES.items():
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(package)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": f"python -m {table.command}",
+        "seconds": round(seconds),
+        **versions,
+        "Python": platform.python_version(),
+        "cores": os.cpu_count(),
+    }
+
+
+def run(table: Table, folder: Path) -> bool:
+    """Makes a table, and writes it if all went well; says so."""
+    scratch = Path("out/results")
+    scratch.mkdir(parents=True, exist_ok=True)
+    out = scratch / table.name
+    command = [sys.executable, "-m", *table.command.split()]
+    if table.writes_json:
+        command.append(f"--out={out}")
+    environment = dict(os.environ)
+    if not table.needs_accelerator:
+        environment["JAX_PLATFORMS"] = "cpu"
+    print(f"{table.name}: some {table.minutes} minutes ...", flush=True)
+    start = time.perf_counter()
+    with (scratch / f"{table.name}.log").open("w") as log:
+        result = subprocess.run(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            check=False,
+        )
+    seconds = time.perf_counter() - start
+    if result.returncode:
+        print(f"{table.name}: exit code {result.returncode}, see {log.name}")
+        return False
+    made = origin(table, seconds)
+    folder.mkdir(parents=True, exist_ok=True)
+    head = "".join(f"{key}: {value}\n" for key, value in made.items())
+    (folder / f"{table.name}.txt").write_text(f"{head}\n{result.stdout}")
+    if table.writes_json:
+        figures = json.loads(out.with_suffix(".json").read_text())
+        text = json.dumps({**made, "figures": figures}, indent=1)
+        (folder / f"{table.name}.json").write_text(text + "\n")
+    print(f"{table.name}: {seconds:.0f} s, {folder / table.name}.txt", flush=True)
+    return True
+
+
+def main() -> None:
+    """Makes what is asked for, one after the other; an error if any fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="tables [default: what fits an hour]")
+    parser.add_argument("--list", action="store_true", help="say which there are")
+    arguments = parser.parse_args()
+    if arguments.list:
+        print(f"{'name':18s} minutes unasked  command")
+        for table in TABLES:
+            where = "device" if table.needs_accelerator else str(table.unasked)
+            print(f"{table.name:18s} {table.minutes:7d} {where:7s}  {table.command}")
+        return
+    tables = chosen(arguments.names, bool(arguments.names) or has_accelerator())
+    print(f"{len(tables)} tables, some {sum(t.minutes for t in tables)} minutes")
+    failed = [table.name for table in tables if not run(table, RESULTS)]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
