@@ -55,7 +55,7 @@ class Host:
 
 
 _DDR5_4800, _DDR5_5600, _DDR4_3200 = 38.4e9, 44.8e9, 25.6e9
-_SOCKET = "Xeon Platinum 8480C: 8 channels of DDR5-4800"
+_SOCKET = "Xeon Platinum 8480C: 8 channels of DDR5, 4.8 GT/s"
 HOSTS = (
     Host(
         "H100, a socket of its own", aot.CHIPS["h100"], 8 * _DDR5_4800, f"one {_SOCKET}"

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
-from optax_offload._backward import sums
+from optax_offload._backward import part_by_part, sums
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.kernel import Kernel, kernel
 from optax_offload._backward.rows import Scan, Sum
@@ -218,6 +218,9 @@ class _Loop:
         # What a unit replaces, another may read too.
         before, buffers = buffers, dict(buffers)
         for unit in self._units:
+            if unit.fused.parts is not None:
+                self._in_parts(unit, i, before, rows, buffers)
+                continue
             rows |= self._values(unit, i, before, rows)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
             for v, row in (_together(now) if together else now).items():
@@ -278,6 +281,23 @@ class _Loop:
         if not _memory.on_host(row):
             return row
         return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
+
+    def _in_parts(
+        self,
+        unit: _Unit,
+        i: Any,
+        before: Buffers,
+        rows: Mapping[jex.Var, Any],
+        buffers: Buffers,
+    ) -> None:
+        """Writes the results of a unit into buffers, part after part."""
+
+        def whole(v: jex.Var) -> Any:
+            after, _ = self._now.get(v, (v, None))
+            now = buffers if after in unit.results else before
+            return now.get(after, self._env[v])
+
+        part_by_part.run(unit.fused.parts, i, rows, whole, buffers)
 
     def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
         """The buffer of a result, with the row in it."""

@@ -84,7 +84,8 @@ class _Run:
         waiting: Sequence[jex.Var] = (),
     ) -> body.Work:
         ordered = order.by_gradients(each.scan, fused)
-        delayed = order.delayed(each.scan, ordered)
+        # A row in parts is not kept for the next iteration: the window is for less.
+        delayed = order.delayed(each.scan, [f for f in ordered if f.parts is None])
         like = {g: self._like(f, g) for f in each.held for g in f.component.gradients}
         return body.Work(ordered, delayed, sums, kept, waiting, like)
 

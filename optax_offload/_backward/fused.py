@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._backward.parts import Parts
 from optax_offload._backward.rows import Component
 from optax_offload._update import RowLocal
 
@@ -20,11 +21,15 @@ class Fused:
       component: The gradients, and what follows from them.
       rows: The equations that lead to results, and to what is summed up.
       replaced: For each result the argument whose buffer it is written into.
+      parts: How a row is divided, where it is more than the window that was asked for.
+      whole_because: Why such a row is not divided; "" where it is, or need not be.
     """
 
     component: Component
     rows: RowLocal
     replaced: Mapping[jex.Var, jex.Var | None]
+    parts: Parts | None = None
+    whole_because: str = ""
 
     @property
     def gradient_bytes(self) -> int:

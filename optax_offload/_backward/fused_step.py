@@ -109,6 +109,12 @@ def _lines(each: FusedScan) -> Iterator[str]:
     )
     if each.now:
         yield f"  updated with their rows: {_gradients(each.now)}{_moved(each.now)}"
+    for f in each.fused:
+        if f.parts is not None and not (f in each.held and each.way == "store"):
+            count = f.parts.count
+            yield f"  over the window: {_gradients([f])}, a row in {count} parts"
+        elif f.whole_because:
+            yield f"  over the window: {_gradients([f])}: {f.whole_because}"
     if each.held and each.way == "store":
         nbytes = sum(f.gradient_bytes for f in each.held)
         yield (

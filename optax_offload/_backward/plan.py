@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from optax_offload._backward import price
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep, Held, Way
 from optax_offload._backward.outside import Outside, in_bodies
+from optax_offload._backward.parts import parts
 from optax_offload._backward.rest import rest
 from optax_offload._backward.rows import (
     Component,
@@ -20,9 +22,9 @@ from optax_offload._backward.rows import (
     Scan,
     follow,
 )
-from optax_offload._backward.step import Step
+from optax_offload._backward.step import Region, Step
 from optax_offload._jaxpr import Flat, variables
-from optax_offload._update import RowLocal, keeping
+from optax_offload._update import NotRowLocalError, RowLocal, keeping
 
 
 def plan(step: Step, held: Held = "auto") -> FusedStep:
@@ -199,7 +201,49 @@ def _fused(step: Step, found: Followed, component: Component) -> Fused:
         raise MixesError(component.gradients, "the step returns it")
     if not any(replaced.values()):
         raise MixesError(component.gradients, "it replaces no argument of the step")
-    return Fused(component, rows, replaced)
+    return _in_parts(step, Fused(component, rows, replaced))
+
+
+def _in_parts(step: Step, fused: Fused) -> Fused:
+    """With its rows divided, where they are more than the window that was asked for."""
+    regions = [
+        region
+        for region in step.regions
+        if not set(fused.component.results).isdisjoint(variables(region.results))
+    ]
+    asked = [r.what.window_bytes for r in regions if r.what.window_bytes is not None]
+    nbytes = _row_bytes(regions, fused)
+    if not asked or nbytes <= min(asked):
+        return fused
+    component = fused.component
+    if component.late_sums or (component.sums and not component.waits):
+        why = "it is summed up over rows too"
+        return dataclasses.replace(fused, whole_because=why)
+    # What waits is summed up before.
+    rows = fused.rows.restricted(component.results)
+    try:
+        found = parts(rows, nbytes / min(asked), step.flat.debug_info)
+    except NotRowLocalError as e:
+        return dataclasses.replace(fused, whole_because=str(e))
+    return dataclasses.replace(fused, parts=found)
+
+
+def _row_bytes(regions: Sequence[Region], fused: Fused) -> int:
+    """What a row of state takes on each device; of codes what they are decoded to."""
+    coded = {
+        a
+        for region in regions
+        for a, output in zip(region.results, region.what.update.outputs, strict=True)
+        if output.holds_codes
+    }
+    codes = {fused.replaced[v] for v in fused.component.results if v in coded}
+    loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
+    return sum(
+        _memory.nbytes_on_each_device(v.aval)
+        * (4 if v in codes else 1)
+        // fused.rows.rows
+        for v in loads
+    )
 
 
 def _why_late(flat: Flat, found: Followed, rows: RowLocal) -> str:

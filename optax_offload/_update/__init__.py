@@ -4,10 +4,12 @@ from optax_offload._update.argument_shardings import (
     Cell,
     constrain,
     is_noted,
+    is_unknown,
     note_shardings,
 )
 from optax_offload._update.branches import keeping
 from optax_offload._update.equation import Deferred, closed, defer, deferred
+from optax_offload._update.proof import analyze
 from optax_offload._update.schedule import Branched, Schedule, Straight, schedule
 from optax_offload._update.slicing import Analysis, RowCount, RowLocal
 from optax_offload._update.slicing_rules import NotRowLocalError
@@ -32,11 +34,13 @@ __all__ = [
     "Schedule",
     "Straight",
     "Update",
+    "analyze",
     "closed",
     "constrain",
     "defer",
     "deferred",
     "is_noted",
+    "is_unknown",
     "keeping",
     "note_shardings",
     "run",

@@ -54,7 +54,7 @@ def note_shardings(args: T, *, on_device: bool = False) -> tuple[T, Mapping[int,
         for i, x in enumerate(leaves)
         if isinstance(x, jax.Array)
         and (on_device or _memory.on_host(x))
-        and _is_unknown(x)
+        and is_unknown(jax.typeof(x))
     }
     for i, cell in cells.items():
         leaves[i] = _note.bind(leaves[i], cell=cell)
@@ -77,9 +77,9 @@ def is_noted(e: jex.JaxprEqn) -> bool:
     return e.primitive is _note
 
 
-def _is_unknown(x: Any) -> bool:
+def is_unknown(aval: Any) -> bool:
     """Whether a value is on several devices and its type does not say how."""
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = aval.sharding.mesh
     return any(
         kind == AxisType.Auto and mesh.shape[name] > 1
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

@@ -23,6 +23,7 @@ def test_leaves_and_their_bytes():
         "bytes": MIB,
         "memory_kind": "pinned_host",
         "why": "rule 0 'mu/.*'",
+        "codec": "",
     }
 
 

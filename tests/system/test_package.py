@@ -36,10 +36,10 @@ def test_changelog_has_one_version_for_one_release():
 
 
 def test_classifiers_name_what_is_tested():
-    """The Pythons of .ci/run, which are those of the workflow."""
+    """The Pythons of the workflow; .ci/run takes those that all tests are for."""
     declared = pythons("\n".join(PROJECT["classifiers"]))
     oldest = pythons(PROJECT["requires-python"])
-    assert declared == pythons(CI.read_text()) | oldest
+    assert pythons(CI.read_text()) | oldest < declared
     assert declared == pythons(WORKFLOW.read_text())
     assert min(declared) in oldest
 

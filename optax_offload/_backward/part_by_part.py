@@ -1,0 +1,51 @@
+"""Carrying out the update of a row in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.core
+from jax.extend import core as jex
+
+from optax_offload import _memory, _tpu_layout
+from optax_offload._backward.parts import Parts
+
+
+def run(
+    parts: Parts | None,
+    i: Any,
+    rows: Mapping[jex.Var, Any],
+    whole: Callable[[jex.Var], Any],
+    buffers: dict[jex.Var, Any],
+) -> None:
+    """Writes the results for a row into buffers, part after part.
+
+    A part is read from what the one before was written into, and so loaded when that is
+    stored.
+
+    Args:
+      parts: The parts.
+      i: The position of the row.
+      rows: What there is of the row alone, as its gradient.
+      whole: The value that other rows are taken of, now.
+      buffers: What the results are written into.
+    """
+    assert parts is not None
+
+    def loaded(place: Any, offset: int) -> Any:
+        v = place.variable
+        if v in rows:
+            return place.cut(rows[v], None, offset, parts.size)
+        part = place.cut(whole(v), i, offset, parts.size)
+        if not _memory.on_host(part):
+            return part
+        return _tpu_layout.constrain(_memory.transfer(part, "device"), v.aval)
+
+    for offset in range(0, parts.equations.rows, parts.size):
+        inputs = [loaded(place, offset) for place in parts.inputs]
+        values = jax.core.eval_jaxpr(parts.jaxpr, (), *inputs)
+        for place, value in zip(parts.outputs, values, strict=True):
+            v = place.variable
+            value = _memory.transfer(value, _memory.kind_of_type(v.aval))
+            buffers[v] = place.paste(buffers[v], value, i, offset)

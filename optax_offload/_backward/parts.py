@@ -1,0 +1,162 @@
+"""Rows that are more than the window: updated in parts, along another axis."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory, _tpu_layout
+from optax_offload._backward.kernel import kernel
+from optax_offload._jaxpr import Flat, shape
+from optax_offload._update import NotRowLocalError, RowLocal, analyze, is_unknown
+
+
+class Place(NamedTuple):
+    """A value of the step that parts are taken of, or written into.
+
+    Attributes:
+      variable: The variable of the step.
+      rows: The axis along which it has the rows of a scan; None if it has none.
+      part: The axis along which a row has parts; None if each part takes all of it.
+    """
+
+    variable: jex.Var
+    rows: int | None
+    part: int | None
+
+    def cut(self, x: Any, row: Any, offset: int, size: int) -> Any:
+        """The part of a row; of a row alone where it is None."""
+        if self.part is None:
+            if row is None or self.rows is None:
+                return x
+            return lax.dynamic_slice_in_dim(
+                x, row, 1, self.rows, allow_negative_indices=False
+            )
+        if row is None or self.rows is None:
+            return lax.slice_in_dim(x, offset, offset + size, axis=self.part)
+        rows, at = self._as_rows(x, row, offset, size)
+        part = lax.dynamic_slice_in_dim(
+            rows, at, 1, self.rows, allow_negative_indices=False
+        )
+        return part
+
+    def paste(self, x: Any, part: Any, row: Any, offset: int) -> Any:
+        """With the part of a row in its place."""
+        assert self.rows is not None
+        assert self.part is not None
+        size = part.shape[self.part]
+        rows, at = self._as_rows(x, row, offset, size)
+        shape = (*rows.shape[: self.rows], 1, *rows.shape[self.rows + 1 :])
+        rows = lax.dynamic_update_slice_in_dim(
+            rows, lax.reshape(part, shape), at, self.rows, allow_negative_indices=False
+        )
+        return lax.reshape(rows, x.shape)
+
+    def _as_rows(self, x: Any, row: Any, offset: int, size: int) -> tuple[Any, Any]:
+        """A value with its parts as rows, and the position of one: along one axis.
+
+        A TPU's compiler takes a slice of host memory along one axis only.
+        """
+        assert self.rows is not None
+        assert self.part is not None
+        count = x.shape[self.part] // size
+        shape = (
+            *x.shape[: self.rows],
+            x.shape[self.rows] * count,
+            size,
+            *x.shape[self.part + 1 :],
+        )
+        return lax.reshape(x, shape), row * count + offset // size
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """A row's update, in parts.
+
+    Attributes:
+      equations: The equations for a row, which treat what is along the axes of the
+        parts alone.
+      size: What a part has along these.
+      inputs: What the equations take.
+      outputs: What they give.
+      debug_info: What JAX keeps of the step for its messages.
+    """
+
+    equations: RowLocal
+    size: int
+    inputs: tuple[Place, ...]
+    outputs: tuple[Place, ...]
+    debug_info: Any
+
+    @functools.cached_property
+    def jaxpr(self) -> jex.Jaxpr:
+        """The equations for a part."""
+        return self.equations.jaxpr(self.size, self.debug_info)
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.equations.rows // self.size
+
+
+def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
+    """Divides the update of a row into parts.
+
+    Args:
+      rows: The equations for rows.
+      least: Into as many, or as many as there can be: none is less than a tile.
+      debug_info: What JAX keeps of the step for its messages.
+
+    Raises:
+      NotRowLocalError: Every axis is mixed by some equation, or may be sharded.
+    """
+    k = kernel(rows)
+    one = k.rows.jaxpr(1, debug_info)
+    flat = Flat(list(one.eqns), {}, list(one.invars), list(one.outvars), debug_info)
+    loaded = [
+        v
+        for v, source in zip(one.invars, k.sources, strict=True)
+        if _memory.on_host(source.aval) and source in rows.axes
+    ]
+    if any(is_unknown(v.aval) for v in loaded):
+        raise NotRowLocalError("no type says along which axes it is not sharded")
+    taken = zip(one.invars, k.rows.inputs, strict=True)
+    of_rows = {v: k.rows.axes.get(row) for v, row in taken}
+    # A part is at one position along both axes (`Place._as_rows`).
+    behind = {v: axis + 1 for v, axis in of_rows.items() if axis is not None}
+    why = NotRowLocalError("it has no other axis")
+    for axis in range(max((len(shape(v)) for v in loaded), default=0)):
+        if any(axis != behind[v] or axis >= len(shape(v)) for v in loaded):
+            continue
+        positions = range(len(flat.equations))
+        along = dict.fromkeys(loaded, axis)
+        try:
+            found = analyze(flat, positions, along, flat.outvars, {})
+            size = _size(found, loaded, least)
+        except NotRowLocalError as e:
+            why = e
+            continue
+        axes, sources = found.axes, dict(zip(one.invars, k.sources, strict=True))
+        outputs = zip(k.targets, k.rows.outputs, found.outputs, strict=True)
+        return Parts(
+            found,
+            size,
+            tuple(Place(sources[v], of_rows[v], axes.get(v)) for v in found.inputs),
+            tuple(Place(v, k.rows.axes[a], axes[b]) for v, a, b in outputs),
+            debug_info,
+        )
+    raise why
+
+
+def _size(found: RowLocal, loaded: Collection[jex.Var], least: float) -> int:
+    """What a part has along its axis: in at least so many parts, if that can be."""
+    unit = max(_tpu_layout.unit(v.aval, found.axes[v]) for v in loaded)
+    sizes = [n for n in range(unit, found.rows, unit) if found.rows % n == 0]
+    if not sizes:
+        raise NotRowLocalError(f"{found.rows} along an axis, in units of {unit}")
+    return max((n for n in sizes if n * least <= found.rows), default=sizes[0])

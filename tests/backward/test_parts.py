@@ -1,0 +1,129 @@
+"""Rows of more than the window that was asked for, updated in parts."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from harness import EVERYTHING
+from jax import lax
+from scanned_models import BATCH, DONATED, make_params, make_step, train, ulps
+
+import optax_offload as oo
+from optax_offload import _compat, aot
+
+# Of a row of 16 x 24 float32, with two moments: 3072 bytes.
+WINDOW = 2048
+# The embedding is no layer; and `offload` alone has no less than a row at a time.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.* over the window of .*:optax_offload.OffloadWarning"
+)
+
+
+def trained(inner, window_bytes, **kwargs):
+    """A step with everything on the host; the results of five, the schedule."""
+    tx = oo.offload(inner, EVERYTHING, window_bytes=window_bytes)
+    step = oo.jit(make_step(tx), **DONATED, **kwargs)
+    got = train(step, tx)
+    return got, str(step.schedule(*got[:2], BATCH))
+
+
+def slices(jaxpr):
+    """The sizes of the slices that are taken of host memory in the body of a scan."""
+    for e in jaxpr.eqns:
+        if e.primitive.name == "dynamic_slice":
+            aval = e.invars[0].aval
+            if aval.ndim == 3 and aval.memory_space == jax.memory.Space.Host:
+                yield tuple(e.params["slice_sizes"])
+        for value in e.params.values():
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from slices(inner)
+
+
+@pytest.mark.parametrize(
+    ("inner", "held"),
+    [
+        (optax.adamw(1e-2), "auto"),
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), "twice"),
+        (optax.amsgrad(1e-2), "auto"),
+    ],
+    ids=["adamw", "clipped", "amsgrad"],
+)
+def test_values_and_kinds(inner, held):
+    """As those of the plain optimizer, as far as rounding allows."""
+    got, text = trained(inner, WINDOW, fused_backward=held)
+    assert "over the window: 1 gradient of 6.00 KiB, a row in " in text
+    assert ulps(got, train(jax.jit(make_step(inner), **DONATED), inner)) <= 16
+    oo.memory_report(got[1], EVERYTHING).check()
+
+
+def test_parts_are_within_the_window():
+    """Where a row can be divided, no more of it is loaded; else that is said."""
+    tx = oo.offload(optax.adam(1e-2), EVERYTHING, window_bytes=WINDOW)
+    params = make_params()
+    step = oo.jit(make_step(tx), **DONATED)
+    traced = step.trace(params, tx.init(params), BATCH)
+    # The rows of 24 x 16 have no parts that a TPU could slice.
+    assert set(slices(traced.jaxpr.jaxpr)) == {(1, 8, 24), (1, 24, 16)}
+    text = str(step.schedule(params, tx.init(params), BATCH))
+    assert "1 gradient of 6.00 KiB, a row in 2 parts" in text
+    assert "1 gradient of 6.00 KiB: 24 along an axis, in units of 128" in text
+
+
+def test_the_default_window_divides_nothing():
+    """A row is loaded whole unless a window is asked for: programs are as before."""
+    _, text = trained(optax.adam(1e-2), None)
+    assert "over the window" not in text
+
+
+def test_what_cannot_be_divided_is_said():
+    """By the equation that mixes a row."""
+    _, text = trained(optax.novograd(1e-2), WINDOW)
+    _, text = trained(optax.lamb(1e-2), WINDOW, fused_backward="twice")
+    assert "over the window: 1 gradient of 6.00 KiB: " in text, text
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param("v5e", marks=pytest.mark.xdist_group("tpu")),
+        pytest.param("h100", marks=pytest.mark.xdist_group("gpu")),
+    ],
+)
+def test_less_of_a_row_is_on_the_device(target):
+    """Compiled: by most of a row's state; nothing is made on the host."""
+    pytest.importorskip("libtpu" if target == "v5e" else "jax_plugins")
+    shape = (6, 2048, 2048)
+    mesh = aot.Target(target).mesh()
+
+    def struct(shape):
+        place = jax.NamedSharding(mesh, jax.P())
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+
+    def peak(window_bytes):
+        tx = oo.offload(optax.adam(1e-3), window_bytes=window_bytes)
+
+        def step(w, state, x):
+            def loss(w):
+                return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0])
+
+            updates, state = tx.update(jax.grad(loss)(w), state, w)
+            return optax.apply_updates(w, updates), state
+
+        args = struct(shape), oo.eval_shape(tx.init, struct(shape)), struct((64, 2048))
+        compiled = aot.compile(
+            oo.fuse_backward(step),
+            *args,
+            target=aot.Target(target),
+            donate_argnums=(0, 1),
+        )
+        return aot.peak(compiled)
+
+    row = 2 * 4 * 2048 * 2048
+    whole, parts = peak(row), peak(row // 8)
+    # With JAX 0.10.2 a GPU's compiler loads all parts at once.
+    gone = row / 2 if _compat.STORES_OVERLAP or target == "v5e" else 0
+    assert whole.peak_bytes - parts.peak_bytes > gone
+    assert parts.host_temporary_bytes == 0
