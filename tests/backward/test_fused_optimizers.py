@@ -76,6 +76,8 @@ def assert_as_plain(name, got):
 @pytest.mark.parametrize("place", ["host", "device"])
 def test_five_steps(name, place):
     """State in host memory or on the device: values, memory kinds, what is fused."""
+    if place == "device" and name not in (*QUICK, *NEED_ALL, *NOT_FUSED):
+        pytest.skip("fused as on the host, with fewer equations")
     tx = INSIDE[name]()
     if place == "host":
         tx = offloaded(tx)

@@ -28,11 +28,15 @@ from optax_offload._update import group_slices
 SLOW = {"lbfgs"}
 
 
-def each(table):
+QUICK = {"adafactor", "adamw", "lamb", "lion", "multi_steps", "muon", "sgd_momentum"}
+
+
+def each(table, quick=None):
     """One process for all tests of an optimizer: they share the plain one's history."""
 
     def marks(name):
-        return [pytest.mark.xdist_group(name), *[pytest.mark.slow] * (name in SLOW)]
+        slow = name in SLOW if quick is None else name not in quick
+        return [pytest.mark.xdist_group(name), *[pytest.mark.slow] * slow]
 
     return pytest.mark.parametrize(
         "name", [pytest.param(name, marks=marks(name)) for name in sorted(table)]
@@ -146,7 +150,7 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
         assert set(oo.memory_report(got[0]).totals) == {"device"}
 
 
-@inside
+@each(INSIDE, QUICK)
 def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     """Parameters, gradients and the state that follows their dtype in bfloat16.
 
