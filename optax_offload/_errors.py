@@ -29,3 +29,18 @@ class OffloadError(RuntimeError):
 
 class MemoryKindError(RuntimeError):
     """State is not where it was planned to be."""
+
+
+# What was seen to undo offloading, and what mends it.
+CAUSES = (
+    "Something moved it there, and offloading is undone. What does that, and what "
+    "mends it:\n"
+    "- shardings that name no memory kind, as in_shardings or out_shardings of the "
+    "jitted init or step: make them with optax_offload.state_shardings, or jit the "
+    "step with optax_offload.jit\n"
+    "- a device_put of the trainer's own: give it those shardings\n"
+    "- a checkpoint restored without memory kinds: restore with a template of "
+    "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
+    "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
+    'For a first step after such a restore: offload(..., on_stray="move")'
+)

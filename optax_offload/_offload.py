@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from optax_offload import _memory, _rules, _templates, _trees
-from optax_offload._errors import MemoryKindError, OffloadWarning
+from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import low_bit, warn_of_blocks
 from optax_offload._update import (
@@ -21,7 +21,7 @@ from optax_offload._update import (
     Update,
     closed,
     defer,
-    note_shardings,
+    note_arguments,
     schedule,
     trace,
     transformable,
@@ -217,7 +217,21 @@ class _Offloading:
             return self._streamed(fn, args, args[1], cells)
 
         args = (updates, state, params, dynamic)
-        args, cells = note_shardings(args)
+        told: list[str] = []
+        first = len(jax.tree.leaves(updates))
+        leaves = _trees.leaves_with_paths(state)
+        sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
+        placed = _rules.place(self._config.made_lenient(), sizes)
+
+        def tell(argument: int) -> None:
+            leaf = argument - first
+            if told or not 0 <= leaf < len(sizes):
+                return
+            if placed[leaf].memory_kind == "pinned_host":
+                _tell_of_strays([sizes[leaf][0]], self._on_stray)
+                told.append(sizes[leaf][0])
+
+        args, cells = note_arguments(args, tell)
         return transformable(self._fn(static), stream, args)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
@@ -245,7 +259,6 @@ class _Offloading:
         update, leaves = closed(update, jax.tree.leaves(args))
         planned = schedule(update, self._config.window_bytes)
         logger.debug("%s", planned)
-        _warn_of_groups(planned, self._config, update.paths)
         what = Deferred(update, self._config.window_bytes, cells)
         results = defer(what, planned, leaves)
         return jax.tree.unflatten(structure, results)
@@ -274,7 +287,7 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
 def _check_strays(
     update: Update, config: _rules.OffloadConfig, state: Any, on_stray: str
 ) -> None:
-    """Raises or warns if state that should have come from the host did not."""
+    """Finds, by its type, state that should have come from the host and did not."""
     planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
     leaves = _trees.leaves_with_paths(state)
     # State whose first update widens its dtype may have been too small to go before.
@@ -286,14 +299,18 @@ def _check_strays(
         if planned.get(path) == placed.memory_kind == "pinned_host"
         and not _memory.on_host(x)
     ]
-    if not strays:
-        return
+    if strays:
+        _tell_of_strays(strays, on_stray)
+
+
+def _tell_of_strays(strays: list[str], on_stray: str) -> None:
+    """Raises or warns of state that should have come from the host and did not."""
     came = (
         f"state planned for pinned_host came to update on the device: "
         f"{_trees.listed(strays)}"
     )
     if on_stray == "raise":
-        raise MemoryKindError(f"{came}. {_CAUSES}")
+        raise MemoryKindError(f"{came}. {CAUSES}")
     warnings.warn(
         f"{came}. It is on the device whole during this step, which returns it in host "
         "memory (unless the out_shardings of a jit around move it again) and is "
@@ -301,32 +318,3 @@ def _check_strays(
         OffloadWarning,
         stacklevel=2,
     )
-
-
-_CAUSES = (
-    "Something moved it there, and offloading is undone. What does that, and what "
-    "mends it:\n"
-    "- shardings that name no memory kind, as in_shardings or out_shardings of the "
-    "jitted init or step: make them with optax_offload.state_shardings, or jit the "
-    "step with optax_offload.jit\n"
-    "- a device_put of the trainer's own: give it those shardings\n"
-    "- a checkpoint restored without memory kinds: restore with a template of "
-    "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
-    "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
-    'For a first step after such a restore: offload(..., on_stray="move")'
-)
-
-
-def _warn_of_groups(
-    planned: Schedule, config: _rules.OffloadConfig, paths: list[str]
-) -> None:
-    """Warns of what is on the device together, and over the window."""
-    for straight in planned.straights():
-        for over in straight.over_window(config.window_bytes):
-            warnings.warn(
-                f"{over.nbytes} bytes of state are on the device at once, over the "
-                f"window of {straight.window.nbytes}: "
-                f"{_trees.listed([paths[k] for k in over.outputs])}: {over.because}",
-                OffloadWarning,
-                stacklevel=2,
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -219,7 +220,8 @@ class _Loop:
         before, buffers = buffers, dict(buffers)
         for unit in self._units:
             if unit.fused.parts is not None:
-                self._in_parts(unit, i, before, rows, buffers)
+                whole = functools.partial(self._whole, unit, before, buffers)
+                part_by_part.run(unit.fused.parts, i, rows, whole, buffers)
                 continue
             rows |= self._values(unit, i, before, rows)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
@@ -282,22 +284,11 @@ class _Loop:
             return row
         return _tpu_layout.constrain(_memory.transfer(row, "device"), to.aval)
 
-    def _in_parts(
-        self,
-        unit: _Unit,
-        i: Any,
-        before: Buffers,
-        rows: Mapping[jex.Var, Any],
-        buffers: Buffers,
-    ) -> None:
-        """Writes the results of a unit into buffers, part after part."""
-
-        def whole(v: jex.Var) -> Any:
-            after, _ = self._now.get(v, (v, None))
-            now = buffers if after in unit.results else before
-            return now.get(after, self._env[v])
-
-        part_by_part.run(unit.fused.parts, i, rows, whole, buffers)
+    def _whole(self, unit: _Unit, before: Buffers, buffers: Buffers, v: jex.Var) -> Any:
+        """What a part of a row is taken of: what the unit replaces, as it is now."""
+        after, _ = self._now.get(v, (v, None))
+        now = buffers if after in unit.results else before
+        return now.get(after, self._env[v])
 
     def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
         """The buffer of a result, with the row in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,8 +16,9 @@ from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
+from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
 from optax_offload._jaxpr import dependents, evaluate, read, shape, variables
-from optax_offload._update import Deferred, defer, note_shardings, schedule
+from optax_offload._update import Deferred, defer, note_arguments, schedule
 
 
 def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
@@ -35,14 +37,22 @@ class _Run:
     def __init__(self, plan: FusedStep, args: Sequence[Any]):
         self._plan, self._step = plan, plan.step
         flat = plan.step.flat
-        noted, cells = note_shardings(list(args), on_device=True)
+        noted, cells = note_arguments(list(args), self._tell, on_device=True)
         self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
         self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
         self._env |= flat.constants
 
+    def _tell(self, argument: int) -> None:
+        aval: Any = self._step.flat.invars[argument].aval
+        raise MemoryKindError(
+            f"argument {argument} of the step, {aval.str_short()}, should come from "
+            f"host memory and is on the device. {CAUSES}"
+        )
+
     def results(self) -> list[Any]:
         """The values of the step's results."""
         flat = self._step.flat
+        self._warn()
         scans = {s.scan.position: s for s in self._plan.scans}
         fused = [f for s in self._plan.scans for f in s.fused]
         nodes = self._plan.rest
@@ -61,6 +71,14 @@ class _Run:
                 self._run_held(each)
         self._run_nodes(postponed)
         return [read(a, self._env.__getitem__) for a in flat.outvars]
+
+    def _warn(self) -> None:
+        """Warns of rows over the window; what waits on the host does so by itself."""
+        for each in self._plan.scans:
+            fused = each.now if each.way == "store" else each.fused
+            for over in each.over_window(fused):
+                message = f"fused into the backward pass over the window: {over}"
+                warnings.warn(message, OffloadWarning, stacklevel=2)
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
 from optax_offload import _memory
@@ -44,6 +44,18 @@ class FusedScan:
     def fused(self) -> tuple[Fused, ...]:
         """All that is fused."""
         return (*self.now, *self.held)
+
+    def in_parts(self, f: Fused) -> int | None:
+        """In how many parts a row is updated; None if it is whole."""
+        stored = f in self.held and self.way == "store"
+        return None if f.parts is None or stored else f.parts.count
+
+    def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
+        """What of these is whole although a row is more than the window asked for."""
+        for f in fused:
+            if self.in_parts(f) is None and (f.parts or f.whole_because):
+                why = f.whole_because or "its gradient waits in host memory"
+                yield f"{_gradients([f])}, a row at once: {why}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +122,10 @@ def _lines(each: FusedScan) -> Iterator[str]:
     if each.now:
         yield f"  updated with their rows: {_gradients(each.now)}{_moved(each.now)}"
     for f in each.fused:
-        if f.parts is not None and not (f in each.held and each.way == "store"):
-            count = f.parts.count
+        count = each.in_parts(f)
+        if count is not None:
             yield f"  over the window: {_gradients([f])}, a row in {count} parts"
-        elif f.whole_because:
-            yield f"  over the window: {_gradients([f])}: {f.whole_because}"
+    yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
     if each.held and each.way == "store":
         nbytes = sum(f.gradient_bytes for f in each.held)
         yield (

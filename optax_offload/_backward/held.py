@@ -68,6 +68,11 @@ def _held(
             sources[jex.Var(_memory.device_type(before.aval))] = before
     invars = list(sources)
     position = {v: i for i, v in enumerate(sources.values())}
+    paths = {
+        v: output.path
+        for region in step.regions
+        for v, output in zip(region.results, region.what.update.outputs, strict=True)
+    }
     ordered = [equations[i] for i in sorted(equations)]
     inner = Flat(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)
     update = Update(
@@ -75,12 +80,12 @@ def _held(
         tuple(Input(slice_axis=axes.get(v)) for v in invars),
         tuple(
             Output(
-                f"{n}",
+                paths.get(v, "a parameter"),
                 _memory.kind_of_type(v.aval),
                 None if before is None else position[before],
                 is_update=False,
             )
-            for n, (v, _, before) in enumerate(outputs)
+            for v, _, before in outputs
         ),
     )
     return update, list(sources.values()), [v for v, _, _ in outputs]

@@ -9,11 +9,11 @@ import jax.core
 from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
-from optax_offload._backward.parts import Parts
+from optax_offload._backward.parts import Parts, Place
 
 
 def run(
-    parts: Parts | None,
+    parts: Parts,
     i: Any,
     rows: Mapping[jex.Var, Any],
     whole: Callable[[jex.Var], Any],
@@ -22,7 +22,7 @@ def run(
     """Writes the results for a row into buffers, part after part.
 
     A part is read from what the one before was written into, and so loaded when that is
-    stored.
+    stored. What each part takes all of is read before the first one.
 
     Args:
       parts: The parts.
@@ -31,9 +31,8 @@ def run(
       whole: The value that other rows are taken of, now.
       buffers: What the results are written into.
     """
-    assert parts is not None
 
-    def loaded(place: Any, offset: int) -> Any:
+    def loaded(place: Place, offset: int) -> Any:
         v = place.variable
         if v in rows:
             return place.cut(rows[v], None, offset, parts.size)
@@ -42,8 +41,12 @@ def run(
             return part
         return _tpu_layout.constrain(_memory.transfer(part, "device"), v.aval)
 
+    all_of = {p.variable: loaded(p, 0) for p in parts.inputs if p.part is None}
     for offset in range(0, parts.equations.rows, parts.size):
-        inputs = [loaded(place, offset) for place in parts.inputs]
+        inputs = [
+            loaded(p, offset) if p.part is not None else all_of[p.variable]
+            for p in parts.inputs
+        ]
         values = jax.core.eval_jaxpr(parts.jaxpr, (), *inputs)
         for place, value in zip(parts.outputs, values, strict=True):
             v = place.variable

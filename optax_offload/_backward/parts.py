@@ -40,10 +40,9 @@ class Place(NamedTuple):
         if row is None or self.rows is None:
             return lax.slice_in_dim(x, offset, offset + size, axis=self.part)
         rows, at = self._as_rows(x, row, offset, size)
-        part = lax.dynamic_slice_in_dim(
+        return lax.dynamic_slice_in_dim(
             rows, at, 1, self.rows, allow_negative_indices=False
         )
-        return part
 
     def paste(self, x: Any, part: Any, row: Any, offset: int) -> Any:
         """With the part of a row in its place."""
@@ -117,7 +116,8 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     """
     k = kernel(rows)
     one = k.rows.jaxpr(1, debug_info)
-    flat = Flat(list(one.eqns), {}, list(one.invars), list(one.outvars), debug_info)
+    # Nothing is computed for the whole row beside: so it has no results of its own.
+    flat = Flat(list(one.eqns), {}, list(one.invars), [], debug_info)
     loaded = [
         v
         for v, source in zip(one.invars, k.sources, strict=True)
@@ -136,7 +136,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
         positions = range(len(flat.equations))
         along = dict.fromkeys(loaded, axis)
         try:
-            found = analyze(flat, positions, along, flat.outvars, {})
+            found = analyze(flat, positions, along, one.outvars, {})
             size = _size(found, loaded, least)
         except NotRowLocalError as e:
             why = e

@@ -227,7 +227,7 @@ class _Walk:
         try:
             self._analysis.visit(e)
         except NotRowLocalError as error:
-            raise self._mixes(roots, i, str(error)) from None
+            raise self._mixes(roots, str(error)) from None
         self._analysis.positions.add(i)
         first, *rest = roots
         for v in rest:
@@ -236,9 +236,9 @@ class _Walk:
             if v in self._analysis.axes:
                 self.of[v] = first
             else:
-                raise self._mixes(roots, i, e.primitive.name)
+                raise self._mixes(roots, e.primitive.name)
 
-    def _mixes(self, roots: Collection[jex.Var], i: int, because: str) -> MixesError:
+    def _mixes(self, roots: Collection[jex.Var], because: str) -> MixesError:
         found = [v for v in self._gradients if self._root(v) in roots]
         return MixesError(found, f"{because} needs all of it at once")
 
@@ -260,6 +260,12 @@ class _Walk:
                     tuple(s for s in sums if not self.late.isdisjoint(s.operands)),
                 )
             )
+        mixes = self._analysis.conflict()
+        if mixes is not None:
+            beside = [*mixes.outvars, *variables(mixes.invars)]
+            roots = {self._root(self.of[v]) for v in beside if v in self.of}
+            name = mixes.primitive.name
+            raise self._mixes(roots or set(map(self._root, self._gradients)), name)
         summed = [v for s in self._sums for v in s.operands]
         rows = self._analysis.row_local(self._gradients, [*results, *summed])
         positions = tuple(s.position for s in self._sums)

@@ -1,11 +1,11 @@
 """An update: traced, scheduled, run."""
 
-from optax_offload._update.argument_shardings import (
+from optax_offload._update.arguments import (
     Cell,
     constrain,
     is_noted,
     is_unknown,
-    note_shardings,
+    note_arguments,
 )
 from optax_offload._update.branches import keeping
 from optax_offload._update.equation import Deferred, closed, defer, deferred
@@ -42,7 +42,7 @@ __all__ = [
     "is_noted",
     "is_unknown",
     "keeping",
-    "note_shardings",
+    "note_arguments",
     "run",
     "schedule",
     "trace",

@@ -6,7 +6,8 @@ So whoever reads a step's jaxpr before it is compiled finds its updates there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +15,9 @@ import jax.core
 from jax.extend import core as jex
 from jax.interpreters import mlir
 
-from optax_offload import _memory
-from optax_offload._update.argument_shardings import Cell
+from optax_offload import _memory, _trees
+from optax_offload._errors import OffloadWarning
+from optax_offload._update.arguments import Cell
 from optax_offload._update.schedule import Schedule
 from optax_offload._update.stream import run
 from optax_offload._update.update import Input, Update
@@ -56,6 +58,9 @@ def closed(update: Update, args: Sequence[Any]) -> tuple[Update, list[Any]]:
 def defer(what: Deferred, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
     """The values of an update's outputs, each in its memory kind, as one equation.
 
+    When it is lowered, it warns of what is on the device over the window: not before,
+    since who moves its parts elsewhere (`fuse_backward`) may need less.
+
     Args:
       what: The update, which closes over no traced value.
       schedule: How it is carried out.
@@ -63,7 +68,19 @@ def defer(what: Deferred, schedule: Schedule, args: Sequence[Any]) -> list[Any]:
     """
     # JAX looks through the bodies of equations to learn whether anything is moved.
     body = jax.make_jaxpr(lambda *args: run(what.update, schedule, args, what.cells))
-    return _update.bind(*args, jaxpr=body(*args), what=what)
+    over = tuple(_over_window(what, schedule))
+    return _update.bind(*args, jaxpr=body(*args), what=what, over=over)
+
+
+def _over_window(what: Deferred, schedule: Schedule) -> Iterator[str]:
+    for straight in schedule.straights():
+        for over in straight.over_window(what.window_bytes):
+            paths = [what.update.paths[k] for k in over.outputs]
+            yield (
+                f"{over.nbytes} bytes of state are on the device at once, over the "
+                f"window of {straight.window.nbytes}: {_trees.listed(paths)}: "
+                f"{over.because}"
+            )
 
 
 def deferred(e: jex.JaxprEqn) -> Deferred | None:
@@ -71,12 +88,18 @@ def deferred(e: jex.JaxprEqn) -> Deferred | None:
     return e.params["what"] if e.primitive is _update else None
 
 
-def _run(*args: Any, jaxpr: jex.ClosedJaxpr, what: Deferred) -> list[Any]:
+def _run(*args: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *args)
 
 
-def _types(*_: Any, jaxpr: jex.ClosedJaxpr, what: Deferred) -> Any:
+def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
     return jaxpr.out_avals, jaxpr.jaxpr.effects
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    for message in params["over"]:
+        warnings.warn(message, OffloadWarning, stacklevel=2)
+    return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 
 _update = jex.Primitive("offloaded_update")
@@ -84,6 +107,4 @@ _update.multiple_results = True
 _update.def_impl(_run)
 _update.def_effectful_abstract_eval(_types)
 # Not as a function of its own, in which nothing would be an argument of the program.
-mlir.register_lowering(
-    _update, mlir.lower_fun(_run, multiple_results=True), cacheable=False
-)
+mlir.register_lowering(_update, _lower, cacheable=False)

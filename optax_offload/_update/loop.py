@@ -14,8 +14,8 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._jaxpr import evaluate, read
-from optax_offload._update import argument_shardings, keys
-from optax_offload._update.argument_shardings import Cell
+from optax_offload._update import arguments, keys
+from optax_offload._update.arguments import Cell
 from optax_offload._update.group import Group, Part
 from optax_offload._update.loops import Loop
 from optax_offload._update.update import Update
@@ -218,7 +218,7 @@ class _Slice:
                 axis = self.group.in_rows.axes[_var(flat.outvars[k])]
             if output.stored and alias is not None:
                 cell = self._loop.cells.get(alias)
-                y = argument_shardings.constrain(y, cell, axis)
+                y = arguments.constrain(y, cell, axis)
             if output.holds_codes and output.stored:
                 y = _tpu_layout.constrain(y, _var(flat.outvars[k]).aval)
             y = _memory.transfer(y, output.memory_kind)

@@ -47,14 +47,20 @@ def analyze(
     for i in positions:
         analysis.visit(flat.equations[i])
         analysis.positions.add(i)
+    mixes = analysis.conflict()
+    if mixes is not None:
+        raise NotRowLocalError(f"{mixes.primitive.name} takes whole what has rows")
     found: list[jex.Var] = []
     for a in outputs:
         if isinstance(a, jex.Literal) or a not in analysis.axes:
             raise NotRowLocalError("an output that is the same for every row")
         found.append(a)
+    longer, further = analysis, list(found)
     for before in [v for v in analysis.axes if v in beside]:
-        more = analysis.with_result(beside[before], before)
+        more = longer.with_result(beside[before], before)
         if more is not None:
-            analysis = more
-            found.append(beside[before])
+            longer = more
+            further.append(beside[before])
+    if longer.conflict() is None:
+        analysis, found = longer, further
     return analysis.row_local(loads, found)

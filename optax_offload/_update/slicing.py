@@ -130,6 +130,8 @@ class Analysis:
         self.whole: Collection[jex.Var] = ()
         self.follow_all = False
         self.follow: Collection[str] = ()
+        # What is whole to an equation for a slice, of its operands and results.
+        self._whole_to: dict[int, list[jex.Var]] = {}
         self._rows = rows
         self._equations = equations
         self._producers = producers
@@ -165,22 +167,46 @@ class Analysis:
             outs = [axis if v is a else None for v in e.outvars]
             ins = rule_of(e).backward(e, outs, self._rows)
             self.positions.add(position)
+            self._note_whole(e, ins, ())
             wanted += [
                 (x, i) for x, i in zip(e.invars, ins, strict=True) if i is not None
             ]
 
     def _demand_operands(self, e: jex.JaxprEqn, position: int, axis: int) -> None:
         """Has what an equation takes counted in rows; nothing if that cannot be."""
-        more = copy.copy(self)
-        more.axes, more.positions = dict(self.axes), set(self.positions)
+        more = self._copy()
         try:
             ins = rule_of(e).backward(e, [axis], self._rows)
+            more._note_whole(e, ins, ())
             for a, wanted in zip(e.invars, ins, strict=True):
                 if wanted is not None:
                     more.demand(a, wanted)
         except NotRowLocalError:
             return
         self.axes, self.positions = more.axes, {*more.positions, position}
+        self._whole_to = more._whole_to
+
+    def _copy(self) -> Analysis:
+        """One that can go further than this."""
+        more = copy.copy(self)
+        more.axes, more.positions = dict(self.axes), set(self.positions)
+        more._whole_to = dict(self._whole_to)
+        return more
+
+    def _note_whole(
+        self, e: jex.JaxprEqn, axes: Sequence[int | None], results: Sequence[jex.Var]
+    ) -> None:
+        operands = zip(e.invars, axes, strict=True)
+        whole = variables(a for a, axis in operands if axis is None)
+        self._whole_to[id(e)] = [*whole, *results]
+
+    def conflict(self) -> jex.JaxprEqn | None:
+        """An equation for a slice to which something is whole that has rows."""
+        for position in sorted(self.positions):
+            e = self._equations[position]
+            if any(v in self.axes for v in self._whole_to.get(id(e), ())):
+                return e
+        return None
 
     def with_result(self, v: jex.Var, like: jex.Var) -> Analysis | None:
         """With another result, which has its rows where an input has; if it can be."""
@@ -190,14 +216,14 @@ class Analysis:
         e = self._equations[position]
         if not rule_of(e).arithmetic or len(e.outvars) > 1:
             return None
-        more = copy.copy(self)
-        more.axes, more.positions = dict(self.axes), set(self.positions)
+        more = self._copy()
         axis = self.axes[like]
         try:
             more.mark(v, axis)
             ins = rule_of(e).backward(e, [axis], self._rows)
             if all(x is None for x in ins):
                 return None  # The same for all rows.
+            more._note_whole(e, ins, ())
             for a, wanted in zip(e.invars, ins, strict=True):
                 if wanted is not None:
                     more.demand(a, wanted)
@@ -221,8 +247,10 @@ class Analysis:
         """Finds the rows of an equation's results from those of its operands."""
         known = [_axis_of(a, self.axes) for a in e.invars]
         if all(axis is None for axis in known):
+            self._note_whole(e, known, e.outvars)
             return
         ins, outs = rule_of(e).forward(e, known, self._rows)
+        self._note_whole(e, ins, ())
         for a, before, axis in zip(e.invars, known, ins, strict=True):
             if before is None and axis is not None:
                 self.demand(a, axis)

@@ -12,8 +12,8 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._jaxpr import evaluate, read
-from optax_offload._update import argument_shardings, keys
-from optax_offload._update.argument_shardings import Cell
+from optax_offload._update import arguments, keys
+from optax_offload._update.arguments import Cell
 from optax_offload._update.group import Group
 from optax_offload._update.loop import Traces, run_loop
 from optax_offload._update.loops import Loop
@@ -140,7 +140,7 @@ def _run_group(
     for k, x in zip(group.outputs, results, strict=True):
         output = update.outputs[k]
         if output.stored and update.in_place(k) is not None:
-            x = argument_shardings.constrain(x, cells.get(output.alias or 0), None)
+            x = arguments.constrain(x, cells.get(output.alias or 0), None)
         done[k] = _memory.transfer(x, output.memory_kind)
     stored = [
         x

@@ -1,6 +1,5 @@
 """Faults, real ones: nothing lost, a clear error, or the right result."""
 
-import contextlib
 import os
 import pathlib
 import re
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from scanned_models import BATCH, make_params, make_step
 
 import optax_offload as oo
 
@@ -35,7 +35,7 @@ def start(directory, *flags, steps=STEPS):
     return subprocess.Popen(
         command,
         cwd=directory,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | harness.QUICKLY_COMPILED | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -236,17 +236,17 @@ def by_out_shardings_on_a_device(state):
 
 
 @pytest.mark.parametrize(
-    ("move", "seen"),
+    "move",
     [
-        (by_device_put, True),
-        (by_set_memory_kind, True),
-        (by_named_out_shardings, True),
-        # JAX moves these, and goes on to call them host values when it traces.
-        (by_out_shardings_on_a_device, False),
+        by_device_put,
+        by_set_memory_kind,
+        by_named_out_shardings,
+        # JAX goes on to call these host values when it traces (F28).
+        by_out_shardings_on_a_device,
     ],
 )
 @pytest.mark.parametrize("jitted", [True, False])
-def test_kinds_changed_behind_our_back(move, seen, jitted):
+def test_kinds_changed_behind_our_back(move, jitted):
     """Leaves are named; the update raises, or warns, is exact, and puts them back."""
     params = harness.make_params()
     tx = oo.offload(optax.adam(1e-2), RULES, on_stray="move")
@@ -259,13 +259,26 @@ def test_kinds_changed_behind_our_back(move, seen, jitted):
     for path in ("0/mu/embed/embedding", "0/nu/layers_9/bias"):
         assert f"  {path}: planned pinned_host, is device" in str(error.value)
     message = "came to update on the device: '0/mu/"
-    if seen:
-        update = jax.jit(strict.update) if jitted else strict.update
-        with pytest.raises(oo.MemoryKindError, match=message):
-            update(params, moved, params)
+    update = jax.jit(strict.update) if jitted else strict.update
+    with pytest.raises(oo.MemoryKindError, match=message):
+        update(params, moved, params)
     update = jax.jit(tx.update) if jitted else tx.update
-    expected = pytest.warns(oo.OffloadWarning, match=message)
-    with expected if seen else contextlib.nullcontext():
+    with pytest.warns(oo.OffloadWarning, match=message) as told:
         got = update(params, moved, params)
+    assert len(told) == 1
     assert harness.bits(got) == want
     oo.memory_report(got[1], RULES).check()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_out_shardings_on_a_device(fused):
+    """The second step of a trainer that names no kinds raises, fused or not."""
+    params = make_params()
+    tx = oo.offload(optax.adam(1e-2), harness.EVERYTHING)
+    step = oo.fuse_backward(make_step(tx)) if fused else make_step(tx)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    step = jax.jit(step, out_shardings=device)
+    params, state, _ = step(params, tx.init(params), BATCH)
+    with pytest.raises(oo.MemoryKindError, match="state_shardings") as error:
+        step(params, state, BATCH)
+    assert ("float32<host>[" if fused else "'0/mu/") in str(error.value)

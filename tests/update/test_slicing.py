@@ -63,7 +63,13 @@ def newton_schulz(x):
     )
 
 
+def looped(x, g):
+    """A loop whose body takes all of one operand for each row of another."""
+    return lax.fori_loop(0, 2, lambda _, x: x * jnp.sum(g), x)
+
+
 ROW_LOCAL = {
+    "one value whole, its like by rows": lambda x, g: looped(x, g + 1) - (g + 1),
     "arithmetic": lambda x, g: 0.9 * x + 0.1 * g**2 - jnp.sqrt(jnp.abs(x)),
     "scalars of all rows": lambda x, g: x * jnp.minimum(1.0, 1 / jnp.linalg.norm(g)),
     "casts and selects": lambda x, g: jnp.where(
@@ -101,6 +107,14 @@ NOT_ROW_LOCAL = {
     "a product that mixes rows": (
         lambda x, g: jnp.einsum("nij,nij->ij", x, g),
         "dot_general",
+    ),
+    "whole and by rows": (
+        lambda x, g: looped(x, g) - g,
+        "(while|scan) takes whole what has rows",
+    ),
+    "whole and by rows, further back": (
+        lambda x, g: (lambda h: looped(x, h) - h)(g + 1),
+        "(while|scan) takes whole what has rows",
     ),
     "rows in another order": (lambda x, g: x[::-1], "rev"),
     "a sum along rows": (lambda x, g: jnp.cumsum(x, axis=0), "cumsum"),

@@ -1,16 +1,21 @@
-"""New state sharded as the old, where only the compiled program says how that is.
+"""What only the compiled program says of arguments: their shardings and memories.
 
-On a mesh in Auto mode a type does not say how an argument is sharded. XLA then gives
-new state the sharding of its gradient, and where that is another one (a replicated leaf
-in a step sharded over a mesh) it has to be made whole again in host memory: host
-temporaries, or a program that a TPU's compiler refuses. When a step is lowered, the
-sharding is an attribute of its main function's argument. It is noted there, and what is
-stored is constrained to it while it is on the device.
+New state is sharded as the old. On a mesh in Auto mode a type does not say how an
+argument is sharded. XLA then gives new state the sharding of its gradient, and where
+that is another one (a replicated leaf in a step sharded over a mesh) it has to be made
+whole again in host memory: host temporaries, or a program that a TPU's compiler
+refuses. When a step is lowered, the sharding is an attribute of its main function's
+argument. It is noted there, and what is stored is constrained to it while it is on the
+device.
+
+Nor does a type always say where an argument is (F28): what the type has in host memory,
+and the program on the device, is told when the step is lowered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -24,7 +29,8 @@ from optax_offload import _memory
 
 T = TypeVar("T")
 
-_ATTRIBUTE = "sdy.sharding"
+_SHARDING = "sdy.sharding"
+_MEMORY_KIND = "mhlo.memory_kind"
 
 
 class Cell:
@@ -38,12 +44,16 @@ class Cell:
         self.sharding: Any = None
 
 
-def note_shardings(args: T, *, on_device: bool = False) -> tuple[T, Mapping[int, Cell]]:
-    """Notes how what comes from the host is sharded.
+def note_arguments(
+    args: T, tell: Callable[[int], None], *, on_device: bool = False
+) -> tuple[T, Mapping[int, Cell]]:
+    """Notes how what comes from the host is sharded, and that it does.
 
     Args:
       args: A pytree of the arguments of an update, as they came.
-      on_device: Whether what is on the device is noted too.
+      tell: Called when the program is lowered, with the position of a leaf that its
+        type has in host memory and the program on the device.
+      on_device: Whether it is noted how what is on the device is sharded too.
 
     Returns:
       The arguments to go on with, and a cell for each leaf that needs one, by position.
@@ -56,8 +66,11 @@ def note_shardings(args: T, *, on_device: bool = False) -> tuple[T, Mapping[int,
         and (on_device or _memory.on_host(x))
         and is_unknown(jax.typeof(x))
     }
-    for i, cell in cells.items():
-        leaves[i] = _note.bind(leaves[i], cell=cell)
+    for i, x in enumerate(leaves):
+        from_host = isinstance(x, jax.Array) and _memory.on_host(x)
+        if i in cells or from_host:
+            told = functools.partial(tell, i) if from_host else None
+            leaves[i] = _note.bind(x, cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
 
 
@@ -73,7 +86,7 @@ def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
 
 
 def is_noted(e: jex.JaxprEqn) -> bool:
-    """Whether an equation only notes how its operand is sharded."""
+    """Whether an equation only notes what the program says of its operand."""
     return e.primitive is _note
 
 
@@ -86,14 +99,30 @@ def is_unknown(aval: Any) -> bool:
     )
 
 
-def _lower_note(ctx: mlir.LoweringRuleContext, x: Any, *, cell: Cell) -> list[Any]:
-    cell.sharding = None
+def _lower_note(
+    ctx: mlir.LoweringRuleContext,
+    x: Any,
+    *,
+    cell: Cell | None,
+    tell: Callable[[], None] | None,
+) -> list[Any]:
+    if cell is not None:
+        cell.sharding = None
     main: Any = ctx.module_context.symbol_table["main"]
     if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
         attributes = ir.DictAttr(main.arg_attrs[ir.BlockArgument(x).arg_number])
-        if _ATTRIBUTE in attributes:
-            cell.sharding = attributes[_ATTRIBUTE]
+        if cell is not None and _SHARDING in attributes:
+            cell.sharding = attributes[_SHARDING]
+        if tell is not None and not _is_on_host(attributes):
+            tell()
     return [x]
+
+
+def _is_on_host(attributes: Any) -> bool:
+    if _MEMORY_KIND not in attributes:
+        return False  # No argument of the program has one, so it is the default.
+    kind: Any = ir.StringAttr(attributes[_MEMORY_KIND])
+    return kind.value != "device"
 
 
 def _lower_constrain(
@@ -122,15 +151,15 @@ def _primitive(name: str, lower: Any) -> jex.Primitive:
     return made
 
 
-def _batched(args: Any, dims: Any, *, cell: Cell) -> Any:
-    return _note.bind(*args, cell=cell), dims[0]
+def _batched(args: Any, dims: Any, **params: Any) -> Any:
+    return _note.bind(*args, **params), dims[0]
 
 
-def _jvp(primals: Any, tangents: Any, *, cell: Cell) -> Any:
-    return _note.bind(*primals, cell=cell), tangents[0]
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return _note.bind(*primals, **params), tangents[0]
 
 
-_note = _primitive("note_sharding", _lower_note)
+_note = _primitive("note_argument", _lower_note)
 batching.primitive_batchers[_note] = _batched
 ad.primitive_jvps[_note] = _jvp
 _constrain = _primitive("constrain_to_noted_sharding", _lower_constrain)
