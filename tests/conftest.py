@@ -26,15 +26,33 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
+@pytest.fixture(autouse=True, scope="session")
+def compiled_once(tmp_path_factory):
+    """Compiles what several tests compile once in each process: it is most of the time.
+
+    A directory for each, since JAX may read what another process is still writing.
+    """
+    import jax
+
+    directory = str(tmp_path_factory.mktemp("compiled"))
+    jax.config.update("jax_compilation_cache_dir", directory)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
 @pytest.fixture(autouse=True)
-def unoptimized(request):
-    """Leaves XLA's optimizations out of some tests, most of whose time they take."""
+def optimized(request):
+    """Has LLVM optimize the code of some tests only: that takes a third of the time.
+
+    XLA's own passes run in all of them. Those for chips have it as users have.
+    """
     import jax
 
     name = "jax_disable_most_optimizations"
-    asked = request.node.get_closest_marker("unoptimized") is not None
+    asked = asks_for_accelerator(request.config) or any(
+        request.node.get_closest_marker(mark) for mark in ("aot", "optimized")
+    )
     before = jax.config.values[name]
-    jax.config.update(name, asked)
+    jax.config.update(name, not asked)
     yield
     jax.config.update(name, before)
 

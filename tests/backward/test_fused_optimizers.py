@@ -10,6 +10,8 @@ from scanned_models import BATCH, DONATED, make_step, offloaded, train, ulps
 
 import optax_offload as oo
 
+pytestmark = pytest.mark.optimized
+
 # In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
 # clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
 BOUND = 32

@@ -11,6 +11,8 @@ import optax
 
 import optax_offload as oo
 
+# For programs that tests start: as `conftest.optimized` has it for tests.
+QUICKLY_COMPILED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 # Everything that is no scalar goes: the leaves of these tests are small.
 EVERYTHING = oo.Rule(".*", min_bytes=8, optional=True)
 

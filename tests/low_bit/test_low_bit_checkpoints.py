@@ -16,7 +16,6 @@ import optax_offload as oo
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
-pytestmark = pytest.mark.unoptimized
 
 LR = 1e-2
 RULE = oo.Rule(MOMENTS, min_bytes=8)

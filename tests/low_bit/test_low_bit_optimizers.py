@@ -35,7 +35,6 @@ QUICK = ["adamw", "lamb", "multi_steps"]
 # They keep other things, or in other ways, than those do: in every codec too, as slow.
 KINDS = ["adafactor", "adamax", "ema", "lion", "mechanic", "muon", "partition", "sm3"]
 KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
-pytestmark = pytest.mark.unoptimized
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +34,9 @@ def run(program, *arguments):
         check=False,
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
+        env=os.environ
+        | harness.QUICKLY_COMPILED
+        | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
     )
 
 

@@ -24,6 +24,8 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._update import group_slices
 
+pytestmark = pytest.mark.optimized
+
 # A line search of many steps, each of which is compiled.
 SLOW = {"lbfgs"}
 

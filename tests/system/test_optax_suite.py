@@ -8,6 +8,7 @@ import sys
 
 import optax
 import pytest
+from harness import QUICKLY_COMPILED
 
 TESTS = pathlib.Path(__file__).parent.parent
 OPTAX = pathlib.Path(optax.__file__).resolve().parent
@@ -42,7 +43,8 @@ FAIL = {
 
 def outcomes(tmp_path, *options):
     """How optax's tests end, by name, and what was wrapped."""
-    environment = os.environ | {
+    environment = os.environ | QUICKLY_COMPILED
+    environment |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join([str(TESTS.parent), str(TESTS / "lib")]),
     }

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import harness
 import pytest
 
 pytest.importorskip("orbax.checkpoint")
@@ -24,7 +25,8 @@ def start(directory, *, processes, devices, scanned=False, held=None):
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    environment = os.environ | {
+    environment = os.environ | harness.QUICKLY_COMPILED
+    environment |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(TESTS.parent),
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
