@@ -96,6 +96,10 @@ class FusedStep:
         twice = (x for x in self.scans if x.held and x.way == "twice")
         return sum(price.flops(each.scan) for each in twice)
 
+    def reasons(self) -> tuple[str, ...]:
+        """Why gradients are left outside, a line for each reason."""
+        return tuple(_reasons(self))
+
     def schedules(self) -> tuple[Schedule, ...]:
         """How the offloaded state that is left is updated."""
         left = [node.left for node in self.rest if node.left is not None]
@@ -105,7 +109,7 @@ class FusedStep:
         lines = [line for each in self.scans for line in _lines(each)]
         if not self.scans:
             lines = ["nothing is fused into a backward pass"]
-        lines += _reasons(self)
+        lines += self.reasons()
         for each in self.schedules():
             if not any(straight.groups for straight in each.straights()):
                 continue

@@ -29,6 +29,8 @@ class CompiledCandidate:
       fused: Whether its updates are in the backward pass, by `fuse_backward`.
       stored_bytes: The bytes of each device's gradients that wait in host memory.
       flops_again: The operations of backward passes that run a second time.
+      outside: Why gradients are left outside of the backward pass; nothing where that
+        was not tried.
     """
 
     moved_bytes: int
@@ -40,6 +42,7 @@ class CompiledCandidate:
     fused: bool = False
     stored_bytes: int = 0
     flops_again: float = 0.0
+    outside: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """The candidate as plain values, ready for `json.dumps`."""
@@ -52,6 +55,7 @@ class CompiledCandidate:
             "fused": self.fused,
             "stored_bytes": self.stored_bytes,
             "flops_again": self.flops_again,
+            "outside": list(self.outside),
         }
 
     def __str__(self) -> str:
@@ -112,8 +116,10 @@ class CandidateCompiler:
         if key not in self._known:
             step = self._step(selection)
             found = fused(step, self._factory.target) if fuse else None
-            if fuse and found is None:
-                self._known[key] = self.candidate(selection)
+            if fuse and (found is None or found.step is None):
+                outside = () if found is None else found.outside
+                whole = self.candidate(selection)
+                self._known[key] = dataclasses.replace(whole, outside=outside)
             else:
                 self._known[key] = self._compile(selection, step, found)
         return self._known[key]
@@ -136,7 +142,7 @@ class CandidateCompiler:
         self._progress(f"compiling with {_what(moved_bytes, found is not None)}")
         started = time.perf_counter()
         try:
-            given = step if found is None else found.step
+            given = step if found is None or found.step is None else found.step
             peak = aot.peak(compile_step(given, self._factory.target))
             used_bytes = peak.peak_bytes
         except aot.DoesNotFitError as error:
@@ -152,6 +158,7 @@ class CandidateCompiler:
             fused=found is not None,
             stored_bytes=0 if found is None else found.stored_bytes,
             flops_again=0.0 if found is None else found.flops_again,
+            outside=() if found is None else found.outside,
         )
         self.compiled.append(candidate)
         self._progress(candidate)

@@ -15,33 +15,33 @@ class Fused(NamedTuple):
     """A step under `fuse_backward`, and what that means on each device.
 
     Attributes:
-      step: The step.
+      step: The step; None where nothing of it can be fused.
       gradient_bytes: The bytes of gradients that never exist.
       stored_bytes: Of these, the bytes that wait in host memory.
       flops_again: The operations of backward passes that run a second time.
+      outside: Why gradients are left outside.
     """
 
-    step: Step
+    step: Step | None
     gradient_bytes: int
     stored_bytes: int
     flops_again: float
+    outside: tuple[str, ...]
 
 
 def fused(step: Step, target: aot.Target) -> Fused | None:
     """The step as `fuse_backward` makes it.
 
-    None if nothing of it can be fused, and for a jitted step, which is compiled as it
-    is: one of `jit` is fused already.
+    None for a jitted step, which is compiled as it is: one of `jit` is fused already.
     """
     if hasattr(step.fn, "trace"):
         return None
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
         found = plan_of(jax.make_jaxpr(step.fn)(*step.args), "auto")
-    if not found.scans:
-        return None
     return Fused(
-        step._replace(fn=fuse_backward(step.fn)),
+        step._replace(fn=fuse_backward(step.fn)) if found.scans else None,
         found.gradient_bytes,
         found.stored_bytes,
         found.flops_again,
+        found.reasons(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -113,6 +114,8 @@ def plan(  # noqa: PLR0913 - keyword-only options
     )
     if selection is None:
         everything = compiler.candidate(state.everything, fuse)
+        if not everything.fused:
+            everything = dataclasses.replace(everything, outside=fused.outside)
         raise does_not_fit(target, budget_bytes, everything, state.state_bytes)
     after = compiler.candidate(selection, fuse)
     return Plan(
@@ -129,4 +132,5 @@ def plan(  # noqa: PLR0913 - keyword-only options
             target, after.used_bytes, after.moved_bytes + after.stored_bytes
         ),
         fused=fused if fused.fused else None,
+        outside=after.outside if after.fused else fused.outside,
     )

@@ -41,6 +41,8 @@ class Plan:
         (`fuse_backward`) and nothing more moved. None if it fits without, if nothing of
         it can be fused, or if it is jitted. ``after.fused`` says whether the plan's
         step is fused.
+      outside: Why gradients are left outside of the backward pass, a line for each
+        reason; nothing where that was not tried.
     """
 
     target: aot.Target
@@ -54,6 +56,7 @@ class Plan:
     environment: Mapping[str, str]
     fused: CompiledCandidate | None = None
     encoded: tuple[LeafPattern, ...] = ()
+    outside: tuple[str, ...] = ()
 
     @property
     def empty(self) -> bool:
@@ -119,7 +122,7 @@ class Plan:
                 "the plan is for updates in the backward pass: train with "
                 "oo.jit(step), or jit oo.fuse_backward(step)"
             )
-        return lines
+        return [*lines, *self.outside]
 
     def numerics(self) -> list[str]:
         """What the codec does to the numbers, and where that was measured."""
@@ -163,6 +166,7 @@ class Plan:
             "moved": moved,
             "before": self.before.as_dict(),
             "fused": None if self.fused is None else self.fused.as_dict(),
+            "outside": list(self.outside),
             "after": self.after.as_dict(),
             "compiled": [c.as_dict() for c in self.compiled],
             "cost": self.cost.as_dict(),

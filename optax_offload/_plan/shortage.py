@@ -53,7 +53,8 @@ def does_not_fit(
         f"does not fit on {target.name!r} even with all state moved{fused}: short by "
         f"{size_text(short)} of {size_text(budget_bytes)} on each device. It needs "
         f"{size_text(everything.used_bytes)}: {needs}. What would help:"
-        + "".join(f"\n- {line}" for line in help_with),
+        + "".join(f"\n- {line}" for line in help_with)
+        + "".join(f"\n{line}" for line in everything.outside),
         used_bytes=everything.used_bytes,
         limit_bytes=budget_bytes,
         peak=everything.peak,

@@ -25,9 +25,19 @@ def loss(params, x):
 
 
 def adam_step(
-    offload, target, batch=8, layers=LAYERS, optimizer=None, spec=None, clip=1.0
+    offload,
+    target,
+    batch=8,
+    layers=LAYERS,
+    optimizer=None,
+    spec=None,
+    clip=1.0,
+    logged=False,
 ):
-    """Stacked layers of 64 MiB and a head of 16; Adam's state is twice that."""
+    """Stacked layers of 64 MiB and a head of 16; Adam's state is twice that.
+
+    Logged gradients are a result too.
+    """
     mesh = target.mesh()
     shapes = {"layers": (layers, WIDTH, WIDTH), "head": (WIDTH, 4 * WIDTH)}
     sharding = NamedSharding(mesh, spec or P())
@@ -48,12 +58,13 @@ def adam_step(
     def step(params, state, x):
         grads = jax.grad(loss)(params, x)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, *[grads] * logged
 
+    results = params, state, *[params] * logged
     return oo.Step(
         step,
         (params, state, x),
         donate_argnums=(0, 1),
-        out_shardings=jax.tree.map(lambda s: s.sharding, (params, state)),
+        out_shardings=jax.tree.map(lambda s: s.sharding, results),
         tokens=batch,
     )

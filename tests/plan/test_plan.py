@@ -76,6 +76,7 @@ def compile_with(offload, make_step=adam_step, target=H100, fuse=False):
 
 
 unclipped_step = functools.partial(adam_step, clip=None)
+logging_step = functools.partial(unclipped_step, logged=True)
 
 
 def program(compiled):
@@ -201,6 +202,22 @@ def test_what_must_go_and_what_must_stay():
     assert not unmoved.moved
     assert not unmoved.empty
     assert unmoved.config.rules == tuple(rules)
+
+
+@aot_mark
+def test_what_cannot_be_fused_is_said():
+    """In the plan, and where nothing fits; with the reason."""
+    why = r"1 gradient of .* left outside: the step returns it"
+    plain = aot.peak(compile_with(lambda x: x, logging_step)).peak_bytes
+    found = oo.plan(logging_step, target=H100, budget_bytes=plain - MIB)
+    assert found.fused is None
+    assert not found.after.fused
+    assert found.moved
+    (line,) = found.outside
+    assert re.fullmatch(why, line)
+    assert line in str(found)
+    with pytest.raises(aot.DoesNotFitError, match=why):
+        oo.plan(logging_step, target=H100, budget_bytes=MIB)
 
 
 @aot_mark
