@@ -19,6 +19,11 @@ def pytest_configure(config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+def pytest_collection_modifyitems(items):
+    """What is slow comes first, so that no process waits for the other at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
 def pytest_ignore_collect(collection_path, config):
     """Other modules may need what an accelerator's machine lacks."""
     if asks_for_accelerator(config) and collection_path.suffix == ".py":
