@@ -14,6 +14,7 @@ from optax_offload import _flops, _memory
 from optax_offload._backward import body, held, order
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep
+from optax_offload._backward.platforms import on_tpu_or_else
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
 from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
@@ -24,18 +25,45 @@ from optax_offload._update import Deferred, defer, note_arguments, schedule
 def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     """The results of a step, evaluated as its plan says.
 
+    A TPU's compiler spreads transfers over an iteration by itself: there no row is
+    stored late, so that none is on the device longer.
+
     Args:
       plan: The plan.
       args: The values of its arguments.
     """
-    return _Run(plan, args).results()
+    _warn(plan)
+
+    def in_time(*args: Any) -> list[Any]:
+        return _Run(plan, args, late=False).results()
+
+    def late(*args: Any) -> list[Any]:
+        return _Run(plan, args, late=True).results()
+
+    done = [(s.scan, fused) for s in plan.scans for fused in (s.now, s.held)]
+    if any(order.delayed(scan, _ordered(scan, fused)) for scan, fused in done):
+        return on_tpu_or_else(in_time, late, args)
+    return in_time(*args)
+
+
+def _ordered(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
+    """Updates in order, without those in parts: their window is for less than a row."""
+    return [f for f in order.by_gradients(scan, fused) if f.parts is None]
+
+
+def _warn(plan: FusedStep) -> None:
+    """Warns of rows over the window; what waits on the host does so by itself."""
+    for each in plan.scans:
+        for over in each.over_window(each.now if each.way == "store" else each.fused):
+            message = f"fused into the backward pass over the window: {over}"
+            warnings.warn(message, OffloadWarning, stacklevel=2)
 
 
 class _Run:
     """The values of a step's variables, as they become known."""
 
-    def __init__(self, plan: FusedStep, args: Sequence[Any]):
-        self._plan, self._step = plan, plan.step
+    def __init__(self, plan: FusedStep, args: Sequence[Any], *, late: bool):
+        self._plan, self._step, self._late = plan, plan.step, late
         flat = plan.step.flat
         noted, cells = note_arguments(list(args), self._tell, on_device=True)
         self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
@@ -52,7 +80,6 @@ class _Run:
     def results(self) -> list[Any]:
         """The values of the step's results."""
         flat = self._step.flat
-        self._warn()
         scans = {s.scan.position: s for s in self._plan.scans}
         fused = [f for s in self._plan.scans for f in s.fused]
         nodes = self._plan.rest
@@ -71,14 +98,6 @@ class _Run:
                 self._run_held(each)
         self._run_nodes(postponed)
         return [read(a, self._env.__getitem__) for a in flat.outvars]
-
-    def _warn(self) -> None:
-        """Warns of rows over the window; what waits on the host does so by itself."""
-        for each in self._plan.scans:
-            fused = each.now if each.way == "store" else each.fused
-            for over in each.over_window(fused):
-                message = f"fused into the backward pass over the window: {over}"
-                warnings.warn(message, OffloadWarning, stacklevel=2)
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
@@ -102,8 +121,9 @@ class _Run:
         waiting: Sequence[jex.Var] = (),
     ) -> body.Work:
         ordered = order.by_gradients(each.scan, fused)
-        # A row in parts is not kept for the next iteration: the window is for less.
-        delayed = order.delayed(each.scan, [f for f in ordered if f.parts is None])
+        delayed = frozenset[jex.Var]()
+        if self._late:
+            delayed = order.delayed(each.scan, _ordered(each.scan, fused))
         like = {g: self._like(f, g) for f in each.held for g in f.component.gradients}
         return body.Work(ordered, delayed, sums, kept, waiting, like)
 

@@ -42,7 +42,7 @@ def slices(jaxpr):
             aval = e.invars[0].aval
             if aval.ndim == 3 and aval.memory_space == jax.memory.Space.Host:
                 yield tuple(e.params["slice_sizes"])
-        for value in e.params.values():
+        for value in jax.tree.leaves(list(e.params.values())):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from slices(inner)
