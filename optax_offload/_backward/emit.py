@@ -40,8 +40,12 @@ def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     def late(*args: Any) -> list[Any]:
         return _Run(plan, args, late=True).results()
 
-    done = [(s.scan, fused) for s in plan.scans for fused in (s.now, s.held)]
-    if any(order.delayed(scan, _ordered(scan, fused)) for scan, fused in done):
+    in_scans = [
+        (each.scan, fused)
+        for each in plan.scans
+        for fused in (each.now, each.held if each.way == "twice" else ())
+    ]
+    if any(order.delayed(scan, _ordered(scan, fused)) for scan, fused in in_scans):
         return on_tpu_or_else(in_time, late, args)
     return in_time(*args)
 

@@ -25,7 +25,7 @@ COLLECTIVES = (
 )
 NEWER = _compat.LOOPS_RUN_ONCE
 LAYERS, TOKENS = 6, 768
-# How many layers' gradients may be left, or as much: on a GPU new rows of some state wait
+# How many layers' gradients may be left, or as much: on a GPU some new rows wait
 # for the next iteration. Older compilers keep more beside the loop, of a model as small
 # as this.
 LEFT = {"gpu": 1.6, "tpu": 1.5} if NEWER else {"gpu": 4.5, "tpu": 4.5}
