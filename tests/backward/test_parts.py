@@ -144,7 +144,7 @@ def test_parameters_that_are_replaced_and_taken_whole():
             value, grads = jax.value_and_grad(loss)(params, tokens)
             updates, state = tx.update(grads, state, params)
             added = optax.apply_updates(params, updates)
-            return added | {"layers": updates["layers"]}, state, value
+            return {**added, "layers": updates["layers"]}, state, value
 
         return step
 
