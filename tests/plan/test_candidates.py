@@ -1,5 +1,7 @@
 """Compiling one selection after another, with a compiler that only adds up."""
 
+import dataclasses
+
 import pytest
 from step_factories import HEAD, STACK, adam_step
 
@@ -54,7 +56,9 @@ def test_updates_in_the_backward_pass(compiler, said, monkeypatch):
 
     monkeypatch.setattr(candidates, "compile_step", refuse)
     nothing, everything = frozenset(), frozenset(range(4))
-    assert compiler.candidate(nothing, fuse=True) is compiler.candidate(nothing)
+    left = compiler.candidate(nothing, fuse=True)
+    assert "needs all gradients first" in " ".join(left.outside)
+    assert dataclasses.replace(left, outside=()) == compiler.candidate(nothing)
     assert not compiler.fusing_lowers_the_peak(nothing)
     found = compiler.candidate(everything, fuse=True)
     assert found.fused
