@@ -15,7 +15,10 @@ def pytest_configure(config):
     """Chooses the devices before JAX is imported: it reads both when it starts."""
     if not asks_for_accelerator(config):
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+        flags += " --xla_force_host_platform_device_count=8"
+        # Programs of tests are small: to compile one in 32 parts costs a tenth more.
+        flags += " --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = flags
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 

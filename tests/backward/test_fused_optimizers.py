@@ -16,8 +16,9 @@ pytestmark = pytest.mark.optimized
 # clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
 BOUND = 32
 # A number that rounds the other way to bfloat16 is 2^16 units of float32 away; what is
-# clipped or divided by nearly nothing makes much of little.
-EXCEPTIONS = {"adam_bfloat16_mu": 128, "adopt": 128}
+# clipped or divided by nearly nothing makes much of little. The mean of Adafactor's
+# updates is 55 away from itself, plain, jitted and not, on a CPU where it is 59 fused.
+EXCEPTIONS = {"adafactor_momentum": 128, "adam_bfloat16_mu": 128, "adopt": 128}
 # They mix all layers, or all leaves at once: of these nothing is fused.
 NOT_FUSED = {
     "backtracking": "reshape needs",

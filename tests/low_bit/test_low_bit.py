@@ -178,7 +178,9 @@ def test_extra_arguments_pass():
     np.testing.assert_array_equal(updates["embed"], 2 * params["embed"])
 
 
-@pytest.mark.parametrize("codec", ["int8", "bfloat16-stochastic"])
+@pytest.mark.parametrize(
+    "codec", [pytest.param("int8", marks=pytest.mark.slow), "bfloat16-stochastic"]
+)
 def test_under_vmap(codec):
     """An ensemble, each member as by itself."""
     tx = oo.low_bit(optax.sgd(LR, momentum=0.9), ".*", codec)

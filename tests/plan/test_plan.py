@@ -145,6 +145,7 @@ def test_the_rules_fit_the_budget(name, tmp_path):
 
 
 @aot_mark
+@pytest.mark.slow
 def test_fusing_alone_may_do():
     """Then nothing moves; with less memory the fused step's state does."""
     plain = aot.peak(compile_with(lambda x: x, unclipped_step)).peak_bytes
@@ -188,6 +189,7 @@ def test_a_jitted_step_is_compiled_as_it_is(jit):
 
 
 @aot_mark
+@pytest.mark.slow
 def test_what_must_go_and_what_must_stay():
     """Rules that are given decide, and the plan decides about the rest."""
     peak = aot.peak(compile_with(lambda x: x)).peak_bytes
@@ -205,6 +207,7 @@ def test_what_must_go_and_what_must_stay():
 
 
 @aot_mark
+@pytest.mark.slow
 def test_what_cannot_be_fused_is_said():
     """In the plan, and where nothing fits; with the reason."""
     why = r"1 gradient of .* left outside: the step returns it"

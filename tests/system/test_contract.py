@@ -212,7 +212,7 @@ def test_without_jit_is_with_jit(name):
 # addition round once instead of twice.
 
 
-@inside
+@each(INSIDE, QUICK)
 def test_whole_step_with_donation(name):
     """Gradient, update and parameters in one jit, state and parameters donated."""
     offloaded = oo.offload(INSIDE[name](), EVERYTHING)

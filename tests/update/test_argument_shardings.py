@@ -55,7 +55,9 @@ def step_and_arguments(mesh, tokens):
 @pytest.mark.parametrize(
     "given", ["with out_shardings", pytest.param("without", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("target", ["v5e:2x2", "h100:4"])
+@pytest.mark.parametrize(
+    "target", [pytest.param("v5e:2x2", marks=pytest.mark.slow), "h100:4"]
+)
 def test_a_replicated_leaf_stays_so(target, given):
     """On a v5e it did not compile, or took host temporaries and came out sharded."""
     pytest.importorskip("libtpu" if target.startswith("v") else "jax_plugins")
@@ -72,6 +74,7 @@ def test_a_replicated_leaf_stays_so(target, given):
     assert specs == {name: x.sharding.spec for name, x in args[1][0].mu.items()}
 
 
+@pytest.mark.slow
 def test_values_and_shardings_when_it_runs():
     """On CPU devices, in a plain `jax.jit` without shardings, three times."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
