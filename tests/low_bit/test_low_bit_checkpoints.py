@@ -21,7 +21,9 @@ LR = 1e-2
 RULE = oo.Rule(MOMENTS, min_bytes=8)
 CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]
 codecs = pytest.mark.parametrize("codec", CODECS)
-places = pytest.mark.parametrize("place", ["device", "host"])
+places = pytest.mark.parametrize(
+    "place", [pytest.param("device", marks=pytest.mark.slow), "host"]
+)
 
 
 def transformation(codec, place):
