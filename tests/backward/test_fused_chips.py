@@ -25,10 +25,11 @@ COLLECTIVES = (
 )
 NEWER = _compat.LOOPS_RUN_ONCE
 LAYERS, TOKENS = 6, 768
-# How many layers' gradients may be left, or as much: on a GPU some new rows wait
-# for the next iteration. Older compilers keep more beside the loop, of a model as small
-# as this.
-LEFT = {"gpu": 1.6, "tpu": 1.5} if NEWER else {"gpu": 4.5, "tpu": 4.5}
+# How many layers' gradients may be left, or as much. Older compilers keep more beside
+# the loop, of a model as small as this.
+LEFT = {"gpu": 1, "tpu": 1.5} if NEWER else {"gpu": 4.5, "tpu": 4.5}
+# Where each GPU has the whole batch, this many more: 1.505 were seen.
+LEFT_OF_WHOLE_BATCHES = {"gpu": 0.6 if NEWER else 0, "tpu": 0}
 SHAPES = {
     "gate": (LAYERS, 512, 1024),
     "up": (LAYERS, 512, 1024),
@@ -78,7 +79,7 @@ class Model:
             sharding = NamedSharding(mesh, spec)
             return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
-        whole = how in ("tensor", "last")
+        self.whole = whole = how in ("tensor", "last")
         rows = TOKENS * (1 if whole else self.target.device_count)
         batch = PartitionSpec() if whole else PartitionSpec("x")
         self.x = struct((rows, 512), batch)
@@ -190,7 +191,8 @@ def collectives(compiled):
 def check_memory(model, plain, fused):
     """Less by the gradients of nearly all layers, and none in host memory."""
     before, after = aot.peak(plain), aot.peak(fused)
-    gone = (LAYERS - LEFT[model.platform]) / LAYERS
+    left = LEFT[model.platform] + model.whole * LEFT_OF_WHOLE_BATCHES[model.platform]
+    gone = (LAYERS - left) / LAYERS
     assert before.peak_bytes - after.peak_bytes > gone * model.gradient_bytes
     assert after.host_temporary_bytes == 0
 
