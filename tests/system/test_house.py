@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "optax_offload"
 FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
-MOST_LINES = 350
+MOST_LINES = 500
 # Wings that are being rebuilt: to be empty.
 UNFINISHED_FILES: set[str] = set()
 UNFINISHED_WINGS: set[str] = set()
