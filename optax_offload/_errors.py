@@ -42,5 +42,5 @@ CAUSES = (
     "- a checkpoint restored without memory kinds: restore with a template of "
     "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
     "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
-    'For a first step after such a restore: offload(..., on_stray="move")'
+    'For a first step after such a restore: offload(..., on_misplaced="move")'
 )

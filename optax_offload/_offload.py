@@ -71,7 +71,7 @@ def offload(
     rules: _rules.Rules = ".*",
     *,
     window_bytes: int | None = None,
-    on_stray: Literal["raise", "move"] = "raise",
+    on_misplaced: Literal["raise", "move"] = "raise",
     update_on: Literal["device"] = "device",
 ) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
@@ -99,9 +99,9 @@ def offload(
         link, and more costs memory and gains little. What cannot be cut that small is
         on the device by itself.
 
-      on_stray: what ``update`` does with state that the rules have in host memory and
-        that comes to it on the device: something moved it there, so that offloading is
-        undone. ``"raise"`` says so; ``"move"``, for the first step after a checkpoint
+      on_misplaced: what ``update`` does with state that the rules have in host memory
+        and that comes to it on the device: something moved it there, so that offloading
+        is undone. ``"raise"`` says so; ``"move"``, for the first step after a checkpoint
         was restored without memory kinds, warns and moves it to the host in that step.
       update_on: where updates are computed: ``"device"``. ``"host"``, its own
         processor, is refused with the reason.
@@ -113,8 +113,8 @@ def offload(
     Raises:
       TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
         are of no known form.
-      ValueError: a rule, ``on_stray`` or ``update_on`` is wrong; or, from ``init``, a
-        rule matches no leaf.
+      ValueError: a rule, ``on_misplaced`` or ``update_on`` is wrong; or, from
+        ``init``, a rule matches no leaf.
       MemoryKindError: from ``update``, state is not where the rules have it.
 
     Example:
@@ -130,9 +130,11 @@ def offload(
     inner = check_inner(inner)
     if any(rule.codec for rule in config.rules):
         inner = low_bit(inner, config, codec=None)
-    if on_stray not in ("raise", "move"):
-        raise ValueError(f"on_stray is {on_stray!r}; it must be 'raise' or 'move'")
-    core = _Offloading(inner, config, on_stray)
+    if on_misplaced not in ("raise", "move"):
+        raise ValueError(
+            f"on_misplaced is {on_misplaced!r}; it must be 'raise' or 'move'"
+        )
+    core = _Offloading(inner, config, on_misplaced)
     return Offloaded(core.init, core.update)
 
 
@@ -143,9 +145,9 @@ class _Offloading:
         self,
         inner: optax.GradientTransformationExtraArgs,
         config: _rules.OffloadConfig,
-        on_stray: str,
+        on_misplaced: str,
     ):
-        self._inner, self._config, self._on_stray = inner, config, on_stray
+        self._inner, self._config, self._on_misplaced = inner, config, on_misplaced
         self._jitted_update = jax.jit(self._traced_update, static_argnums=4)
 
     def init(self, params: optax.Params) -> optax.OptState:
@@ -153,7 +155,7 @@ class _Offloading:
         if not (jax.tree.leaves(params) or self._config.lenient):
             # Rules may match nothing then: optax.tree.map_params has a placeholder.
             lenient = self._config.made_lenient()
-            return _Offloading(self._inner, lenient, self._on_stray).init(params)
+            return _Offloading(self._inner, lenient, self._on_misplaced).init(params)
         if _memory.is_traced(params):
             return self._traced_init(params)
         init, args = self._traced_init, params
@@ -228,7 +230,7 @@ class _Offloading:
             if told or not 0 <= leaf < len(sizes):
                 return
             if placed[leaf].memory_kind == "pinned_host":
-                _tell_of_strays([sizes[leaf][0]], self._on_stray)
+                _tell_of_misplaced([sizes[leaf][0]], self._on_misplaced)
                 told.append(sizes[leaf][0])
 
         args, cells = note_arguments(args, tell)
@@ -253,7 +255,7 @@ class _Offloading:
     ) -> tuple[Any, Any]:
         """Evaluates a function that returns (updates, state) as its schedule says."""
         update, structure = trace(fn, self._config, args, state)
-        _check_strays(update, self._config, state, self._on_stray)
+        _check_misplaced(update, self._config, state, self._on_misplaced)
         if not (update.loads or update.stores):
             return fn(*args)  # Nothing moves: the program is the plain one.
         update, leaves = closed(update, jax.tree.leaves(args))
@@ -284,8 +286,8 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
             )
 
 
-def _check_strays(
-    update: Update, config: _rules.OffloadConfig, state: Any, on_stray: str
+def _check_misplaced(
+    update: Update, config: _rules.OffloadConfig, state: Any, on_misplaced: str
 ) -> None:
     """Finds, by its type, state that should have come from the host and did not."""
     planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
@@ -293,23 +295,23 @@ def _check_strays(
     # State whose first update widens its dtype may have been too small to go before.
     sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
     before = _rules.place(config.made_lenient(), sizes)
-    strays = [
+    misplaced = [
         path
         for (path, x), placed in zip(leaves, before, strict=True)
         if planned.get(path) == placed.memory_kind == "pinned_host"
         and not _memory.on_host(x)
     ]
-    if strays:
-        _tell_of_strays(strays, on_stray)
+    if misplaced:
+        _tell_of_misplaced(misplaced, on_misplaced)
 
 
-def _tell_of_strays(strays: list[str], on_stray: str) -> None:
+def _tell_of_misplaced(misplaced: list[str], on_misplaced: str) -> None:
     """Raises or warns of state that should have come from the host and did not."""
     came = (
         f"state planned for pinned_host came to update on the device: "
-        f"{_trees.listed(strays)}"
+        f"{_trees.listed(misplaced)}"
     )
-    if on_stray == "raise":
+    if on_misplaced == "raise":
         raise MemoryKindError(f"{came}. {CAUSES}")
     warnings.warn(
         f"{came}. It is on the device whole during this step, which returns it in host "

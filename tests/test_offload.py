@@ -292,7 +292,7 @@ def test_random_keys_stay_on_the_device():
     tx.update(PARAMS, state, PARAMS)
 
 
-STRAYS = "planned for pinned_host came to update on the device: '0/mu/w', '0/nu/w'"
+MISPLACED = "planned for pinned_host came to update on the device: '0/mu/w', '0/nu/w'"
 
 
 @pytest.mark.parametrize("jitted", [False, True])
@@ -300,17 +300,17 @@ def test_state_that_came_on_the_device_is_an_error(jitted):
     """As from a template that lost its memory kinds; it says what mends that."""
     tx = oo.offload(optax.adam(1e-3))
     update = jax.jit(tx.update) if jitted else tx.update
-    with pytest.raises(oo.MemoryKindError, match=STRAYS) as error:
+    with pytest.raises(oo.MemoryKindError, match=MISPLACED) as error:
         update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
-    for remedy in ("state_shardings", "place(", "eval_shape", 'on_stray="move"'):
+    for remedy in ("state_shardings", "place(", "eval_shape", 'on_misplaced="move"'):
         assert remedy in str(error.value)
 
 
 def test_state_that_came_on_the_device_may_be_moved():
     """In a first step after a plain restore: with a warning, and one compilation."""
-    tx = oo.offload(optax.adam(1e-3), on_stray="move")
+    tx = oo.offload(optax.adam(1e-3), on_misplaced="move")
     update = jax.jit(tx.update)
-    with pytest.warns(oo.OffloadWarning, match=STRAYS):
+    with pytest.warns(oo.OffloadWarning, match=MISPLACED):
         _, state = update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
     oo.memory_report(state, ".*").check()
     for _ in range(2):
@@ -318,7 +318,7 @@ def test_state_that_came_on_the_device_may_be_moved():
     assert update._cache_size() == 2
 
 
-def test_stray_state_in_a_branch_is_named():
+def test_misplaced_state_in_a_branch_is_named():
     """Where JAX would say no more than that the branches differ."""
     tx = oo.offload(optax.adam(1e-3))
     state = optax.adam(1e-3).init(PARAMS)
@@ -327,7 +327,7 @@ def test_stray_state_in_a_branch_is_named():
     def step(state, go):
         return jax.lax.cond(go, lambda: tx.update(PARAMS, state)[1], lambda: state)
 
-    with pytest.raises(oo.MemoryKindError, match=STRAYS):
+    with pytest.raises(oo.MemoryKindError, match=MISPLACED):
         step(state, True)
 
 
@@ -345,10 +345,10 @@ def test_state_may_grow_beyond_the_least_bytes():
         assert (mu.dtype, mu.sharding.memory_kind) == (jnp.float32, "pinned_host")
 
 
-def test_on_stray_is_one_of_two():
+def test_on_misplaced_is_one_of_two():
     """A typing mistake is found at once."""
-    with pytest.raises(ValueError, match="on_stray is 'mvoe'; it must be 'raise' or"):
-        oo.offload(optax.adam(1e-3), on_stray="mvoe")
+    with pytest.raises(ValueError, match="on_misplaced is 'mvoe'; it must be"):
+        oo.offload(optax.adam(1e-3), on_misplaced="mvoe")
 
 
 @pytest.mark.parametrize(

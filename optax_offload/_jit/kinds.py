@@ -58,7 +58,7 @@ def check_on_device(traced: jax.stages.Traced) -> None:
     """Raises if anything is in host memory, for which there must be no device."""
     args, kwargs = jax.tree.unflatten(traced.in_tree, _kinds(argument_types(traced)))
     results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
-    strays = [
+    misplaced = [
         f"{what} {path}"
         for what, tree in [
             ("argument", args),
@@ -68,9 +68,9 @@ def check_on_device(traced: jax.stages.Traced) -> None:
         for path, kind in _trees.leaves_with_paths(tree)
         if kind != "device"
     ]
-    if strays:
+    if misplaced:
         raise ValueError(
             f"device= and backend= put all that a function takes and returns onto the "
-            f"device, and these are in host memory: {_trees.listed(strays)}. Leave "
+            f"device, and these are in host memory: {_trees.listed(misplaced)}. Leave "
             "both out: a step runs where its arguments are (jax.device_put)"
         )

@@ -17,7 +17,7 @@ import optax_offload as oo
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RULES = r".*/(mu|nu)/.*"
-TX = oo.offload(optax.adamw(1e-2), RULES, on_stray="move")
+TX = oo.offload(optax.adamw(1e-2), RULES, on_misplaced="move")
 
 
 def mesh_of(axis_type=AxisType.Auto):

@@ -249,7 +249,7 @@ def by_out_shardings_on_a_device(state):
 def test_kinds_changed_behind_our_back(move, jitted):
     """Leaves are named; the update raises, or warns, is exact, and puts them back."""
     params = harness.make_params()
-    tx = oo.offload(optax.adam(1e-2), RULES, on_stray="move")
+    tx = oo.offload(optax.adam(1e-2), RULES, on_misplaced="move")
     strict = oo.offload(optax.adam(1e-2), RULES)
     (_, state, _), *_ = harness.run_updates(tx, params, tx.init(params), steps=1)[0]
     want = harness.bits(jax.jit(tx.update)(params, state, params))

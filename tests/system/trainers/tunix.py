@@ -161,8 +161,8 @@ class Trainer(pattern.Trainer):
         with jax.set_mesh(mesh):
             model = Model(nnx.Rngs(0))
             nnx.update(model, shard(nnx.state(model), mesh))
-            on_stray = {"on_stray": "move"} if setup.second_line else {}
-            tx = setup.offload(optax.adamw(1e-2), rules, **on_stray)
+            on_misplaced = {"on_misplaced": "move"} if setup.second_line else {}
+            tx = setup.offload(optax.adamw(1e-2), rules, **on_misplaced)
             with warnings.catch_warnings():
                 # NNX shards what it makes on the device; it is moved back below.
                 warnings.simplefilter("ignore", oo.OffloadWarning)
