@@ -158,11 +158,8 @@ def _in_its_memory(fn: Any, x: Any) -> Any:
 
 def _holds(encoded: Encoded, x: Any) -> jax.Array:
     """Whether what was encoded is finite."""
-    if isinstance(encoded.codec, Bfloat16Remainder):
-        kept = x
-    else:
-        kept = encoded.codes if encoded.scales is None else encoded.scales
-    return jnp.all(jnp.isfinite(kept))
+    is_half = isinstance(encoded.codec, Bfloat16Remainder)
+    return jnp.all(jnp.isfinite(x if is_half else encoded.decoded()))
 
 
 def _placed(encoded: Encoded, like: Encoded) -> Encoded:

@@ -53,6 +53,35 @@ def test_a_negative_moment_without_a_sign_is_told():
     assert np.all(np.isnan(trace["embed"]))
 
 
+@pytest.mark.parametrize(
+    ("codec", "signed"),
+    [
+        ("int8", None),
+        ("int8", True),
+        ("int8-companded", None),
+        ("int8-companded", True),
+        ("float8", None),
+    ],
+)
+def test_small_second_moments_make_no_large_steps(codec, signed):
+    """Beside a large one, of gradients that came once; also where codes have a sign.
+
+    As of a unit of a ReLU network that is seldom active. An update is the first moment
+    over the root of the second: 10**4 and more where that is lost alone.
+    """
+    rows, lr = np.random.default_rng(0).standard_normal((3, 16, 256)), 1e-2
+    large = np.arange(256) == 0
+    gradients = [large + ~large * 1e-2 * rows[0], *(large * rows[1:])]
+    rule = oo.Rule(MOMENTS, codec=codec, signed=None)
+    second = oo.Rule(".*/nu/.*", codec=codec, signed=signed)
+    tx = oo.low_bit(optax.adam(lr), [second, rule])
+    update = jax.jit(tx.update)
+    state = tx.init({"w": jnp.zeros((16, 256))})
+    for gradient in gradients:
+        updates, state = update({"w": jnp.asarray(gradient, jnp.float32)}, state)
+        assert np.max(np.abs(updates["w"])) < 2 * lr
+
+
 def test_paths_that_are_the_same():
     """Two leaves of one path, of which one is encoded, keep their forms."""
     params = {"a/b": jnp.ones((16, 256)), "a": {"b": jnp.ones(8)}}
