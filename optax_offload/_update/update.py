@@ -118,13 +118,16 @@ class Update:
         used = {v for e in equations for v in _jaxpr.variables(e.invars)}
         used.update(_jaxpr.variables(outvars))
         outputs = [self.outputs[k] for k in wanted]
-        used.update(flat.invars[o.alias] for o in outputs if o.alias is not None)
+        # State is written into the buffer of the old, whether that is read or not. An
+        # update that does not read its gradient does without: there may be none.
+        old = (o.alias for o in outputs if not o.is_update and o.alias is not None)
+        used.update(flat.invars[i] for i in old)
         kept = [i for i, v in enumerate(flat.invars) if v in used]
-        position = {None: None} | {i: at for at, i in enumerate(kept)}
+        position: dict[int | None, int] = {i: at for at, i in enumerate(kept)}
         invars = [*(flat.invars[i] for i in kept), *known]
         flat = dataclasses.replace(flat, equations=equations, invars=invars)
         inputs = (*(self.inputs[i] for i in kept), *(Input() for _ in known))
-        placed = [dataclasses.replace(o, alias=position[o.alias]) for o in outputs]
+        placed = [dataclasses.replace(o, alias=position.get(o.alias)) for o in outputs]
         return Update(flat, inputs, tuple(placed)), kept
 
 

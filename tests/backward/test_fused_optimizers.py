@@ -130,6 +130,23 @@ def test_gradients_that_have_to_wait(name, held):
     assert said in str(step.schedule(*got[:2], BATCH))
 
 
+def test_frozen_parameters():
+    """Zeros take the place of their updates, which need no gradient any more."""
+
+    def frozen(params):
+        return jax.tree.map(lambda x: x.ndim > 2, params) | {"head": True}
+
+    tx = optax.chain(optax.adamw(1e-2), optax.masked(optax.set_to_zero(), frozen))
+    want = train(jax.jit(make_step(tx)), tx)
+    tx = offloaded(tx)
+    step = oo.jit(make_step(tx), **DONATED)
+    got = train(step, tx)
+    assert ulps(got, want) <= BOUND
+    assert_kinds(tx, got)
+    said = "2 gradients of 12.00 KiB never on the device whole"
+    assert said in str(step.schedule(*got[:2], BATCH))
+
+
 @pytest.mark.parametrize("held", ["store", "twice"])
 def test_state_on_the_device_waits_if_asked(held):
     """Gradients alone are in host memory, or nothing is."""
