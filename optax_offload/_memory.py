@@ -14,6 +14,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -138,6 +139,15 @@ def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     if on_host(x) == (memory_kind == "pinned_host"):
         return x
     return jax.device_put(x, _SPACES[memory_kind])
+
+
+def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
+    """A traced array of a type, filled with a number, in a memory."""
+    # In Auto mode the compiler chooses.
+    explicit = any(names is not None for names in aval.sharding.spec)
+    sharding = aval.sharding if explicit else None
+    filled = lax.full(aval.shape, value, aval.dtype, sharding=sharding)
+    return transfer(filled, memory_kind)
 
 
 def array_from(

@@ -123,14 +123,16 @@ class _Loop:
         for f in work.fused:
             for after, before in f.replaced.items():
                 buffers[after] = (
-                    _empty(after.aval, _memory.kind_of_type(after.aval))
+                    _memory.full(after.aval, 0, _memory.kind_of_type(after.aval))
                     if before is None
                     else self._env[before]
                 )
-        buffers |= {v: _empty(v.aval, "device") for v in work.kept}
+        buffers |= {
+            v: _memory.full(v.aval, 0, _memory.kind_of_type(v.aval)) for v in work.kept
+        }
         # Of equal values a TPU's compiler makes one, and copies of it on the host.
         buffers |= {
-            v: _empty(v.aval, "pinned_host", fill)
+            v: _memory.full(v.aval, fill, "pinned_host")
             for fill, v in enumerate(work.waiting)
         }
         names = list(buffers)
@@ -172,7 +174,8 @@ class _Loop:
         found = dict(zip(scan.carried, state.carry, strict=True))
         found |= self._with_delayed(given(state), state.delayed, last)
         for s, total in zip(work.sums, state.totals, strict=True):
-            found[self._flat.equations[s.position].outvars[0]] = total
+            result = self._flat.equations[s.position].outvars[0]
+            found[result] = sums.finished(self._flat, s, total)
         return found
 
     def _position(self, number: Any) -> Any:
@@ -185,7 +188,7 @@ class _Loop:
         aval: Any = v.aval
         shape = list(aval.shape)
         shape[self._unit_of[v].rows.axes[v]] = 1
-        return _empty(aval, "device", shape=shape)
+        return _memory.full(aval.update(shape=tuple(shape)), 0)
 
     def _with_delayed(
         self, buffers: Buffers, rows: Sequence[Any], number: Any
@@ -303,15 +306,6 @@ class _Loop:
 def _as_typed(x: Any, v: jex.Var) -> Any:
     """A value in the memory that the step has it in."""
     return _memory.transfer(x, _memory.kind_of_type(v.aval))
-
-
-def _empty(
-    aval: Any, memory_kind: str, fill: int = 0, shape: Sequence[int] | None = None
-) -> Any:
-    explicit = any(names is not None for names in aval.sharding.spec)
-    sharding = aval.sharding if explicit else None
-    values = lax.full(shape or aval.shape, fill, aval.dtype, sharding=sharding)
-    return _memory.transfer(values, memory_kind)
 
 
 def _together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:

@@ -145,6 +145,48 @@ def test_norms_of_clipped_updates(held, said):
     assert said in check(norms, CLIPPED, held)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sums_over_layers_are_kept_in_float32(dtype):
+    """In bfloat16 a total of ones would stay at 256, in float16 at 2048."""
+
+    def step(params, state):
+        def total(params):
+            def body(h, w):
+                return h + jnp.sum(w.astype(jnp.float32)), None
+
+            return lax.scan(body, 0.0, params)[0]
+
+        g = jax.grad(total)(params)
+        sums = [
+            jnp.tensordot(g, g, 2),
+            lax.dot_general(g, g, (((0,), (0,)), ((1,), (1,)))),
+            jnp.einsum("li,li->", g, g, preferred_element_type=jnp.float32),
+            lax.reduce_sum(g, (0, 1)),
+            lax.reduce_prod(g, (0, 1)),
+            lax.reduce_max(g, (0,)),
+        ]
+        updates, state = tx.update(g, state, params)
+        return optax.apply_updates(params, updates), state, sums
+
+    tx = offloaded(optax.sgd(0.5, 0.9))
+    params = jnp.zeros((4096, 2), dtype)
+    fused = oo.jit(step)
+    said = str(fused.schedule(params, tx.init(params)))
+    assert "1 gradient of 16.00 KiB never" in said
+    assert "summed up row by row, in another order: 6" in said
+    *_, sums = fused(params, tx.init(params))
+    got = [(x.dtype, x.tolist()) for x in sums]
+    dtype = params.dtype
+    assert got == [
+        (dtype, 8192),
+        (dtype, [4096, 4096]),
+        (jnp.float32, 8192),
+        (dtype, 8192),
+        (dtype, 1),
+        (dtype, [1, 1]),
+    ]
+
+
 @pytest.mark.parametrize(("held", "scans"), [("store", 2), ("twice", 3)])
 def test_no_scan_runs_more_than_it_has_to(held, scans):
     """Forward and backward, and backward again; no whole one for what is summed up.
