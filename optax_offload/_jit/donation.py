@@ -9,8 +9,8 @@ the CPU client ends the process, and on a GPU the result silently is in host mem
 
 When the function's body is lowered, all is known: what is donated, and the kind of each
 argument and result. Both, and JAX's pairs, are attributes of the program's main
-function. So the step has one more equation, `pair_donations`, which is nothing in the
-program: lowering it looks at the pairs, and where one is of two kinds makes all anew.
+function. So the step begins with one more equation, `pair_donations`, which is nothing
+in the program: lowering it looks at the pairs, and where one is of two kinds makes all anew.
 A program that needs none of this is the one that `jax.jit` makes, letter for letter,
 and calls cost nothing, as they would if leaves were put into another order for JAX.
 """
@@ -60,14 +60,16 @@ def donated_leaves(args: Any, traced: jax.stages.Traced) -> list[jax.Array]:
     ]
 
 
-def pair(results: Any, donated: Sequence[jax.Array]) -> Any:
-    """The results; when they are lowered, donated arguments are paired with them."""
-    leaves, treedef = jax.tree.flatten(results)
-    # Any result will do: it has to be one, or the equation would be dropped.
-    i = next((i for i, x in enumerate(leaves) if not _is_key(x)), None)
-    if donated and i is not None:
-        leaves[i] = _pair_donations.bind(leaves[i], *donated)
-    return jax.tree.unflatten(treedef, leaves)
+def pair(args: Any, donated: Sequence[jax.Array]) -> Any:
+    """The arguments of a call; when they are lowered, those donated are paired anew.
+
+    First of all, since what the function does may look at the pairs (`check_pairs`).
+    """
+    if not donated:
+        return args
+    # Any argument will do that is read, or the equation would be dropped.
+    first = _pair_donations.bind(*donated)
+    return jax.tree.map(lambda x: first if x is donated[0] else x, args)
 
 
 def _is_key(x: jax.Array) -> bool:
@@ -155,14 +157,14 @@ def pairs_by_kind(
     return Pairs(aliases, frozenset(donors), frozenset(unusable))
 
 
-def _pair_in(ctx: mlir.LoweringRuleContext, result: Any, *donated: Any) -> list[Any]:
+def _pair_in(ctx: mlir.LoweringRuleContext, *donated: Any) -> list[Any]:
     """Lowers `pair_donations`: to nothing, but for the main function's attributes."""
     module = ctx.module_context.module
     main: Any = ctx.module_context.symbol_table["main"]
     attributes = [_named(a) for a in main.arg_attrs]
     kinds = {
         _position(main, value): _memory.kind_of_type(aval)
-        for value, aval in zip(donated, ctx.avals_in[1:], strict=True)
+        for value, aval in zip(donated, ctx.avals_in, strict=True)
     }
     arguments = [
         dataclasses.replace(buffer, kind=_kind(attributes[i], kinds.get(i, "device")))
@@ -175,7 +177,7 @@ def _pair_in(ctx: mlir.LoweringRuleContext, result: Any, *donated: Any) -> list[
         if _ALIAS in a
     }
     if all(arguments[i].kind == results[j].kind for i, j in given.items()):
-        return [result]
+        return [donated[0]]
     taken = {j for i, j in given.items() if i not in kinds}
     pairs = pairs_by_kind(
         [arguments[i] for i in sorted(kinds)],
@@ -192,7 +194,7 @@ def _pair_in(ctx: mlir.LoweringRuleContext, result: Any, *donated: Any) -> list[
         elif i in pairs.donors:
             attributes[i][_DONOR] = ir.BoolAttr.get(True)
     main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in attributes])
-    return [result]
+    return [donated[0]]
 
 
 def _warn_of_unusable(
@@ -248,7 +250,7 @@ def _partitions(module: Any) -> int:
 
 
 _pair_donations = jex.Primitive("pair_donations")
-_pair_donations.def_impl(lambda result, *donated: result)
-_pair_donations.def_abstract_eval(lambda result, *donated: result)
+_pair_donations.def_impl(lambda *donated: donated[0])
+_pair_donations.def_abstract_eval(lambda *donated: donated[0])
 # Lowered where it is, not in a function of its own that JAX would use again.
 mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)

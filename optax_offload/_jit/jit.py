@@ -247,10 +247,9 @@ class _Variants:
                     raise _OtherKinds(found)
             if self._held is None:  # Within another function, which is compiled.
                 return self._tracer(*args, **kwargs)
-            results = self._fused(traced, args, kwargs)
-            return donation.pair(
-                results, donation.donated_leaves((args, kwargs), traced)
-            )
+            donated = donation.donated_leaves((args, kwargs), traced)
+            args, kwargs = donation.pair((args, kwargs), donated)
+            return self._fused(traced, args, kwargs)
 
         staged.__name__ = _name_of(self._fun)
         return staged

@@ -10,6 +10,11 @@ device.
 
 Nor does a type always say where an argument is (F28): what the type has in host memory,
 and the program on the device, is told when the step is lowered.
+
+Whose buffer a result takes is an attribute of a donated argument. `jax.jit` gives host
+buffers to device results and device buffers to host results (`_jit/donation.py` says
+why, and mends it): on the CPU such a call ends the process, and on a GPU the result is
+silently in the other memory. So such a program is refused before it runs.
 """
 
 from __future__ import annotations
@@ -26,11 +31,14 @@ from jax.sharding import AxisType
 from jaxlib.mlir.dialects import sdy
 
 from optax_offload import _memory
+from optax_offload._errors import MemoryKindError
 
 T = TypeVar("T")
 
 _SHARDING = "sdy.sharding"
 _MEMORY_KIND = "mhlo.memory_kind"
+_ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
+_NAME = "jax.result_info"
 
 
 class Cell:
@@ -68,7 +76,7 @@ def note_arguments(
     }
     for i, x in enumerate(leaves):
         from_host = isinstance(x, jax.Array) and _memory.on_host(x)
-        if i in cells or from_host:
+        if isinstance(x, jax.Array) and (on_device or from_host):
             told = functools.partial(tell, i) if from_host else None
             leaves[i] = _note.bind(x, cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
@@ -88,6 +96,31 @@ def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
 def is_noted(e: jex.JaxprEqn) -> bool:
     """Whether an equation only notes what the program says of its operand."""
     return e.primitive is _note
+
+
+def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
+    """Refuses a program in which a result takes a donated argument of another memory.
+
+    Args:
+      ctx: Of the rule that lowers an equation of the program.
+
+    Raises:
+      MemoryKindError: There is such a pair.
+    """
+    main: Any = ctx.module_context.symbol_table["main"]
+    pairs = (_crossing_pair(main, i) for i in range(len(main.arg_attrs)))
+    crossing = [pair for pair in pairs if pair]
+    if crossing:
+        raise MemoryKindError(
+            "jax.jit writes results into donated arguments of another memory, which "
+            "ends the process on a CPU and leaves the result in the wrong memory on a "
+            "GPU. It pairs them by shape and dtype alone, in their order:\n- "
+            + "\n- ".join(crossing)
+            + "\nJit the step with optax_offload.jit, which pairs within a memory. If "
+            "jax.jit has to stay: take and return parameters and state in the same "
+            "order, without others of their shapes among the results before them, and "
+            "donate both (donate_argnums) or neither"
+        )
 
 
 def is_unknown(aval: Any) -> bool:
@@ -110,7 +143,10 @@ def _lower_note(
         cell.sharding = None
     main: Any = ctx.module_context.symbol_table["main"]
     if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
-        attributes = ir.DictAttr(main.arg_attrs[ir.BlockArgument(x).arg_number])
+        position = ir.BlockArgument(x).arg_number
+        attributes = ir.DictAttr(main.arg_attrs[position])
+        if _crossing_pair(main, position):
+            check_pairs(ctx)
         if cell is not None and _SHARDING in attributes:
             cell.sharding = attributes[_SHARDING]
         if tell is not None and not _is_on_host(attributes):
@@ -119,10 +155,35 @@ def _lower_note(
 
 
 def _is_on_host(attributes: Any) -> bool:
+    return _kind(attributes) != "device"
+
+
+def _kind(attributes: Any) -> str:
+    """The memory kind that an argument or a result of the program has."""
     if _MEMORY_KIND not in attributes:
-        return False  # No argument of the program has one, so it is the default.
+        return "device"  # No argument of the program has one, so it is the default.
     kind: Any = ir.StringAttr(attributes[_MEMORY_KIND])
-    return kind.value != "device"
+    return kind.value
+
+
+def _crossing_pair(main: Any, i: int) -> str:
+    """An argument and the result that takes its buffer, if in two kinds of memory."""
+    argument = ir.DictAttr(main.arg_attrs[i])
+    if _ALIAS not in argument:
+        return ""
+    j = ir.IntegerAttr(argument[_ALIAS]).value
+    result = ir.DictAttr(main.result_attrs[j])
+    if _kind(argument) == _kind(result):
+        return ""
+    # What JAX calls them: their paths in the call and in what it returns.
+    location = main.entry_block.arguments[i].location
+    name = getattr(location, "name_str", "") or f"argument {i}"
+    other: Any = result[_NAME] if _NAME in result else None
+    other = ir.StringAttr(other).value if other else f"result {j}"
+    return (
+        f"{name} ({_kind(argument)}) and {other} ({_kind(result)}), "
+        f"each {main.type.inputs[i]}"
+    )
 
 
 def _lower_constrain(

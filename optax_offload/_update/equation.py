@@ -17,7 +17,7 @@ from jax.interpreters import mlir
 
 from optax_offload import _memory, _trees
 from optax_offload._errors import OffloadWarning
-from optax_offload._update.arguments import Cell
+from optax_offload._update.arguments import Cell, check_pairs
 from optax_offload._update.schedule import Schedule
 from optax_offload._update.stream import run
 from optax_offload._update.update import Input, Update
@@ -97,6 +97,7 @@ def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
+    check_pairs(ctx)
     for message in params["over"]:
         warnings.warn(message, OffloadWarning, stacklevel=2)
     return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)

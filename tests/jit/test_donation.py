@@ -1,11 +1,13 @@
 """Donated buffers stay in their memory, in whatever order a step takes and returns."""
 
+import functools
 import re
 import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from donation_orders import LEAF_BYTES, ORDERS, start, templates
 from jax.sharding import Mesh, NamedSharding
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._jit.donation import Buffer, Pairs, pairs_by_kind
+from optax_offload._update import arguments
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 UNUSABLE = "Some donated buffers were not usable"
@@ -62,14 +65,60 @@ def crossing(lowered):
     )
 
 
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Programs of `jax.jit` whose pairs are wrong, for those who only read them."""
+    monkeypatch.setattr(arguments, "_crossing_pair", lambda main, i: "")
+
+
+def jaxs(order):
+    """The step, jitted by `jax.jit`, which keeps programs: so each time another one."""
+    return jax.jit(lambda *args: order.step(*args), donate_argnums=order.donate_argnums)
+
+
 @orders
-def test_jax_itself_pairs_across_memories(order):
+def test_jax_itself_pairs_across_memories(order, unchecked):
     """Should this fail, `oo.jit` may no longer be needed for it."""
     args = [start()[name] for name in order.takes]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", UNUSABLE)
-        lowered = jax.jit(order.step, donate_argnums=order.donate_argnums).lower(*args)
+        lowered = jaxs(order).lower(*args)
     assert bool(crossing(lowered)) == order.jax_is_wrong
+
+
+@orders
+def test_a_plain_jit_that_pairs_across_memories_is_refused(order):
+    """The process would be aborted. The message names the pair and what to do."""
+    args = [start()[name] for name in order.takes]
+    step = jaxs(order)
+    message = r"another memory.*\['w'\] \(.*each tensor<512x512xf32>.*optax_offload.jit"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", UNUSABLE)
+        if order.jax_is_wrong:
+            with pytest.raises(oo.MemoryKindError, match=f"(?s){message}"):
+                step.lower(*args)
+        else:
+            step.lower(*args)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_names_of_a_pair_that_is_refused(fused):
+    """Also where the update is in a backward pass, and nothing of it is left."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
+
+    def step(params, state, x):
+        def loss(p):
+            return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0])
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones((2, 8, 8))
+    state = tx.init(params)
+    jitted = jax.jit(oo.fuse_backward(step) if fused else step, donate_argnums=1)
+    message = r"- state\[0\].mu \(pinned_host\) and result\[0\] \(device\), each tensor"
+    with pytest.raises(oo.MemoryKindError, match=message):
+        jitted(params, state, jnp.ones((4, 8)))
 
 
 @orders
@@ -87,20 +136,21 @@ def test_same_numbers_as_without_donation_where_the_step_left_them(order):
 
 
 @orders
-def test_where_jax_pairs_well_the_program_is_the_same(order):
+def test_where_jax_pairs_well_the_program_is_the_same(order, unchecked):
     """Letter for letter; else only who is paired with whom is another."""
     args = [start()[name] for name in order.takes]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", UNUSABLE)
-        ours, jaxs = (
-            jit(order.step, donate_argnums=order.donate_argnums).lower(*args)
+        step = functools.wraps(order.step)(lambda *args: order.step(*args))
+        ours, plain = (
+            jit(step, donate_argnums=order.donate_argnums).lower(*args)
             for jit in (oo.jit, jax.jit)
         )
     assert crossing(ours) == 0
     if order.jax_is_wrong:
-        assert without_pairs(ours) == without_pairs(jaxs)
+        assert without_pairs(ours) == without_pairs(plain)
     else:
-        assert ours.as_text() == jaxs.as_text()
+        assert ours.as_text() == plain.as_text()
 
 
 def without_pairs(lowered):
