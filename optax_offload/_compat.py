@@ -18,6 +18,10 @@ LOOPS_RUN_ONCE = jax.__version_info__ >= (0, 11)
 # GPU's compiler hardly overlaps transfers at all (an H100's step of `gated` is modelled
 # at 432 ms without such rows, 423 with them), and a TPU's keeps more beside the loop.
 STORES_OVERLAP = jax.__version_info__ >= (0, 11)
+# Whether a GPU's compiler reads the positions of slices of host memory right. Before
+# JAX 0.11.1 it takes every function of a loop's counter for the counter itself (U10).
+# JAX takes no plugin of a version other than its own.
+COPIES_AT_POSITIONS = jax.__version_info__ >= (0, 11, 1)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -150,6 +150,28 @@ def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
     return transfer(filled, memory_kind)
 
 
+def positions() -> Callable[[Any], Any]:
+    """What the positions of slices in a loop have to go through; call it before a loop.
+
+    Before JAX 0.11.1 a GPU's compiler takes any function of a loop's counter, such as
+    `7 - i` or `2 * i`, for the counter itself, and copies other rows (U10). It reads no
+    position with a number in it that the compiler does not know: kernels then move the
+    rows, which is slower, and right.
+    """
+    if _compat.COPIES_AT_POSITIONS:
+        return lambda position: position
+    unknown = lax.optimization_barrier
+    zero = lax.platform_dependent(
+        jnp.int32(0), cuda=unknown, rocm=unknown, default=lambda zero: zero
+    )
+
+    def unread(position: Any) -> Any:
+        position = jnp.asarray(position)
+        return position + zero.astype(position.dtype)
+
+    return unread
+
+
 def array_from(
     shape: tuple[int, ...], sharding: Sharding, value: Callable[[Any], np.ndarray]
 ) -> jax.Array:

@@ -143,6 +143,8 @@ class _Loop:
             [sums.identity(self._flat, s) for s in work.sums],
         )
 
+        self._at = _memory.positions()
+
         def given(state: _State) -> Buffers:
             return dict(zip(names, state.buffers, strict=True))
 
@@ -181,7 +183,7 @@ class _Loop:
     def _position(self, number: Any) -> Any:
         """The row of an iteration."""
         reverse = self._scan.equation.params["reverse"]
-        return self._scan.length - 1 - number if reverse else number
+        return self._at(self._scan.length - 1 - number if reverse else number)
 
     def _empty_row(self, v: jex.Var) -> Any:
         """What is handed on when there is no row yet."""

@@ -101,6 +101,8 @@ class _Loop:
             # A compiler that knew would take the loop apart (F10).
             iterations = lax.optimization_barrier(jnp.int32(1))
 
+        self._position = _memory.positions()
+
         def body(carry: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
             number, buffers = carry
             return _next(number), self._iteration(number, buffers)
@@ -131,10 +133,10 @@ class _Loop:
         rows_of = loop.rows or [None] * len(loop.groups)
         slices = [
             [
-                _Slice(self, group, env, rows, (number * loop.unroll + i) * (rows or 0))
+                _Slice(self, group, env, rows, self._position(n * (rows or 0)))
                 for group, rows in zip(loop.groups, rows_of, strict=True)
             ]
-            for i in range(loop.unroll)
+            for n in (number * loop.unroll + i for i in range(loop.unroll))
         ]
         for step in loop.steps:
             part = loop.groups[step.group].parts[step.part]

@@ -1,10 +1,11 @@
 """Rows that the next iteration stores: which they are, and that none goes astray."""
 
-import re
+import collections
 
 import jax
 import jax.numpy as jnp
 import optax
+import program
 import pytest
 from harness import committed
 from jax import lax
@@ -116,23 +117,31 @@ def test_nothing_is_delayed(place, length):
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.xdist_group("gpu")
-@pytest.mark.skipif(not _compat.LOOPS_RUN_ONCE, reason="notes no positions")
-def test_positions_of_copies_are_those_of_rows():
-    """A GPU's compiler does not clamp them (F66)."""
+@pytest.mark.parametrize("reverse", [False, True])
+def test_positions_of_copies_are_those_of_rows(reverse):
+    """They fall where the backward scan does, and each row is loaded once.
+
+    A GPU's compiler does not clamp them (F66). Where it would take any position for the
+    loop's counter (U10), it knows none, and no copy goes by one.
+    """
     pytest.importorskip("jax_plugins")
     tx = offloaded(optax.adam(1e-2))
     target = aot.Target("h100")
-    step = oo.fuse_backward(make_step(tx, make_loss()))
+    step = oo.fuse_backward(make_step(tx, make_loss(reverse=reverse)))
     state = oo.eval_shape(tx.init, make_params(6))
     compiled = aot.compile(
         step, make_params(6), state, BATCH, target=target, donate_argnums=(0, 1)
     )
-    found = re.findall(
-        r"f32\[6,(\d+),(\d+)\]\{2,1,0:S\(5\)\} dynamic-update-slice\(.*"
-        r'"linear":\{"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"',
-        compiled.as_text() or "",
-    )
-    assert len(found) >= 4
-    for *sizes, offset, stride in (map(int, match) for match in found):
-        assert abs(stride) == 4 * sizes[0] * sizes[1]
-        assert 0 <= offset <= 5 * abs(stride)
+    moved = [t for t in aot.transfers(compiled) if "slice" in t.form]
+    found = list(program.slice_positions(compiled))
+    assert {t.direction for t in moved if t.times > 1} == {"load", "store"}
+    assert bool(found) == _compat.COPIES_AT_POSITIONS
+    loads = collections.defaultdict(list)
+    for t, positions in found:
+        rows = [position // t.nbytes for position in positions]
+        assert all(0 <= row < 6 for row in rows), (t, rows)
+        assert rows == sorted(rows, reverse=not reverse)
+        if t.direction == "load":
+            loads[t.shape] += rows
+    # Both moments of each leaf.
+    assert all(sorted(rows) == sorted([*range(6)] * 2) for rows in loads.values())

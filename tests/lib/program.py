@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import jax
 
+from optax_offload import aot
 from optax_offload.aot import _hlo
 from optax_offload.aot._dataflow import touches_no_data
 from optax_offload.aot.transfers import instruction_transfers
@@ -32,6 +34,27 @@ def instructions(module: _hlo.Module) -> Iterator[_hlo.Instruction]:
     for computation in module.computations.values():
         if computation.name not in inside:
             yield from computation
+
+
+def slice_positions(
+    compiled: jax.stages.Compiled,
+) -> Iterator[tuple[aot.Transfer, list[int]]]:
+    """The slices that a GPU's copy engines take, and where those of a loop begin.
+
+    In bytes, in the order of iterations: by the first one and the distance that the
+    compiler noted, which is all that the copies go by.
+    """
+    module = _hlo.parse(compiled.as_text() or "")
+    named = {i.name: i for c in module.computations.values() for i in c}
+    for t in aot.transfers(compiled):
+        inner = module.called(named[t.name])
+        if inner is None or "slice" not in t.form or t.by != "copy engine":
+            continue
+        (noted,) = (i.attributes for i in inner if i.copies_by_engine)
+        found = re.findall(r'"byte_offset":"(-?\d+)","byte_stride":"(-?\d+)"', noted)
+        # Newer compilers note a linear function beside one that is zero.
+        first, distance = map(int, found[-1])
+        yield t, [first + n * distance for n in range(t.times)]
 
 
 def pretended(compiled: jax.stages.Compiled) -> list[str]:
