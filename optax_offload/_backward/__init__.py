@@ -5,7 +5,16 @@ from optax_offload._backward.fuse_backward import (
     fuse_backward,
     plan_of,
     run,
+    warn_of_refusals,
 )
 from optax_offload._backward.fused_step import FusedStep, Held
 
-__all__ = ["FusedStep", "Held", "check_held", "fuse_backward", "plan_of", "run"]
+__all__ = [
+    "FusedStep",
+    "Held",
+    "check_held",
+    "fuse_backward",
+    "plan_of",
+    "run",
+    "warn_of_refusals",
+]

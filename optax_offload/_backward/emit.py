@@ -58,7 +58,9 @@ def _ordered(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
 def _warn(plan: FusedStep) -> None:
     """Warns of rows over the window; what waits on the host does so by itself."""
     for each in plan.scans:
-        for over in each.over_window(each.now if each.way == "store" else each.fused):
+        stored = [f for f in each.held if f.component.late_sums]
+        some = [*each.now, *stored] if each.way == "store" else each.fused
+        for over in each.over_window(some):
             message = f"fused into the backward pass over the window: {over}"
             warnings.warn(message, OffloadWarning, stacklevel=2)
 
@@ -97,9 +99,10 @@ class _Run:
                     self._run_scan(scans[node.position], wanted)
             else:
                 postponed += self._run_nodes(list(some))
-        for each in self._plan.scans:
-            if each.held:
-                self._run_held(each)
+        waiting = [each for each in self._plan.scans if each.held]
+        for number in range(1, self._plan.passes.last + 1):
+            for each in waiting:
+                self._run_pass(each, number)
         self._run_nodes(postponed)
         return [read(a, self._env.__getitem__) for a in flat.outvars]
 
@@ -108,13 +111,13 @@ class _Run:
         held = [g for f in each.held for g in f.component.gradients]
         waiting = held if each.way == "store" else []
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
-        first = [*each.now, *(f.summed_only() for f in each.held)]
-        sums = self._sums(each.fused, late=False)
+        sums = self._plan.passes.sums(each.fused, 0)
+        first = [*each.now, *(f.summing(sums) for f in each.held)]
         work = self._work(each, first, sums, kept, waiting)
         scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
         self._require(variables(scanned))
         self._require(_inputs(each, first))
-        self._run_work(each, work)
+        self._run_work(each.scan, work)
 
     def _work(
         self,
@@ -136,27 +139,33 @@ class _Run:
         fits = (v for v in f.rows.inputs if v in self._cells and shape(v) == shape(g))
         return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
 
-    def _run_held(self, each: FusedScan) -> None:
-        self._require(_inputs(each, each.held))
+    def _run_pass(self, each: FusedScan, number: int) -> None:
+        """Passes over what waits: for a norm of what norms have scaled, or at last."""
+        last = number == self._plan.passes.last
+        sums = self._plan.passes.sums(each.held, number)
+        some = [
+            f.summing(sums)
+            for f in each.held
+            if not set(sums).isdisjoint(f.component.sums)
+        ]
         if each.way == "twice":
-            sums = self._sums(each.held, late=True)
-            self._run_work(each, self._work(each, each.held, sums))
-        else:
+            some = each.held if last else some
+            if some:
+                self._require(_inputs(each, some))
+                self._run_work(each.scan, self._work(each, some, sums))
+            return
+        if some:
+            self._require(_inputs(each, some))
+            scan = held.over_rows(each.scan)
+            self._run_work(scan, body.Work(some, (), sums, (), (), {}))
+        if last:
+            self._require(_inputs(each, each.held))
             self._env |= held.run(self._step, each.held, self._env, self._cells)
 
-    def _sums(self, fused: Iterable[Fused], *, late: bool) -> list[Sum]:
-        """What is summed up before anything that waits is updated, or then."""
-        return [
-            s
-            for f in fused
-            for s in f.component.sums
-            if (s in f.component.late_sums) == late
-        ]
-
-    def _run_work(self, each: FusedScan, work: body.Work) -> None:
+    def _run_work(self, scan: Scan, work: body.Work) -> None:
         if work.delayed:
-            self._finish_products(each.scan)
-        self._env |= body.run(self._step.flat, each.scan, work, self._env, self._cells)
+            self._finish_products(scan)
+        self._env |= body.run(self._step.flat, scan, work, self._env, self._cells)
 
     def _finish_products(self, scan: Scan) -> None:
         """Has what only the rest of the step reads be computed before a scan.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -10,10 +11,12 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
+from optax_offload import _trees
 from optax_offload._backward import emit
 from optax_offload._backward.fused_step import FusedStep, Held
-from optax_offload._backward.plan import plan
+from optax_offload._backward.plan import plan, refusals
 from optax_offload._backward.step import take_apart
+from optax_offload._errors import OffloadWarning
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -83,6 +86,7 @@ def fuse_backward(
         values = [leaves[i] for i in traced]
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*values)
         found = plan_of(closed, held)
+        warn_of_refusals(found, "held", shape)
         if not found.scans:
             return step(*args, **kwargs)
         return jax.tree.unflatten(jax.tree.structure(shape), run(found, values))
@@ -100,7 +104,20 @@ def check_held(held: object, name: str) -> None:
 def plan_of(closed: jex.ClosedJaxpr, held: Held | Literal[False]) -> FusedStep:
     """What of a step is fused, given its jaxpr; where ``held`` is False, nothing."""
     step = take_apart(closed)
-    return plan(step, held) if held else FusedStep(step, (), ())
+    return plan(step, held) if held else FusedStep(step, (), (), False)
+
+
+def warn_of_refusals(found: FusedStep, option: str, results: Any) -> None:
+    """Warns where gradients do not wait in the way that was asked for by name.
+
+    Args:
+      found: What is fused of a step.
+      option: The name of the option by which it was asked for.
+      results: A tree of the step's results, or of what stands for them.
+    """
+    paths = [path for path, _ in _trees.leaves_with_paths(results)]
+    for message in refusals(found, option, paths):
+        warnings.warn(message, OffloadWarning, stacklevel=3)
 
 
 def run(found: FusedStep, leaves: Sequence[Any]) -> list[Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._backward.parts import Parts
-from optax_offload._backward.rows import Component
+from optax_offload._backward.rows import Component, Sum
 from optax_offload._update import RowLocal
 
 
@@ -41,10 +41,9 @@ class Fused:
         """The bytes that it takes from the host, on each device."""
         return sum(_nbytes(v) for v in self.rows.inputs if _memory.on_host(v.aval))
 
-    def summed_only(self) -> Fused:
-        """What leads to the sums that wait for nothing."""
-        late = self.component.late_sums
-        sums = tuple(s for s in self.component.sums if s not in late)
+    def summing(self, sums: Collection[Sum]) -> Fused:
+        """What leads to some of its sums, and to no result."""
+        sums = tuple(s for s in self.component.sums if s in sums)
         component = dataclasses.replace(self.component, results=(), sums=sums)
         operands = dict.fromkeys(v for s in sums for v in s.operands)
         return Fused(component, self.rows.restricted([*operands]), {})

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from optax_offload import _memory
-from optax_offload._backward import price
+from optax_offload._backward import order, price
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.outside import Outside, gradients
+from optax_offload._backward.outside import Outside, gradients, updates_inside
 from optax_offload._backward.rest import Node, rest
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
@@ -66,11 +66,13 @@ class FusedStep:
       step: The step.
       scans: The scans that updates are moved into, in their order.
       outside: The gradients of other scans.
+      asked: What was asked for; False where nothing is to be fused.
     """
 
     step: Step
     scans: tuple[FusedScan, ...]
     outside: tuple[Outside, ...]
+    asked: Held | Literal[False] = "auto"
 
     @functools.cached_property
     def rest(self) -> tuple[Node, ...]:
@@ -78,6 +80,11 @@ class FusedStep:
         fused = [f for each in self.scans for f in each.fused]
         positions = {each.scan.position for each in self.scans}
         return tuple(rest(self.step, positions, fused))
+
+    @functools.cached_property
+    def passes(self) -> order.Passes:
+        """How often the rows of gradients that wait are passed over."""
+        return passes_of(self.step, self.scans)
 
     @property
     def gradient_bytes(self) -> int:
@@ -92,13 +99,20 @@ class FusedStep:
 
     @property
     def flops_again(self) -> float:
-        """The operations of backward passes that run twice, on each device."""
-        twice = (x for x in self.scans if x.held and x.way == "twice")
-        return sum(price.flops(each.scan) for each in twice)
+        """The operations of backward passes that run again, on each device."""
+        again = [x for x in self.scans if x.held and x.way == "twice"]
+        return sum(price.flops(x.scan) * self.passes.twice(x.held) for x in again)
 
     def reasons(self) -> tuple[str, ...]:
         """Why gradients are left outside, a line for each reason."""
         return tuple(_reasons(self))
+
+    def refused(self) -> tuple[Outside, ...]:
+        """The gradients that were to wait in a way that was asked for, and do not."""
+        if self.asked not in get_args(Way):
+            return ()
+        found = [*self.outside, *(o for s in self.scans for o in s.outside)]
+        return tuple(o for o in found if o.waits)
 
     def schedules(self) -> tuple[Schedule, ...]:
         """How the offloaded state that is left is updated."""
@@ -106,7 +120,7 @@ class FusedStep:
         return tuple(schedule(x.update, x.region.what.window_bytes) for x in left)
 
     def __str__(self) -> str:
-        lines = [line for each in self.scans for line in _lines(each)]
+        lines = [line for each in self.scans for line in _lines(each, self.passes)]
         if not self.scans:
             lines = ["nothing is fused into a backward pass"]
         lines += self.reasons()
@@ -118,7 +132,23 @@ class FusedStep:
         return "\n".join(lines)
 
 
-def _lines(each: FusedScan) -> Iterator[str]:
+def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
+    """How often the rows of what waits in some scans are passed over."""
+    positions = candidates(step)
+    return order.passes(step.flat, positions, [(x.scan, x.fused) for x in scans])
+
+
+def candidates(step: Step) -> list[int]:
+    """The scans of a step that have rows, as positions."""
+    equations = step.flat.equations
+    return [
+        i
+        for i in sorted(step.live)
+        if equations[i].primitive.name == "scan" and equations[i].params["length"] > 1
+    ]
+
+
+def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
     yield (
         f"backward scan of {each.scan.length} iterations: "
         f"{_gradients(each.fused)} never on the device whole"
@@ -132,19 +162,28 @@ def _lines(each: FusedScan) -> Iterator[str]:
     yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
     if each.held and each.way == "store":
         nbytes = sum(f.gradient_bytes for f in each.held)
+        loads = passes.stored(each.held)
+        often = f" {_times(loads)}, for a norm of a norm" if loads > 1 else ""
         yield (
             f"  need all gradients first: {_gradients(each.held)}: stored to host "
-            f"memory, and loaded with their state: {size_text(nbytes)} more each way"
-            f"{_moved(each.held)}"
+            f"memory, and loaded with their state{often}: {size_text(nbytes)} more "
+            f"each way{_moved(each.held)}"
         )
     if each.held and each.way == "twice":
+        again = passes.twice(each.held)
+        often = _times(again + 1) + ", for a norm of a norm" * (again > 1)
         yield (
-            f"  need all gradients first: {_gradients(each.held)}: the scan runs twice "
-            f"({price.flops(each.scan):.3g} FLOPs more){_moved(each.held)}"
+            f"  need all gradients first: {_gradients(each.held)}: the scan runs "
+            f"{often} ({again * price.flops(each.scan):.3g} FLOPs more)"
+            f"{_moved(each.held)}"
         )
     sums = sum(len(f.component.sums) for f in each.fused)
     if sums:
         yield f"  summed up row by row, in another order: {sums}"
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
 
 
 def _gradients(fused: Sequence[Fused]) -> str:
@@ -168,3 +207,19 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
     for because, sizes in found.items():
         count = f"{len(sizes)} gradient{'s' * (len(sizes) != 1)}"
         yield f"{count} of {size_text(sum(sizes))} left outside: {because}"
+    inside = updates_inside(plan.step)
+    for because in inside:
+        if because not in found:
+            yield f"an offloaded update is left as it is: {because}"
+    if plan.scans or found or inside:
+        return
+    if not plan.asked:
+        yield "it was asked not to: fused_backward=False"
+    elif not candidates(plan.step):
+        yield (
+            "no scan found: only gradients of layers that a scan runs (nn.scan, "
+            "nnx.scan, lax.scan) can be updated in it; those of layers that Python "
+            "loops over cannot"
+        )
+    else:
+        yield "no scan stacks what an update takes row by row, as gradients of layers"

@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.kernel import Kernel, kernel
+from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import Flat
 from optax_offload._update import (
@@ -31,7 +34,9 @@ def run(
     cells: Mapping[jex.Var, Cell],
 ) -> dict[jex.Var, Any]:
     """The results of updates whose gradients wait in host memory."""
-    update, sources, results = _held(step, [(f, kernel(f.rows)) for f in fused])
+    update, sources, results = _held(
+        step, [(f, kernel(f.rows.restricted(f.component.results))) for f in fused]
+    )
     args = [env[v] for v in sources]
     inputs = tuple(
         dataclasses.replace(x, on_host=_memory.on_host(value))
@@ -44,6 +49,18 @@ def run(
     what = Deferred(update, window_bytes, of)
     values = defer(what, schedule(update, window_bytes), args)
     return dict(zip(results, values, strict=True))
+
+
+def over_rows(scan: Scan) -> Scan:
+    """A scan of as many rows that computes nothing of its own.
+
+    In it rows of what waits are loaded, with those of its state, and summed up.
+    """
+    closed = jax.make_jaxpr(
+        lambda: lax.scan(lambda _, __: (0, None), 0, None, length=scan.length)
+    )()
+    (e,) = closed.jaxpr.eqns
+    return Scan(scan.position, e)
 
 
 def _held(

@@ -1,15 +1,16 @@
-"""When an iteration updates what, and which of it the next one stores: decisions."""
+"""What comes when: passes over rows, updates in an iteration, what is stored late."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.rows import Scan
+from optax_offload._backward.rows import Scan, Sum
+from optax_offload._jaxpr import Flat, variables
 
 # Updates that have less of the state than this are delayed whole: it costs nothing to
 # keep their rows, and what their gradients need would be computed with no load beside
@@ -18,6 +19,83 @@ SMALL_SHARE = 1 / 64
 
 # Two iterations store their rows at once (`body.py`).
 LEAST_LENGTH = 4
+
+
+class Passes(NamedTuple):
+    """How often the rows of gradients that wait are passed over.
+
+    A norm of what a norm has scaled needs a pass of its own: clipping before LAMB, or
+    clipping twice.
+
+    Attributes:
+      of: The pass in which each equation that is summed up over rows is: 0 is the scan
+        that computes the gradients.
+      last: The pass in which what waits is updated.
+    """
+
+    of: Mapping[int, int]
+    last: int
+
+    def sums(self, held: Sequence[Fused], number: int) -> list[Sum]:
+        """What a pass sums up of these."""
+        return [
+            s for f in held for s in f.component.sums if self.of[s.position] == number
+        ]
+
+    def twice(self, held: Sequence[Fused]) -> int:
+        """How often their scan runs again, the last time to update them."""
+        return len(self._late(held) | {self.last})
+
+    def stored(self, held: Sequence[Fused]) -> int:
+        """How often they are loaded from host memory, the last time to update them."""
+        return len(self._late(held)) + 1
+
+    def _late(self, held: Sequence[Fused]) -> set[int]:
+        return {self.of[s.position] for f in held for s in f.component.sums} - {0}
+
+
+def passes(
+    flat: Flat, scans: Collection[int], held: Sequence[tuple[Scan, Sequence[Fused]]]
+) -> Passes:
+    """Which pass sums up what: as early as what it takes is known.
+
+    Args:
+      flat: The step.
+      scans: All scans of it, as positions.
+      held: What waits, by its scan. A pass takes the scans in this order.
+    """
+    gradients = {g for _, some in held for f in some for g in f.component.gradients}
+    at = {
+        s.position: scan.position
+        for scan, some in held
+        for f in some
+        for s in f.component.sums
+    }
+    # The pass, and in it the scan, after which a variable is known.
+    known: dict[jex.Var, tuple[int, int]] = {}
+    of: dict[int, int] = {}
+
+    def number(atoms: Sequence[Any], scan: int) -> int:
+        """The first pass in which a scan can take these."""
+        last, after = max(
+            (known[v] for v in variables(atoms) if v in known), default=(0, -1)
+        )
+        return last + (after >= scan)
+
+    for i, e in enumerate(flat.equations):
+        if i in at:
+            of[i] = number(e.invars, at[i])
+            known[e.outvars[0]] = of[i], at[i]
+            continue
+        before = [known[v] for v in variables(e.invars) if v in known]
+        if i in scans:
+            before.append((0, i))
+        if before:
+            known.update((v, max(before)) for v in e.outvars if v not in gradients)
+    results = (
+        number(f.component.results, scan.position) for scan, some in held for f in some
+    )
+    return Passes(of, max([1, *of.values(), *results]))
 
 
 def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from optax_offload import _flops
 from optax_offload._backward.remats import scans
-from optax_offload._backward.rows import Scan
+from optax_offload._backward.rows import Scan, holds_update
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import shape, variables
 
@@ -23,10 +23,12 @@ class Outside(NamedTuple):
     Attributes:
       gradient: The gradient.
       because: The reason.
+      waits: The results whose update would have had to wait for it, if there are any.
     """
 
     gradient: jex.Var
     because: str
+    waits: tuple[jex.Var, ...] = ()
 
 
 def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
@@ -40,6 +42,13 @@ def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
         for o in outside
         if math.prod(shape(o.gradient)) in sizes and o.gradient not in residuals
     ]
+
+
+def updates_inside(step: Step) -> list[str]:
+    """Where updates are inside of other equations, in which none is looked for."""
+    equations = (step.flat.equations[i] for i in sorted(step.live))
+    names = [e.primitive.name for e in equations if holds_update(e)]
+    return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
 def in_bodies(step: Step) -> Iterator[Outside]:

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _memory, _trees
 from optax_offload._backward import price
 from optax_offload._backward.fused import Fused
-from optax_offload._backward.fused_step import FusedScan, FusedStep, Held, Way
-from optax_offload._backward.outside import Outside, in_bodies
+from optax_offload._backward.fused_step import (
+    FusedScan,
+    FusedStep,
+    Held,
+    Way,
+    candidates,
+    passes_of,
+)
+from optax_offload._backward.outside import Outside, gradients, in_bodies
 from optax_offload._backward.parts import parts
 from optax_offload._backward.rest import rest
 from optax_offload._backward.rows import (
@@ -34,26 +41,20 @@ def plan(step: Step, held: Held = "auto") -> FusedStep:
       step: The step.
       held: What to do with gradients whose update needs all of them first.
     """
-    equations = step.flat.equations
-    candidates = [
-        i
-        for i in sorted(step.live)
-        if equations[i].primitive.name == "scan" and equations[i].params["length"] > 1
-    ]
+    equations, positions = step.flat.equations, candidates(step)
     fused: list[FusedScan] = []
     outside: list[Outside] = []
     # Where two scans have gradients of one parameter, the second updates it.
-    for i in reversed(candidates):
+    for i in reversed(positions):
         scan = Scan(i, equations[i])
-        taken = {v for s in fused for f in s.fused for v in f.component.results}
-        later = [j for j in candidates if j > i]
-        found = _Search(step, scan, later, taken, held).run()
+        later = [j for j in positions if j > i]
+        found = _Search(step, scan, later, fused, held).run()
         if found.fused:
             fused.append(found)
         else:
             outside += found.outside
     outside += in_bodies(step)
-    return FusedStep(step, tuple(fused[::-1]), tuple(outside))
+    return FusedStep(step, tuple(fused[::-1]), tuple(outside), held)
 
 
 class _Search:
@@ -64,12 +65,15 @@ class _Search:
         step: Step,
         scan: Scan,
         later: Collection[int],
-        taken: set[jex.Var],
+        before: Sequence[FusedScan],
         held: Held,
     ):
         self._step, self._scan, self._later = step, scan, later
-        self._taken = taken
+        self._before = tuple(before)
+        self._taken = {v for s in before for f in s.fused for v in f.component.results}
         self._held: Held = held
+        # What waits for gradients, as far as they could be followed.
+        self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
 
     def run(self) -> FusedScan:
         """What was found."""
@@ -86,7 +90,9 @@ class _Search:
                 found = follow(step, scan, followed, self._later)
                 return self._checked(found, outside)
             except MixesError as e:
-                outside += [Outside(v, e.because) for v in followed if v in e.gradients]
+                left = [v for v in followed if v in e.gradients]
+                waits = self._waits
+                outside += [Outside(v, e.because, waits.get(v, ())) for v in left]
                 followed = [v for v in followed if v not in e.gradients]
         return FusedScan(scan, (), (), "store", tuple(outside))
 
@@ -96,6 +102,8 @@ class _Search:
         Raises:
           MixesError: Something cannot be fused.
         """
+        waiting = [c for c in found.components if c.waits]
+        self._waits = {g: c.results for c in waiting for g in c.gradients}
         for c in found.components:
             if not self._taken.isdisjoint(c.results):
                 raise MixesError(c.gradients, "a later scan adds to it")
@@ -125,23 +133,15 @@ class _Search:
             f = held[0]
             why = _why_late(self._step.flat, found, f.rows)
             raise MixesError(f.component.gradients, why)
-        ways: list[Way] = ["store", "twice"] if asked == "auto" else [asked]
-        for f in held:
-            reasons = [self._why_not(way, f) for way in ways]
-            if all(reasons):
-                raise MixesError(f.component.gradients, f"{reasons[-1]}")
-        ways = [w for w in ways if not any(self._why_not(w, f) for f in held)]
-        if not ways:
-            raise MixesError(held[0].component.gradients, "no way is one for all")
-        return price.cheaper(self._scan, held) if len(ways) > 1 else ways[0]
-
-    def _why_not(self, way: Way, f: Fused) -> str | None:
-        """Why gradients cannot wait in a way."""
-        if way == "store" and f.component.late_sums:
-            return "its update is summed up over all rows"
-        if way == "twice" and self._scan.equation.effects:
-            return "it has to wait, and its scan, which has effects, runs once"
-        return None
+        if asked != "auto":
+            if asked == "twice" and self._scan.equation.effects:
+                raise MixesError(held[0].component.gradients, _ONCE)
+            return asked
+        if self._scan.equation.effects:
+            return "store"
+        here = FusedScan(self._scan, (), tuple(held), "store", ())
+        passes = passes_of(self._step, [here, *self._before])
+        return price.cheaper(self._scan, held, passes)
 
     def _check_always_moved(self, found: Followed, fused: Sequence[Fused]) -> None:
         """Raises if state is only moved in some steps, known before the scan.
@@ -181,6 +181,7 @@ class _Search:
                     )
 
 
+_ONCE = "it has to wait, and its scan, which has effects, runs once"
 _KEPT = (
     "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
     "(which held='store' and held='twice' allow)"
@@ -289,3 +290,35 @@ def _replaced(
 def _type(v: jex.Var) -> tuple[object, ...]:
     aval: Any = v.aval
     return aval.shape, aval.dtype, _memory.kind_of_type(aval)
+
+
+def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[str]:
+    """What to warn of: a way of waiting that was asked for by name, and is not had.
+
+    Args:
+      found: What is fused of a step.
+      option: The name of the option by which it was asked for.
+      paths: The path of each result of the step.
+    """
+    refused = found.refused()
+    if not refused:
+        nothing = () if found.scans else found.reasons()
+        asked = found.asked in get_args(Way) and gradients(found.step, found.outside)
+        for line in nothing if asked else ():
+            yield f"{option}={found.asked!r} was asked for, and nothing waits: {line}"
+        return
+    other: Way = "twice" if found.asked == "store" else "store"
+    still = {o.gradient for o in plan(found.step, other).refused()}
+    by_reason: dict[str, list[Outside]] = {}
+    for o in refused:
+        by_reason.setdefault(o.because, []).append(o)
+    for because, some in by_reason.items():
+        results = {v for o in some for v in o.waits}
+        outvars = zip(found.step.flat.outvars, paths, strict=True)
+        leaves = [path for a, path in outvars if a in results]
+        can = f" {option}={other!r} can." * still.isdisjoint(o.gradient for o in some)
+        yield (
+            f"{option}={found.asked!r} was asked for, and cannot be had for the "
+            f"gradients that the results {_trees.listed(leaves)} are updated with, "
+            f"which are on the device whole: {because}.{can}"
+        )

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from optax_offload import _flops
 from optax_offload._backward.fused import Fused
+from optax_offload._backward.order import Passes
 from optax_offload._backward.rows import Scan
 
 # Matrix products on one device while a byte crosses its link: an H100's 400e12 each
@@ -14,22 +15,26 @@ from optax_offload._backward.rows import Scan
 FLOPS_PER_BYTE = 8000
 
 
-def cheaper(scan: Scan, held: Sequence[Fused]) -> Literal["store", "twice"]:
-    """Whether gradients had better be stored, or computed twice.
+def cheaper(
+    scan: Scan, held: Sequence[Fused], passes: Passes
+) -> Literal["store", "twice"]:
+    """Whether gradients had better be stored, or computed again.
 
-    Stored, they cross the link beside the backward pass and once more before the
-    update, when nothing is computed. Computed twice, the state crosses it beside the
-    second backward pass.
+    Stored, they cross the link beside the backward pass, and with their state in every
+    pass after it, when nothing is computed. Computed again, the state crosses it beside
+    a further backward pass.
 
     Args:
       scan: The backward pass.
       held: The updates that have to wait.
+      passes: What is summed up first.
     """
     backward = flops(scan) / FLOPS_PER_BYTE
     gradients = sum(f.gradient_bytes for f in held)
     state = sum(f.loaded_bytes for f in held)
-    stored = max(backward, gradients) + gradients + state
-    return "store" if stored < backward + max(backward, state) else "twice"
+    stored = max(backward, gradients) + passes.stored(held) * (gradients + state)
+    again = backward + passes.twice(held) * max(backward, state)
+    return "store" if stored < again else "twice"
 
 
 def flops(scan: Scan) -> float:

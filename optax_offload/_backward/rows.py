@@ -8,10 +8,16 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload import _compat, _flops
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import variables
-from optax_offload._update import Analysis, NotRowLocalError, RowCount, RowLocal
+from optax_offload._update import (
+    Analysis,
+    NotRowLocalError,
+    RowCount,
+    RowLocal,
+    deferred,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,6 +230,9 @@ class _Walk:
             self._sums.append(Sum(i, tuple(summed)))
             self.late.update(e.outvars)
             return
+        if holds_update(e):
+            found = [v for v in self._gradients if self._root(v) in roots]
+            raise MixesError(found, f"the update is in a {e.primitive.name}")
         try:
             self._analysis.visit(e)
         except NotRowLocalError as error:
@@ -270,6 +279,12 @@ class _Walk:
         rows = self._analysis.row_local(self._gradients, [*results, *summed])
         positions = tuple(s.position for s in self._sums)
         return Followed(rows, tuple(components), frozenset(self.late), positions)
+
+
+def holds_update(e: jex.JaxprEqn) -> bool:
+    """Whether an offloaded update is in a body of an equation."""
+    inner = (x for body in _flops.nested(e.params) for x in body.eqns)
+    return deferred(e) is None and any(deferred(x) or holds_update(x) for x in inner)
 
 
 # What a reduction over rows is summed up with.

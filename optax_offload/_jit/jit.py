@@ -12,7 +12,13 @@ import jax
 import jax.core
 
 from optax_offload import _compat, _trees
-from optax_offload._backward import FusedStep, Held, check_held, plan_of
+from optax_offload._backward import (
+    FusedStep,
+    Held,
+    check_held,
+    plan_of,
+    warn_of_refusals,
+)
 from optax_offload._backward import run as run_fused
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
@@ -265,6 +271,7 @@ class _Variants:
         """The results of a call, updated in its backward pass where that can be."""
         if self._held:
             found = plan_of(traced.jaxpr, self._held)
+            warn_of_refusals(found, "fused_backward", traced.out_info)
             if found.scans:
                 # What is not traced is static.
                 leaves = jax.tree.leaves((args, kwargs))

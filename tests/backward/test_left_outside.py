@@ -1,5 +1,7 @@
 """What is left outside of the backward pass, and why; what is fused nevertheless."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -130,14 +132,14 @@ def test_what_else_a_step_does(name):
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ("store", "left outside: its update is summed up over all rows"),
+        ("store", "loaded with their state twice, for a norm of a norm"),
         ("twice", "the scan runs twice"),
         ("auto", "the scan runs twice"),
         ("leave", "left outside: its update needs all gradients first"),
     ],
 )
 def test_norms_of_clipped_updates(held, said):
-    """They are known only after the second run."""
+    """They are known only after the second run, or after a pass over what is stored."""
 
     def norms(grads, updates, params, new):
         return jax.tree.map(optax.tree.norm, (grads, updates, new))
@@ -208,6 +210,54 @@ def test_no_scan_runs_more_than_it_has_to(held, scans):
     jaxprs = form.params["jaxprs"] if late else [traced.jaxpr.jaxpr]
     counts = [[e.primitive.name for e in x.eqns].count("scan") for x in jaxprs]
     assert counts == ([scans, scans + 1] if late else [scans])
+
+
+CLIP = optax.clip_by_global_norm
+NORMS_OF_NORMS = {
+    "clip twice": optax.chain(CLIP(0.1), optax.adam(1e-2), CLIP(0.01)),
+    "clip and lamb": optax.chain(CLIP(0.1), optax.lamb(1e-2)),
+}
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("store", "loaded with their state {} for a norm of a norm: 12.00 KiB more"),
+        ("twice", "the scan runs {} for a norm of a norm"),
+    ],
+)
+@pytest.mark.parametrize("name", NORMS_OF_NORMS)
+def test_norms_of_norms(name, held, said):
+    """As many passes as there are norms that depend on norms; LAMB's are two each."""
+    passes = {"clip twice": 2, "clip and lamb": 3}[name] + (held == "twice")
+    often = {2: "twice,"}.get(passes, f"{passes} times,")
+    with jax.numpy_rank_promotion("allow"):
+        text = check(nothing, NORMS_OF_NORMS[name], held)
+    assert said.format(often) in text
+    assert f"{BOTH} never" in text
+
+
+@pytest.mark.parametrize("held", ["store", "twice"])
+def test_no_gradient_is_whole_for_a_norm_of_a_norm(held):
+    """Neither is one that would be computed by a further run of the scan."""
+    tx = offloaded(NORMS_OF_NORMS["clip twice"])
+    params = make_params()
+    step = oo.fuse_backward(step_of(tx, nothing), held=held)
+    closed = jax.make_jaxpr(step)(params, tx.init(params), BATCH)
+    form = closed.jaxpr.eqns[0]
+    if form.primitive.name == "form_of_step":
+        closed = form.params["jaxprs"][0]
+    scans = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    # Forward, backward, and the norm of updates; then all that runs again updates.
+    assert len(scans) == (4 if held == "twice" else 3)
+    gradients = {x.shape for x in jax.tree.leaves(params["layers"])}
+    device = [
+        v.aval
+        for e in scans[1:3]
+        for v in e.outvars
+        if v.aval.shape in gradients and not oo._memory.on_host(v.aval)
+    ]
+    assert not device
 
 
 def accumulated(params, tokens):
@@ -314,7 +364,12 @@ def test_a_scan_with_effects_runs_once():
     for held in ("leave", "store", "twice", "auto"):
         step = oo.jit(step_of(tx, nothing, jax.grad(noisy)), fused_backward=held)
         printed.clear()
-        jax.block_until_ready(step(params, state, BATCH))
+        warned = contextlib.nullcontext()
+        if held == "twice":
+            said = r"cannot be had .* '0/layers/in', .* runs once. .*='store' can\.$"
+            warned = pytest.warns(oo.OffloadWarning, match=said)
+        with warned:
+            jax.block_until_ready(step(params, state, BATCH))
         jax.effects_barrier()
         counts.append(len(printed))
         if held == "twice":
@@ -333,4 +388,80 @@ def test_means_of_what_a_scan_returns_are_left_alone():
     assert str(jax.make_jaxpr(oo.fuse_backward(losses))(x)) == str(
         jax.make_jaxpr(losses)(x)
     )
-    assert str(oo.jit(losses).schedule(x)) == "nothing is fused into a backward pass"
+    assert str(oo.jit(losses).schedule(x)) == (
+        "nothing is fused into a backward pass\n"
+        "no scan stacks what an update takes row by row, as gradients of layers"
+    )
+
+
+def unrolled(params, tokens):
+    """A loss whose layers Python loops over."""
+    h = params["embedding"][tokens]
+    for i in range(2):
+        h = h + jnp.tanh(h @ params["layers"]["in"][i]) @ params["layers"]["out"][i]
+    return jnp.mean((h @ params["head"]) ** 2)
+
+
+def test_a_reason_where_nothing_is_fused():
+    """No scan, none asked for, and an update inside of a conditional."""
+    tx = offloaded(optax.adamw(1e-2))
+    params = make_params()
+    args = params, tx.init(params), BATCH
+
+    def said(step, **options):
+        first, *reasons = str(oo.jit(step, **options).schedule(*args)).splitlines()
+        assert first == "nothing is fused into a backward pass"
+        return reasons[0]
+
+    assert said(step_of(tx, nothing, jax.grad(unrolled))).startswith("no scan found:")
+    step = step_of(tx, nothing)
+    assert said(step, fused_backward=False) == (
+        "it was asked not to: fused_backward=False"
+    )
+
+    def if_even(params, state, tokens):
+        def skip(params, state):
+            return params, state, None
+
+        even = jnp.sum(tokens) % 2 == 0
+        return lax.cond(even, lambda *p: step(*p, tokens), skip, params, state)
+
+    assert said(if_even).endswith("the update is in a cond")
+
+    def finite(params, state, tokens):
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+
+        def update(params, state):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        ok = jnp.isfinite(value)
+        return lax.cond(ok, update, lambda *same: same, params, state)
+
+    assert said(finite) == f"{BOTH} left outside: the update is in a cond"
+
+
+def test_what_was_asked_for_and_is_not_done_warns():
+    """With the reason, whether something could have waited or nothing was found."""
+    tx = offloaded(CLIPPED)
+    params = make_params()
+    args = params, tx.init(params), BATCH
+
+    def norms(grads, updates, params, new):
+        return jax.tree.map(lambda x: jnp.sum(x * optax.tree.norm(grads)), params)
+
+    step = oo.fuse_backward(step_of(tx, norms), held="store")
+    with pytest.warns(
+        oo.OffloadWarning,
+        match=r"^held='store' was asked for, and cannot be had for the gradients that "
+        r"the results '0/layers/in', .* updated with, which are on the device whole: "
+        r"mul reads what it replaces, after the scan\.$",
+    ):
+        jax.eval_shape(step, *args)
+    step = oo.fuse_backward(step_of(tx, nothing, accumulated), held="twice")
+    with pytest.warns(
+        oo.OffloadWarning,
+        match="^held='twice' was asked for, and nothing waits: 4 gradients of 16.00 "
+        "KiB left outside: its backward scan is inside of another equation",
+    ):
+        jax.eval_shape(step, *args)
