@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec, Sharding
 
-from optax_offload import _memory
+from optax_offload import _memory, _trees
 
 # Pairs of a logical axis and the mesh axis, or axes, or None, that it is sharded over.
 AxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
@@ -35,35 +35,25 @@ class Metadata:
     rules: AxisRules | None = None
 
 
-def is_box(x: Any) -> bool:
-    """Whether a node is a box of Flax Linen, such as ``nn.LogicallyPartitioned``."""
-    meta = sys.modules.get("flax.core.meta")
-    return meta is not None and isinstance(x, meta.AxisMetadata)
-
-
-def is_variable(x: Any) -> bool:
-    """Whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
-    variables = sys.modules.get("flax.nnx.variablelib")
-    return variables is not None and isinstance(x, variables.Variable)
-
-
 def is_box_of_one(x: Any) -> bool:
     """Whether a node is a box with a single leaf: one sharding stands for it."""
-    return is_box(x) and len(jax.tree.leaves(x)) == 1
+    return _trees.is_linen_box(x) and len(jax.tree.leaves(x)) == 1
 
 
 def of_leaves(tree: Any) -> list[Metadata | None]:
     """For each leaf of a tree what the box or variable around it says."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda x: is_box(x) or is_variable(x))
+    nodes = jax.tree.leaves(
+        tree, is_leaf=lambda x: _trees.is_linen_box(x) or _trees.is_nnx_variable(x)
+    )
     return [said for x in nodes for said in [of_node(x)] * len(jax.tree.leaves(x))]
 
 
 def of_node(x: Any) -> Metadata | None:
     """What a box or variable says; None where it says nothing, and for other nodes."""
-    if is_box(x) and hasattr(x, "get_partition_spec"):
+    if _trees.is_linen_box(x) and hasattr(x, "get_partition_spec"):
         rules = getattr(x, "rules", None)
         return Metadata(x.get_partition_spec(), getattr(x, "mesh", None), rules)
-    if is_variable(x):
+    if _trees.is_nnx_variable(x):
         said = x.get_metadata()
         spec = said.get("out_sharding")
         if isinstance(spec, (tuple, list)):

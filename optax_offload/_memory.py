@@ -243,12 +243,12 @@ def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -
     """
     regex = _rules.compile_pattern(pattern)
     _rules.check_memory_kind(memory_kind)
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    flat, treedef = _trees.flatten_with_path(tree)
     leaves = [(_trees.path_string(keys), leaf) for keys, leaf in flat]
     chosen = [(path, x) for path, x in leaves if regex.fullmatch(path)]
     if not chosen:
         paths = [path for path, _ in leaves]
-        raise ValueError(_trees.no_match_message(regex.pattern, paths))
+        raise ValueError(_trees.no_match_message(regex, paths))
     strangers = [(path, x) for path, x in chosen if memory_kind_of(x) is None]
     if strangers:
         raise TypeError(

@@ -108,7 +108,7 @@ def _by_rules(
     inside = [i for i, (path, _) in enumerate(leaves) if path.startswith(prefix)]
     if under and not inside:
         paths = [path for path, _ in leaves]
-        raise ValueError(_trees.no_match_message(under + "/.*", paths))
+        raise ValueError(_trees.nothing_under_message(under, paths))
     sizes = [
         (path.removeprefix(prefix), _memory.movable_nbytes(x) if _is_array(x) else None)
         for path, x in (leaves[i] for i in inside)

@@ -301,7 +301,8 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
                 f"is decided by an earlier rule ({first}, "
                 f"{config.rules[first].regex!r}). Put it before that rule, or remove it"
             )
+    remedy = _trees.remedy(compile_pattern(rule.pattern), paths)
     return (
-        f"{name} matches no leaf. {_trees.nearest(rule.regex, paths)}. Patterns match "
+        f"{name} matches no leaf. {remedy}. Patterns match "
         "the whole path; Rule(..., optional=True) allows a rule to match nothing"
     )

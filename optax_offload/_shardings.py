@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _flax_metadata, _templates
+from optax_offload import _flax_metadata, _templates, _trees
 
 
 def state_shardings(
@@ -72,7 +72,7 @@ def state_shardings(
         )
     result = _templates.trace(fn, args)
     given = _templates.spread(
-        "shardings", shardings, result, is_leaf=_flax_metadata.is_box
+        "shardings", shardings, result, is_leaf=_trees.is_linen_box
     )
     said = [_said(x) for x in given]
     _check_types(given, said, result)
@@ -100,7 +100,7 @@ def state_shardings(
 
 def _said(x: Any) -> _flax_metadata.Metadata | None:
     """What a leaf of ``shardings`` says; None for nothing, and of types unknown."""
-    if _flax_metadata.is_box(x):
+    if _trees.is_linen_box(x):
         inside = [_said(leaf) for leaf in jax.tree.leaves(x)]
         whole = inside[0] if len(inside) == 1 else None
         return whole or _flax_metadata.of_node(x)

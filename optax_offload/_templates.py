@@ -207,7 +207,7 @@ def shardings_like(
     """
     known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
     for arg in args:
-        for keys, x in jax.tree_util.tree_flatten_with_path(arg)[0]:
+        for keys, x in _trees.flatten_with_path(arg)[0]:
             sharding = getattr(x, "sharding", None)
             if isinstance(sharding, Sharding) and not _memory.is_traced(x):
                 known.setdefault((_trees.path_string(keys), x.shape), sharding)

@@ -4,10 +4,87 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+
+KeyPath = tuple[Any, ...]
+
+# Classes of frameworks that wrap one value, by module and name. A tree holds one only
+# where its framework was imported, so they are looked up among the modules there are.
+_LINEN_BOX = ("flax.core.meta", "AxisMetadata")
+_NNX_VARIABLE = ("flax.nnx.variablelib", "Variable")
+_HALIAX_ARRAY = ("haliax.core", "NamedArray")
+
+
+def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
+    """The classes of these names, of modules that were imported."""
+    found = (getattr(sys.modules.get(m), name, None) for m, name in names)
+    return tuple(cls for cls in found if isinstance(cls, type))
+
+
+def is_linen_box(x: Any) -> bool:
+    """Whether a node is a box of Flax Linen, such as ``nn.LogicallyPartitioned``."""
+    return isinstance(x, _classes(_LINEN_BOX))
+
+
+def is_nnx_variable(x: Any) -> bool:
+    """Whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
+    return isinstance(x, _classes(_NNX_VARIABLE))
+
+
+def flatten_with_path(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[KeyPath, Any]], Any]:
+    """As `jax.tree_util.tree_flatten_with_path`, without the keys of boxes.
+
+    A box holds one value and says something of it, as ``nnx.Param``,
+    ``nn.Partitioned`` and haliax's ``NamedArray`` do. Libraries put values into boxes
+    and take them out on the way: `flax.nnx.Optimizer` gives an optimizer boxes in
+    ``init`` and arrays in ``update``. So the key of the value in its box is no part of
+    a path.
+    """
+    boxes = _classes(_LINEN_BOX, _NNX_VARIABLE, _HALIAX_ARRAY)
+    if not boxes:
+        return jax.tree_util.tree_flatten_with_path(tree, is_leaf)
+
+    def asked(x: Any) -> bool:
+        return is_leaf is not None and is_leaf(x)
+
+    nodes, _ = jax.tree_util.tree_flatten_with_path(
+        tree, lambda x: isinstance(x, boxes) or asked(x)
+    )
+    flat: list[tuple[KeyPath, Any]] = []
+    for keys, node in nodes:
+        if not isinstance(node, boxes) or asked(node):
+            flat.append((keys, node))
+            continue
+        inside, _ = jax.tree_util.tree_flatten_with_path(
+            node, lambda x, node=node: x is not node
+        )
+        if inside and inside[0][1] is node:  # A box that JAX takes for a leaf.
+            flat.append((keys, node))
+            continue
+        for key, child in inside:
+            above = keys if len(inside) == 1 else (*keys, *key)
+            below, _ = flatten_with_path(child, is_leaf)
+            flat += [((*above, *k), x) for k, x in below]
+    return flat, jax.tree.structure(tree, is_leaf)
+
+
+def map_with_path(
+    fn: Callable[..., Any],
+    tree: Any,
+    *rest: Any,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+    """As `jax.tree_util.tree_map_with_path`, without the keys of boxes."""
+    flat, structure = flatten_with_path(tree, is_leaf)
+    others = [structure.flatten_up_to(other) for other in rest]
+    made = [fn(keys, x, *xs) for (keys, x), *xs in zip(flat, *others, strict=True)]
+    return jax.tree.unflatten(structure, made)
 
 
 def path_string(keys: Sequence[Any]) -> str:
@@ -31,7 +108,7 @@ def encoded_leaf(path: str) -> str | None:
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its path."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    flat, _ = flatten_with_path(tree)
     return [(path_string(keys), leaf) for keys, leaf in flat]
 
 
@@ -42,9 +119,56 @@ def listed(paths: Sequence[str], most: int = 5) -> str:
     return shown + (f" and {rest} more" if rest > 0 else "")
 
 
-def no_match_message(pattern: str, paths: list[str]) -> str:
-    """Says that a pattern matches none of the paths, and names the nearest."""
-    return f"pattern {pattern!r} matches no leaf. {nearest(pattern, paths)}"
+def no_match_message(pattern: re.Pattern[str], paths: list[str]) -> str:
+    """Says that a pattern matches none of the paths, and what to write instead."""
+    return f"pattern {pattern.pattern!r} matches no leaf. {remedy(pattern, paths)}"
+
+
+def nothing_under_message(under: str, paths: list[str]) -> str:
+    """Says that no path begins with another, and names the nearest."""
+    return f"under={under!r}: no leaf is there. {nearest(under, paths)}"
+
+
+# What people leave out of a pattern, or have in it from where boxes were in paths.
+_BOX_KEYS = re.compile(r"/(value|array)$")
+
+
+def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
+    """What to write instead of a pattern that matches none of the paths."""
+    regex = pattern.pattern
+    unboxed = _BOX_KEYS.sub("", regex)
+    for core in dict.fromkeys((regex, unboxed)):
+        for begin, end in (("", ""), (".*/", ""), ("", "/.*"), (".*/", "/.*")):
+            whole = f"(?:{core})" if "|" in core and (begin or end) else core
+            proposed = begin + whole + end
+            count = _count_matches(proposed, pattern.flags, paths)
+            if count:
+                why = ""
+                if core != regex:
+                    why = (
+                        "The box of a framework, such as nnx.Variable, is no part of a "
+                        "path. "
+                    )
+                leaves = "1 leaf" if count == 1 else f"{count} leaves"
+                return (
+                    f"{why}Write {proposed!r}, which matches {leaves}. "
+                    f"{nearest(regex, paths)}"
+                )
+    return nearest(regex, paths)
+
+
+def _count_matches(regex: str, flags: int, paths: list[str]) -> int:
+    try:
+        compiled = re.compile(regex, flags)
+    except re.error:  # Such as flags that are no longer at its beginning.
+        return 0
+    found = {
+        leaf
+        for path in paths
+        if compiled.fullmatch(leaf := encoded_leaf(path) or path)
+        or compiled.fullmatch(path)
+    }
+    return len(found)
 
 
 def nearest(pattern: str, paths: list[str], most: int = 5) -> str:

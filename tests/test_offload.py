@@ -204,6 +204,36 @@ def test_nnx_optimizer_and_its_metadata():
     assert optimizer.opt_state[0].mu["kernel"].get_metadata()["note"] == "kept"
 
 
+def test_paths_of_nnx_optimizers(tmp_path):
+    """The same wherever there are rules; an old rule says what it is to be."""
+    rule = "0/mu/kernel"
+
+    def make(tx):
+        model = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def state_of(model, optimizer):
+        return nnx.state((model, optimizer))
+
+    tx = oo.offload(optax.adam(1e-3), rule)
+    model, optimizer = make(tx)
+    grads = nnx.grad(lambda m: jnp.mean(m(jnp.ones((2, 128))) ** 2))(model)
+    optimizer.update(model, grads)
+    state = state_of(model, optimizer)
+    report = oo.memory_report(state, rule, under="1/opt_state").check()
+    assert report.totals["pinned_host"] == 128 * 256 * 4
+    template = oo.eval_shape(lambda: state_of(*make(tx)))
+    on_device = oo.set_memory_kind(state, "1/opt_state/" + rule, "device")
+    for like in ({"like": template}, {"like": rule, "under": "1/opt_state"}):
+        placed = oo.place(on_device, **like)
+        oo.memory_report(placed, rule, under="1/opt_state").check()
+    parked = oo.offload_states(state, "0/kernel", donate=False, block=True)
+    assert oo.memory_report(parked).totals["pinned_host"] == 2 * 128 * 256 * 4
+    old = oo.offload(optax.adam(1e-3), rule + "/value")
+    with pytest.raises(ValueError, match="Write '0/mu/kernel', which matches"):
+        make(old)
+
+
 class Point(typing.NamedTuple):
     x: typing.Any
     y: typing.Any

@@ -75,7 +75,7 @@ def linear(inner: Any) -> optax.GradientTransformation:
                 return x
             return Encoded.of(x, codec, path)
 
-        return jax.tree_util.tree_map_with_path(encoded, state)
+        return _trees.map_with_path(encoded, state)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         updates, state = inner.update(updates, low_bit_decode(state), params)

@@ -56,11 +56,11 @@ def asked_for_host(prefix: Any, kinds: Any) -> list[str]:
     def below(keys: Any, entry: Any, subtree: Any) -> None:
         paths.extend(
             _trees.path_string((*keys, *more))
-            for more, kind in jax.tree_util.tree_flatten_with_path(subtree)[0]
+            for more, kind in _trees.flatten_with_path(subtree)[0]
             if kind == "device" and not _fits(entry, kind)
         )
 
-    jax.tree_util.tree_map_with_path(below, prefix, kinds, is_leaf=_is_none)
+    _trees.map_with_path(below, prefix, kinds, is_leaf=_is_none)
     return paths
 
 

@@ -55,7 +55,7 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
                 return x
         return _in_its_memory(lambda x: x.decoded(param), x)
 
-    decoded = jax.tree_util.tree_map_with_path(decode, state, is_leaf=is_encoded)
+    decoded = _trees.map_with_path(decode, state, is_leaf=is_encoded)
     if without:
         raise ValueError(
             f"{_trees.listed(without)}: half of each is in a bfloat16 parameter, and "
@@ -89,8 +89,8 @@ def low_bit_encode(state: Any, like: Any) -> Any:
       >>> oo.low_bit_encode(plain, oo.eval_shape(tx.init, params))[0].nu["w"]
       Encoded(int8, no sign, float32[64, 256])
     """
-    wanted, structure = jax.tree_util.tree_flatten_with_path(like, is_leaf=is_encoded)
-    leaves, own = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+    wanted, structure = _trees.flatten_with_path(like, is_leaf=is_encoded)
+    leaves, own = _trees.flatten_with_path(state, is_leaf=is_encoded)
     if own != structure:
         theirs, ours = ({_trees.path_string(k) for k, _ in t} for t in (leaves, wanted))
         differing = sorted(theirs ^ ours)

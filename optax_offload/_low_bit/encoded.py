@@ -99,10 +99,10 @@ def is_encoded(x: Any) -> bool:
 
 def encoded_parts(tree: Any) -> dict[str, str]:
     """The paths of the parts of encoded leaves, each with what it is a part of."""
-    nodes, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_encoded)
+    nodes, _ = _trees.flatten_with_path(tree, is_leaf=is_encoded)
     return {
         _trees.path_string((*keys, *inside)): f"{x.codec.name} of {np.dtype(x.dtype)}"
         for keys, x in nodes
         if is_encoded(x)
-        for inside, _ in jax.tree_util.tree_flatten_with_path(x)[0]
+        for inside, _ in _trees.flatten_with_path(x)[0]
     }

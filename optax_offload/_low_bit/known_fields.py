@@ -89,7 +89,7 @@ def _paths_of(
 ) -> set[str]:
     """The paths of all leaves in these fields, of states within others too."""
     paths: set[str] = set()
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
+    nodes, _ = _trees.flatten_with_path(
         state, is_leaf=lambda x: bool(_fields(x, known))
     )
     for keys, node in nodes:
@@ -98,7 +98,7 @@ def _paths_of(
             here = (*above, *keys, jax.tree_util.GetAttrKey(name))
             value = getattr(node, name)
             if name in fields:
-                inside, _ = jax.tree_util.tree_flatten_with_path(value)
+                inside, _ = _trees.flatten_with_path(value)
                 paths.update(_trees.path_string((*here, *k)) for k, _ in inside)
             else:
                 paths |= _paths_of(value, known, here)

@@ -114,7 +114,7 @@ class _LowBit:
         """As of `optax.GradientTransformationExtraArgs`."""
         decoded = low_bit_decode(state, params)
         updates, new = self.inner.update(updates, decoded, params, **extra_args)
-        leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
         # By their keys: two leaves can have the same path.
         before = {keys: x for keys, x in leaves if is_encoded(x)}
 
@@ -124,11 +124,11 @@ class _LowBit:
                 return x
             return Encoded.of(x, old.codec, _trees.path_string(keys), old.step)
 
-        return updates, jax.tree_util.tree_map_with_path(encode, new)
+        return updates, _trees.map_with_path(encode, new)
 
     def _init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(state)
+        leaves, structure = _trees.flatten_with_path(state)
         paths = [_trees.path_string(keys) for keys, _ in leaves]
         never_negative = known_fields.never_negative(state)
         masters = master_paths(state)
@@ -173,7 +173,7 @@ class _LowBit:
 
 def warn_of_blocks(state: Any) -> None:
     """Warns of blocks that lie on two devices: in Auto mode no type says so before."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_encoded)
+    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
     cut = [
         _trees.path_string(keys)
         for keys, x in leaves

@@ -94,12 +94,12 @@ def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
 def master_paths(state: Any) -> set[str]:
     """The paths of all master weights in a state."""
     paths: set[str] = set()
-    nodes, _ = jax.tree_util.tree_flatten_with_path(
+    nodes, _ = _trees.flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, MasterWeightsState)
     )
     for keys, node in nodes:
         if isinstance(node, MasterWeightsState):
-            inside, _ = jax.tree_util.tree_flatten_with_path(node.master)
+            inside, _ = _trees.flatten_with_path(node.master)
             key = jax.tree_util.GetAttrKey("master")
             paths.update(_trees.path_string((*keys, key, *k)) for k, _ in inside)
     return paths

@@ -82,7 +82,7 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
             new = chance.rounded(before + u.astype(jnp.float32), key)
             return new.astype(jnp.float32) - before
 
-        updates = jax.tree_util.tree_map_with_path(rounded, params, updates)
+        updates = _trees.map_with_path(rounded, params, updates)
         return updates, StochasticRoundState(state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -224,7 +224,7 @@ def _placements(
     }
     if under and not inside:
         raise ValueError(
-            _trees.no_match_message(under + "/.*", [path for path, _ in leaves])
+            _trees.nothing_under_message(under, [path for path, _ in leaves])
         )
     sizes = [(path, _memory.movable_nbytes(leaves[i][1])) for i, path in inside.items()]
     placed = iter(_rules.place(_rules.as_config(rules), sizes))

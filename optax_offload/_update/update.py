@@ -156,7 +156,7 @@ def trace(
     types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
     flat = _jaxpr.flatten(closed)
-    with_paths, out_structure = jax.tree_util.tree_flatten_with_path(out)
+    with_paths, out_structure = _trees.flatten_with_path(out)
     paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
     updates = len(jax.tree.leaves(out[0]))
     state_types = [a.aval for a in flat.outvars[updates:]]

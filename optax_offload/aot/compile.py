@@ -176,7 +176,7 @@ def _check_sizes(what: str, tree: Any, target: Target) -> None:
     """All leaves (arrays, structs or shardings) can be put onto the target's mesh."""
     strangers = [
         f"{what} {_trees.path_string(keys)!r} on {_sharding_of(leaf)}"
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        for keys, leaf in _trees.flatten_with_path(tree)[0]
         if not _can_carry(_sharding_of(leaf), target)
     ]
     if strangers:

@@ -5,11 +5,15 @@ Orbax (0.12) records no memory kind (F49): a restored leaf goes where the templa
 
 from __future__ import annotations
 
+import collections
+import json
 import math
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import jax
 
 from optax_offload import _trees
 
@@ -18,7 +22,8 @@ class SavedLeaf(NamedTuple):
     """A leaf of a checkpoint.
 
     Attributes:
-      path: The path in the saved tree, as in `opt_state/0/mu/w`.
+      path: The path in the saved tree, as in `opt_state/0/mu/w`, without the key that
+        Flax's boxes add to it (``value``): as rules see it.
       shape: The shape of the whole array.
       dtype: The name of the dtype.
       nbytes: The bytes of the whole array.
@@ -41,17 +46,13 @@ def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
 
     Raises:
       FileNotFoundError: there is no checkpoint.
+      ValueError: the checkpoint is damaged.
       ImportError: Orbax is not installed.
     """
-    from orbax import checkpoint as ocp
-
-    item = _item(pathlib.Path(path).absolute())
-    metadata = ocp.PyTreeCheckpointer().metadata(item)
-    tree = metadata
-    for name in ("item_metadata", "tree"):
-        tree = getattr(tree, name, tree)
-    found = [(p, x) for p, x in _trees.leaves_with_paths(tree) if hasattr(x, "shape")]
-    return [_saved(p, x) for p, x in found]
+    found = _trees.leaves_with_paths(_metadata(_item(pathlib.Path(path).absolute())))
+    paths = _without_boxes([p for p, _ in found])
+    arrays = zip(paths, (x for _, x in found), strict=True)
+    return [_saved(p, x) for p, x in arrays if hasattr(x, "shape")]
 
 
 def under(leaves: Sequence[SavedLeaf], prefix: str) -> list[tuple[str, int | None]]:
@@ -91,6 +92,49 @@ def _item(path: pathlib.Path) -> pathlib.Path:
         f"{path}: no Orbax checkpoint: there is no _METADATA in it, in a folder of it, "
         "or in its last step"
     )
+
+
+def _metadata(item: pathlib.Path) -> Any:
+    """The tree that a checkpoint has, of what Orbax says of each leaf."""
+    from orbax import checkpoint as ocp
+
+    file = item / "_METADATA"
+    damaged = f"{file} is damaged"
+    again = "Name another step, or copy the checkpoint again"
+    # Orbax logs most of what is wrong, and returns a tree of nothing.
+    try:
+        said = json.loads(file.read_bytes())
+    except ValueError as e:
+        raise ValueError(f"{damaged}: it is no JSON ({e}). {again}") from e
+    if not isinstance(said, dict) or not isinstance(said.get("tree_metadata"), dict):
+        raise ValueError(f"{damaged}: it has no table 'tree_metadata'. {again}")
+    try:
+        tree = ocp.PyTreeCheckpointer().metadata(item)
+    except Exception as e:
+        what = f"{type(e).__name__}: {e}".splitlines()[0]
+        raise ValueError(f"{damaged}: Orbax cannot read it ({what}). {again}") from e
+    for name in ("item_metadata", "tree"):
+        tree = getattr(tree, name, tree)
+    if not jax.tree.leaves(tree):
+        raise ValueError(
+            f"{item} is damaged: {file.name} names {len(said['tree_metadata'])} "
+            f"leaves, and Orbax reads none of them. {again}"
+        )
+    return tree
+
+
+def _without_boxes(paths: Sequence[str]) -> list[str]:
+    """The paths that rules see: what stands alone under ``value`` was in a box."""
+    below = collections.Counter(
+        "/".join(parts[:i])
+        for parts in (path.split("/") for path in paths)
+        for i in range(1, len(parts))
+    )
+    split = [(path, *path.rpartition("/")) for path in paths]
+    return [
+        head if name == "value" and below[head] == 1 else path
+        for path, head, _, name in split
+    ]
 
 
 def _saved(path: str, x: Any) -> SavedLeaf:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,12 +32,45 @@ def test_leaves_have_shapes_bytes_and_shardings(tmp_path):
     assert (found["count"].shape, found["count"].nbytes) == ((), 4)
 
 
+def test_boxes_are_no_part_of_a_path(tmp_path):
+    """As rules see it: what stands alone under such a name was in a box."""
+    variable = nnx.Param(jnp.ones(2))
+    tree = {"nnx": variable, "two": {"value": jnp.ones(1), "other": jnp.ones(1)}}
+    path = tmp_path / "saved"
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(path, tree)
+    paths = [x.path for x in checkpoint.leaves(path)]
+    assert sorted(paths) == ["nnx", "two/other", "two/value"]
+
+
 def test_nothing_is_there(tmp_path):
     """Where a checkpoint was looked for."""
     with pytest.raises(
         FileNotFoundError, match="no Orbax checkpoint: there is no _MET"
     ):
         checkpoint.leaves(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "_METADATA is damaged: it is no JSON"),
+        ('{"tree_meta', "_METADATA is damaged: it is no JSON"),
+        ("[]", "_METADATA is damaged: it has no table 'tree_metadata'"),
+        ('{"tree_metadata": null}', "it has no table 'tree_metadata'"),
+        ('{"tree_metadata": {"w": 3}}', "names 1 leaves, and Orbax reads none of them"),
+        (
+            """{"tree_metadata": {"w": {"key_metadata": []}}}""",
+            r"Orbax cannot read it \(KeyError: 'value_metadata'\). Name another step",
+        ),
+    ],
+)
+def test_damaged_metadata(tmp_path, text, message):
+    """What is wrong with which file, rather than a checkpoint of no leaves."""
+    path = saved(tmp_path / "saved", {"w": jnp.ones(2)})
+    (path / "_METADATA").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.leaves(path)
 
 
 LEAVES = [

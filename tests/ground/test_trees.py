@@ -1,9 +1,16 @@
 """Paths of leaves, and how messages name them."""
 
 import collections
+import re
+import sys
+import types
+import typing
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import linen as nn
+from flax import nnx
 
 from optax_offload import _trees
 
@@ -29,6 +36,62 @@ def test_paths_of_keys_that_hold_a_newline_or_a_slash():
         "a\nb",
         "c/d",
         "c/d",
+    ]
+
+
+class NamedArray:
+    """As haliax has it: registered without keys."""
+
+    def __init__(self, array, axes=()):
+        self.array, self.axes = array, axes
+
+
+jax.tree_util.register_pytree_node(
+    NamedArray, lambda x: ((x.array,), x.axes), lambda axes, xs: NamedArray(*xs, axes)
+)
+
+
+class Pairing(nn.Partitioned):
+    """A box of two values."""
+
+    other: typing.Any = 0
+
+
+def test_boxes_are_no_part_of_a_path(monkeypatch):
+    """Not one in another either; a key of the same name is, and so are two values."""
+    monkeypatch.setitem(
+        sys.modules, "haliax.core", types.SimpleNamespace(NamedArray=NamedArray)
+    )
+    tree = {
+        "linen": nn.Partitioned({"a": 1, "b": 2}, ("x",)),
+        "named": NamedArray(3),
+        "nnx": nnx.Param(nn.LogicallyPartitioned(4, ("x",))),
+        "none": nnx.Param(None),
+        "pairing": Pairing(5, ("x",), other=6),
+        "plain": {"value": 7, "array": 8},
+    }
+    paths = {
+        "linen/a": 1,
+        "linen/b": 2,
+        "named": 3,
+        "nnx": 4,
+        "pairing/value": 5,
+        "pairing/other": 6,
+        "plain/array": 8,
+        "plain/value": 7,
+    }
+    assert _trees.leaves_with_paths(tree) == list(paths.items())
+    assert jax.tree.leaves(tree) == list(paths.values())
+    again = _trees.map_with_path(lambda _, x, y: x + y, tree, tree)
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    assert jax.tree.leaves(again) == [2 * x for x in jax.tree.leaves(tree)]
+    flat, structure = _trees.flatten_with_path(tree, is_leaf=_trees.is_linen_box)
+    wanted = jax.tree.flatten(tree, is_leaf=_trees.is_linen_box)
+    assert ([x for _, x in flat], structure) == wanted
+    assert [_trees.path_string(keys) for keys, _ in flat][:3] == [
+        "linen",
+        "named",
+        "nnx",
     ]
 
 
@@ -69,8 +132,29 @@ def test_nearest_in_an_empty_tree():
 
 def test_no_match_message():
     """The pattern, and the nearest paths."""
-    message = _trees.no_match_message("nuu", ["nu", "mu"])
+    message = _trees.no_match_message(re.compile("nuu"), ["nu", "mu"])
     assert message == "pattern 'nuu' matches no leaf. Nearest paths: 'nu', 'mu'"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("nu", "Write '.*/nu/.*', which matches 2 leaves. Nearest"),
+        ("0/mu", "Write '0/mu/.*', which matches 1 leaf. Nearest"),
+        ("a/kernel|kernel", "Write '.*/(?:a/kernel|kernel)', which matches 2 leaves."),
+        (
+            ".*/kernel/value",
+            "The box of a framework, such as nnx.Variable, is no part of a path. "
+            "Write '.*/kernel', which matches 2 leaves. Nearest",
+        ),
+        ("kernel/array", "path. Write '.*/kernel', which matches 2"),
+        ("(?i)KERNEL", "Nearest paths: "),
+    ],
+)
+def test_remedy_proposes_a_pattern_that_matches(pattern, message):
+    """With what is missing before or behind, without the key of a box."""
+    paths = ["0/mu/a/kernel", "0/nu/a/kernel/codes", "0/nu/b", "0/nu/a/kernel/scales"]
+    assert message in _trees.remedy(re.compile(pattern), paths)
 
 
 def test_arrays_are_leaves():

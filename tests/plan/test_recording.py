@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from step_factories import HEAD, MIB, STACK, adam_step
@@ -28,6 +29,27 @@ def test_state_is_recorded_from_init():
     ]
     assert found.parameter_bytes == STACK + HEAD
     assert [x.stacked for x in found.state] == [False, False, True, False, True]
+
+
+def test_state_of_an_nnx_optimizer_is_found_among_the_arguments():
+    """By paths without boxes, which are those that rules see in its updates."""
+
+    def make_step(offload, target):
+        def make():
+            model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
+            return model, nnx.Optimizer(model, offload(optax.adam(1.0)), wrt=nnx.Param)
+
+        rows = NamedSharding(target.mesh(("x",)), P("x"))
+        state = jax.tree.map(
+            lambda x: x.update(sharding=rows) if x.ndim else x,
+            oo.eval_shape(lambda: nnx.state(make())),
+        )
+        return oo.Step(lambda state: state, (state,))
+
+    (found,) = record(StepFactory(make_step, aot.Target("h100:4")))
+    nbytes = 256 * 256 * 4
+    sizes = {x.path: (x.nbytes, x.nbytes_per_device) for x in found.state}
+    assert sizes["0/mu/kernel"] == sizes["0/nu/kernel"] == (nbytes, nbytes // 4)
 
 
 def test_leaves_are_counted_as_the_arguments_are_sharded():
