@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import shutil
 from collections.abc import Sequence
@@ -65,22 +66,27 @@ def begin(
     zarr.tensorstore()
     _check_names([name for names, _, _ in arrays for name in names])
     state = manifest.state_name(processes.agreed_token())
-    error = None
-    try:
-        _prepare(root, sum(x.nbytes for _, x, _ in arrays))
-    except (OSError, ValueError) as e:
-        error = e
-    fine = processes.all_fine(error is None)
-    if error is not None:
-        raise error
-    if not fine:
-        raise OSError(f"another process cannot write to {root}; it says why")
     files = StateFiles(root, state, range(len(arrays)))
     entries = [
         [_entry(number, name, x) for name in names]
         for number, (names, x, _) in enumerate(arrays)
     ]
-    files.create(same[0] for same in entries)
+    with contextlib.ExitStack() as until_created:
+        error = None
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            if jax.process_index() == 0:
+                # Or another program does not see this state, and removes it.
+                until_created.enter_context(locks.directory(root))
+            _prepare(root, sum(x.nbytes for _, x, _ in arrays))
+        except (OSError, ValueError) as e:
+            error = e
+        fine = processes.all_fine(error is None)
+        if error is not None:
+            raise error
+        if not fine:
+            raise OSError(f"another process cannot write to {root}; it says why")
+        files.create(same[0] for same in entries)
     placeholders = [
         OnDisk(x, sharding, files, same[0])
         for (_, x, sharding), same in zip(arrays, entries, strict=True)
@@ -100,7 +106,6 @@ def _check_names(names: Sequence[Name]) -> None:
 
 def _prepare(root: Path, needed: int) -> None:
     """Checks that a directory can be written to, and removes what was left half way."""
-    root.mkdir(parents=True, exist_ok=True)
     manifest.check_file(root / manifest.FILE_NAME)
     committed, damaged = None, False
     try:

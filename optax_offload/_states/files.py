@@ -3,6 +3,7 @@
 A directory holds one state:
 
     manifest.json             the leaves there are; replaced last, in one rename
+    lock                      while a process makes a state known here, or removes one
     state-<token>/lock-<i>    held by process i while its tree refers to these leaves
     state-<token>/<number>/   a Zarr v3 array of a leaf's bytes, each chunk with CRC-32C
 """
@@ -136,7 +137,8 @@ class StateFiles:
         if jax.process_index() == 0:
             table = manifest.Manifest(self.path.name, tuple(entries))
             temporary = self.path / manifest.FILE_NAME
-            manifest.write(table, temporary, self.directory)
+            with locks.directory(self.directory):
+                manifest.write(table, temporary, self.directory)
         processes.all_fine(True)
         if not self.path.is_dir() or not (self.directory / manifest.FILE_NAME).exists():
             raise RuntimeError(
@@ -144,9 +146,10 @@ class StateFiles:
                 "to be on a file system that they share"
             )
         if jax.process_index() == 0:
-            for other in manifest.states_in(self.directory):
-                if other != self.path and not locks.in_use(other):
-                    shutil.rmtree(other)
+            with locks.directory(self.directory):
+                for other in manifest.states_in(self.directory):
+                    if other != self.path and not locks.in_use(other):
+                        shutil.rmtree(other)
         processes.all_fine(True)
 
     def _wait_for_writes(self) -> None:
@@ -208,8 +211,10 @@ class StateFiles:
 
     def _remove(self) -> None:
         if jax.process_index() == 0:
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                if manifest.read(self.directory).state == self.path.name:
-                    (self.directory / manifest.FILE_NAME).unlink()
-            shutil.rmtree(self.path, ignore_errors=True)
+            # Of a directory that cannot be written to a state can be read all the same.
+            with contextlib.suppress(OSError), locks.directory(self.directory):
+                with contextlib.suppress(FileNotFoundError, ValueError):
+                    if manifest.read(self.directory).state == self.path.name:
+                        (self.directory / manifest.FILE_NAME).unlink()
+                shutil.rmtree(self.path, ignore_errors=True)
         processes.all_fine(True)

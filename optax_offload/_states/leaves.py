@@ -28,7 +28,7 @@ class Leaves:
 
     def __init__(self, tree: Any):
         """Flattens the tree."""
-        flat, self._structure = jax.tree_util.tree_flatten_with_path(tree)
+        flat, self._structure = _trees.flatten_with_path(tree)
         self._keys = [keys for keys, _ in flat]
         self.paths = [_trees.path_string(keys) for keys in self._keys]
         self.leaves = [leaf for _, leaf in flat]
@@ -46,19 +46,32 @@ class Leaves:
         """The paths of leaves, for a message."""
         return _trees.listed([self.paths[i] for i in positions])
 
-    def what_is_lost(self, others: dict[int, Any]) -> str:
-        """For an error with `with_leaves(others)` in it: what that tree has no more."""
+    def what_is_lost(self, others: dict[int, Any], unread: Sequence[int] = ()) -> str:
+        """For an error with `with_leaves(others)` in it: what that tree has no more.
+
+        Args:
+          others: The leaves that are replaced, by their positions.
+          unread: The positions of leaves that are on disk and could not be read.
+        """
         gone = [
             i
             for i, x in enumerate(self.leaves)
             if isinstance(now := others.get(i, x), jax.Array) and now.is_deleted()
         ]
-        if not gone:
+        lost: list[str] = []
+        if gone:
+            lost.append(
+                f"{self.named(gone)}: deleted meanwhile, by a step or a call that it "
+                "was donated to"
+            )
+        if unread:
+            lost.append(
+                f"{self.named(unread)}: on disk, and cannot be read. If its files are "
+                "missing or damaged it is lost: take it from a checkpoint"
+            )
+        if not lost:
             return "Nothing is lost"
-        return (
-            f"{self.named(gone)}: deleted meanwhile, by a step or a call that it was "
-            "donated to. All other leaves are there"
-        )
+        return ". ".join([*lost, "All other leaves are there"])
 
 
 def begin(

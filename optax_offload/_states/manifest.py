@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "manifest.json"
+# Of what a manifest says and of how a leaf is stored.
+VERSION = 1
 _STATE_NAME = re.compile(r"state-[0-9a-f]{16}")
 
 
@@ -80,6 +82,7 @@ def states_in(directory: Path) -> list[Path]:
 def write(manifest: Manifest, temporary: Path, directory: Path) -> None:
     """Replaces the manifest of a directory, in one rename, and waits for the drive."""
     table = {
+        "version": VERSION,
         "state": manifest.state,
         "leaves": [dataclasses.asdict(entry) for entry in manifest.entries],
     }
@@ -110,6 +113,11 @@ def read(directory: Path) -> Manifest:
         ) from e
     try:
         manifest = _checked(text)
+    except _OtherVersionError as e:
+        raise ValueError(
+            f"{file} {e}. Nothing was read and nothing removed. Read it with the "
+            "release that wrote it, or use another directory"
+        ) from e
     except (_WrongError, RecursionError) as e:
         why = "nested too deeply" if isinstance(e, RecursionError) else str(e)
         raise ValueError(
@@ -139,6 +147,10 @@ class _WrongError(Exception):
     """What is wrong with a manifest."""
 
 
+class _OtherVersionError(Exception):
+    """Of which version a manifest is."""
+
+
 def _checked(text: bytes) -> Manifest:
     try:
         table = json.loads(text)
@@ -148,6 +160,11 @@ def _checked(text: bytes) -> Manifest:
         raise _WrongError(f"it is {_shown(table)}, not an object")
     if table.pop("sha256", None) != _hash(table):
         raise _WrongError("its hash is not that of what it says")
+    if (version := table.get("version")) != VERSION:
+        raise _OtherVersionError(
+            f"is of version {_shown(version)}, and this optax_offload reads version "
+            f"{VERSION}"
+        )
     state, leaves = table.get("state"), table.get("leaves")
     if not isinstance(state, str) or not _STATE_NAME.fullmatch(state):
         raise _WrongError(

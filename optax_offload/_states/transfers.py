@@ -34,6 +34,7 @@ class Transfer:
         good.
       wait: The function that waits for the result, between its start and its end.
       arrived: Whether the result is good.
+      failed: Whether the result could not be made.
     """
 
     positions: list[int]
@@ -43,6 +44,7 @@ class Transfer:
     result: Any = None
     wait: Callable[[], Any] | None = None
     arrived: bool = False
+    failed: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -166,7 +168,7 @@ class Transfers:
         """
         try:
             for transfer in self._transfers:
-                transfer.wait = transfer.start(transfer)
+                self._begin(transfer)
         except BaseException as e:
             self._raise(e)
         return self._in_background(self._finish_all)
@@ -186,7 +188,7 @@ class Transfers:
             while in_flight and nbytes + transfer.nbytes > self._call.window_bytes:
                 nbytes -= in_flight[0].nbytes
                 self._finish(in_flight.popleft())
-            transfer.wait = transfer.start(transfer)
+            self._begin(transfer)
             in_flight.append(transfer)
             nbytes += transfer.nbytes
         for transfer in in_flight:
@@ -195,11 +197,18 @@ class Transfers:
         for transfer, result in self._waiting:
             self._arrive(transfer, result)
 
+    def _begin(self, transfer: Transfer) -> None:
+        transfer.failed = True
+        transfer.wait = transfer.start(transfer)
+        transfer.failed = False
+
     def _finish(self, transfer: Transfer) -> None:
         """Waits until a result is known to be good, and only then frees its source."""
         if transfer.wait is None:
             return
+        transfer.failed = True
         result = transfer.wait()
+        transfer.failed = False
         transfer.wait = None
         if self._call.all_or_none:
             self._waiting.append((transfer, result))
@@ -304,13 +313,19 @@ class Transfers:
         self._stop()
         results = self._arrived()
         moved, left = list(results), self._not_arrived()
+        unread = [
+            i
+            for t in self._transfers
+            if t.failed and isinstance(t.source, OnDisk)
+            for i in t.positions
+        ]
         message = (
             f"{self._call.name} stopped: {one_line(error)}. Moved to "
             f"{self._call.where}: {len(moved)} leaves "
             f"({self._leaves.named(moved) or 'none'}). Not moved: {len(left)} "
             f"({self._leaves.named(left) or 'none'}). "
-            f"{self._leaves.what_is_lost(results)}: this error's .tree is the tree as "
-            "it is now. To go on, pass it to the same call, or to reload_states"
+            f"{self._leaves.what_is_lost(results, unread)}: this error's .tree is the "
+            "tree as it is now. To go on, pass it to the same call, or to reload_states"
         )
         tree = self._leaves.with_leaves(results)
         if isinstance(error, Exception):

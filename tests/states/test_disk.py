@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import json
+import os
 import pickle
 import shutil
 import sys
@@ -20,7 +21,7 @@ from state_trees import files, kinds, make_tree, on_device, steps, template_of, 
 
 import optax_offload as oo
 from optax_offload._states import files as state_files
-from optax_offload._states import records, zarr
+from optax_offload._states import locks, manifest, records, zarr
 
 pytest.importorskip("tensorstore", reason="needs the extra disk")
 
@@ -175,6 +176,66 @@ def test_directory_in_use(tmp_path):
     with pytest.raises(ValueError, match="give each state a directory of its own"):
         to_disk({"w": jnp.zeros(3)}, directory=tmp_path)
     np.testing.assert_array_equal(oo.reload_states(there)["w"], np.ones(3))
+
+
+def test_directory_is_held_where_states_appear_and_go(tmp_path, monkeypatch):
+    """So that another process neither sees half a state nor removes one twice."""
+    held = []
+
+    def noting(step, fn):
+        def noted(*args, **kw):
+            descriptor = locks.acquire(tmp_path / "lock")
+            held.append((step, descriptor is None))
+            if descriptor is not None:
+                os.close(descriptor)
+                (tmp_path / "lock").unlink()
+            return fn(*args, **kw)
+
+        return noted
+
+    for step, module, name in [
+        ("look", manifest, "states_in"),
+        ("create", zarr, "open_array"),
+        ("commit", manifest, "write"),
+        ("remove", shutil, "rmtree"),
+    ]:
+        monkeypatch.setattr(module, name, noting(step, getattr(module, name)))
+    (tmp_path / "state-0123456789abcdef").mkdir()  # Left half way.
+    there = to_disk({"w": jnp.ones(3)}, directory=tmp_path, block=True)
+    writing, held[:] = held[:], []
+    oo.reload_states(there)
+    assert writing == [
+        ("look", True),
+        ("remove", True),
+        ("create", True),
+        ("commit", True),
+        ("look", True),
+    ]
+    assert held == [("create", False), ("remove", True)]  # The first one opens it.
+    assert not files(tmp_path)
+
+
+def test_directory_that_another_holds(tmp_path, monkeypatch):
+    """It is waited for; and not for ever."""
+    monkeypatch.setattr(locks, "MOST_SECONDS", 0.0)
+    descriptor = locks.acquire(tmp_path / "lock")
+    tree = {"w": jnp.ones(3)}
+    with pytest.raises(OSError, match=r"another process has held .*lock for 0 sec"):
+        to_disk(tree, directory=tmp_path)
+    # Who waits has a file that is not the directory's lock any more.
+    monkeypatch.setattr(locks, "MOST_SECONDS", 60.0)
+    acquire, tried = locks.acquire, []
+
+    def acquired_late(file):
+        if not tried:
+            tried.append(file.unlink())
+            return os.dup(descriptor)
+        return acquire(file)
+
+    monkeypatch.setattr(locks, "acquire", acquired_late)
+    there = to_disk(tree, directory=tmp_path, block=True)
+    os.close(descriptor)
+    assert kinds(oo.reload_states(there)) == {"w": "device"}
 
 
 def test_old_state_is_replaced(tmp_path):

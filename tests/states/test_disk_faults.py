@@ -93,7 +93,12 @@ def test_damage_half_way_loses_nothing(tmp_path):
     (file,) = tmp_path.glob("state-*/2/c.*")
     content = file.read_bytes()
     file.write_bytes(bytes([content[0] ^ 1]) + content[1:])
-    with pytest.raises(oo.OffloadError, match=r"(?s)DATA_LOSS.*'w2'") as caught:
+    message = (
+        r"(?s)DATA_LOSS.*Not moved: 1 \('w2'\)\. 'w2': on disk, and cannot be read\. "
+        r"If its files are missing or damaged it is lost: take it from a checkpoint\."
+        r" All other leaves are there: this error's \.tree"
+    )
+    with pytest.raises(oo.OffloadError, match=message) as caught:
         oo.reload_states(there)
     now = caught.value.tree
     assert kinds(now)["w2"] == "disk"

@@ -32,7 +32,8 @@ def write_state(directory):
 
 def sealed(table):
     """The text of a manifest with the hash that it should have."""
-    table = {name: value for name, value in table.items() if name != "sha256"}
+    table = {"version": 1} | table
+    table.pop("sha256", None)
     text = json.dumps(table, sort_keys=True)
     return json.dumps(table | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
 
@@ -84,6 +85,24 @@ def test_state_that_is_a_link(tmp_path):
         name: content for name, content in before.items() if "elsewhere" in name
     }
     assert state.is_symlink()
+
+
+@pytest.mark.parametrize("version", [None, 2])
+def test_manifest_of_another_version(tmp_path, version):
+    """It is not damaged, and nothing of it is guessed or removed."""
+    template = write_state(tmp_path)
+    file = tmp_path / "manifest.json"
+    table = json.loads(file.read_text())
+    assert table["version"] == 1
+    file.write_text(sealed(table | {"version": version}))
+    before = everything(tmp_path)
+    message = (
+        rf"manifest\.json is of version {version}, and this optax_offload reads "
+        r"version 1\. Nothing was read and nothing removed\. Read it with the rel"
+    )
+    with pytest.raises(ValueError, match=message):
+        oo.reload_states(template, directory=tmp_path)
+    assert everything(tmp_path) == before
 
 
 def test_leaf_of_another_directory(tmp_path):
