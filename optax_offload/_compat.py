@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
-from jax._src.core import trace_state_clean
+from jax._src.core import NamedAxisEffect, trace_state_clean
+from jax._src.state.discharge import discharge_state
+from jax.extend import core as jex
 from jax.extend.core import primitives
 from jax.interpreters import partial_eval
 
@@ -30,6 +32,19 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11 and later
     return len(consts), len(carry)
+
+
+def has_effects(e: jex.JaxprEqn) -> bool:
+    """Whether an equation does more than to compute its results.
+
+    What reduces over an axis of `jax.shard_map` has that axis as an effect.
+    """
+    return any(not isinstance(effect, NamedAxisEffect) for effect in e.effects)
+
+
+def without_refs(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    """A jaxpr of the values of its refs, whose last results are their new values."""
+    return discharge_state(closed)
 
 
 def struct_is_on_host(struct: jax.ShapeDtypeStruct) -> bool:

@@ -12,6 +12,8 @@ import jax.core
 import numpy as np
 from jax.extend import core as jex
 
+from optax_offload import _compat
+
 Atom: TypeAlias = jex.Var | jex.Literal
 
 
@@ -117,7 +119,7 @@ def live(flat: Flat) -> list[int]:
     found: list[int] = []
     for i in reversed(range(len(flat.equations))):
         e = flat.equations[i]
-        if e.effects or not needed.isdisjoint(e.outvars):
+        if _compat.has_effects(e) or not needed.isdisjoint(e.outvars):
             found.append(i)
             needed.update(variables(e.invars))
     found.reverse()

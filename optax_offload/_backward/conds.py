@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from jax.extend import core as jex
 
+from optax_offload import _compat
 from optax_offload._jaxpr import Flat, flatten, live, shape, variables
 
 
@@ -16,7 +17,7 @@ def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     Results that no array in a branch has in common are results of conditionals of their
     own. What is computed of scalars alone is computed by each.
     """
-    if e.primitive.name != "cond" or e.effects or len(e.outvars) < 2:
+    if e.primitive.name != "cond" or _compat.has_effects(e) or len(e.outvars) < 2:
         return [e]
     branches = [flatten(branch) for branch in e.params["branches"]]
     classes = _classes(branches, len(e.outvars))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 from jax.extend import core as jex
 
@@ -14,11 +16,18 @@ from optax_offload import _flops, _memory
 from optax_offload._backward import body, held, order
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.fused_step import FusedScan, FusedStep
-from optax_offload._backward.platforms import on_tpu_or_else
+from optax_offload._backward.platforms import in_form
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
 from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
-from optax_offload._jaxpr import dependents, evaluate, read, shape, variables
+from optax_offload._jaxpr import (
+    Flat,
+    dependents,
+    evaluate,
+    read,
+    shape,
+    variables,
+)
 from optax_offload._update import Deferred, defer, note_arguments, schedule
 
 
@@ -28,11 +37,15 @@ def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     A TPU's compiler spreads transfers over an iteration by itself: there no row is
     stored late, so that none is on the device longer.
 
+    Refs are read before it, and written after it.
+
     Args:
       plan: The plan.
       args: The values of its arguments.
     """
     _warn(plan)
+    args = [*args, *plan.step.refs]
+    values = [x[...] if isinstance(x, jax.Ref) else x for x in args]
 
     def in_time(*args: Any) -> list[Any]:
         return _Run(plan, args, late=False).results()
@@ -45,9 +58,21 @@ def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
         for each in plan.scans
         for fused in (each.now, each.held if each.way == "twice" else ())
     ]
+    forms = [in_time]
     if any(order.delayed(scan, _ordered(scan, fused)) for scan, fused in in_scans):
-        return on_tpu_or_else(in_time, late, args)
-    return in_time(*args)
+        forms.append(late)
+    results = in_form(forms, plan.step.closed, values)
+    refs = [
+        (v, x)
+        for v, x in zip(plan.step.flat.invars, args, strict=True)
+        if isinstance(x, jax.Ref)
+    ]
+    first = len(results) - len(refs)
+    after = zip(refs, plan.step.flat.outvars[first:], results[first:], strict=True)
+    for (before, ref), a, value in after:
+        if a is not before:
+            ref[...] = value
+    return results[:first]
 
 
 def _ordered(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
@@ -71,17 +96,12 @@ class _Run:
     def __init__(self, plan: FusedStep, args: Sequence[Any], *, late: bool):
         self._plan, self._step, self._late = plan, plan.step, late
         flat = plan.step.flat
-        noted, cells = note_arguments(list(args), self._tell, on_device=True)
+        # What an equation keeps of this must not keep traced values.
+        tell = functools.partial(_tell, flat)
+        noted, cells = note_arguments(list(args), tell, on_device=True)
         self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
         self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
         self._env |= flat.constants
-
-    def _tell(self, argument: int) -> None:
-        aval: Any = self._step.flat.invars[argument].aval
-        raise MemoryKindError(
-            f"argument {argument} of the step, {aval.str_short()}, should come from "
-            f"host memory and is on the device. {CAUSES}"
-        )
 
     def results(self) -> list[Any]:
         """The values of the step's results."""
@@ -114,10 +134,9 @@ class _Run:
         sums = self._plan.passes.sums(each.fused, 0)
         first = [*each.now, *(f.summing(sums) for f in each.held)]
         work = self._work(each, first, sums, kept, waiting)
-        scanned = [*each.scan.consts, *each.scan.carry, *each.scan.xs]
-        self._require(variables(scanned))
-        self._require(_inputs(each, first))
+        self._require([*self._step.reads(each.scan.position), *_inputs(each, first)])
         self._run_work(each.scan, work)
+        self._env |= dict.fromkeys(self._step.tokens(each.scan.position))
 
     def _work(
         self,
@@ -189,15 +208,14 @@ class _Run:
     def _require(self, wanted: Iterable[jex.Var]) -> None:
         """Evaluates what variables take, as far as it is not known yet."""
         flat = self._step.flat
-        missing = {v for v in wanted if v not in self._env and v in flat.producers}
+        missing = {v for v in wanted if v not in self._env}
         found: list[int] = []
         for i in reversed(range(len(flat.equations))):
-            e = flat.equations[i]
-            if not missing.isdisjoint(e.outvars):
+            if not missing.isdisjoint(self._step.defines(i)):
                 found.append(i)
-                missing.update(v for v in variables(e.invars) if v not in self._env)
+                missing.update(v for v in self._step.reads(i) if v not in self._env)
         for i in found[::-1]:
-            self._env |= evaluate(flat, [i], self._env.__getitem__)
+            self._evaluate([i])
 
     def _run_nodes(self, nodes: Sequence[Node]) -> list[Node]:
         """Evaluates nodes, and returns those that take what is not known yet.
@@ -211,7 +229,6 @@ class _Run:
             (ready if known.issuperset(node.reads) else postponed).append(node)
             if ready and ready[-1] is node:
                 known.update(self._defines(node))
-        flat = self._step.flat
         for left, some in itertools.groupby(ready, lambda node: node.left):
             if left is None:
                 found = (
@@ -219,14 +236,20 @@ class _Run:
                     for node in some
                     if any(v not in self._env for v in self._defines(node))
                 )
-                self._env |= evaluate(flat, list(found), self._env.__getitem__)
+                self._evaluate(list(found))
             else:
                 self._run_left(left)
         return postponed
 
+    def _evaluate(self, positions: Sequence[int]) -> None:
+        """Evaluates equations of the step."""
+        step = self._step
+        self._env |= evaluate(step.flat, positions, self._env.__getitem__)
+        self._env |= dict.fromkeys(v for i in positions for v in step.tokens(i))
+
     def _defines(self, node: Node) -> list[jex.Var]:
         if node.left is None:
-            return list(self._step.flat.equations[node.position].outvars)
+            return self._step.defines(node.position)
         return variables(node.left.region.results[k] for k in node.left.wanted)
 
     def _run_left(self, left: Left) -> None:
@@ -245,6 +268,14 @@ class _Run:
             a = region.results[k]
             if isinstance(a, jex.Var):
                 self._env[a] = value
+
+
+def _tell(flat: Flat, argument: int) -> None:
+    aval: Any = flat.invars[argument].aval
+    raise MemoryKindError(
+        f"argument {argument} of the step, {aval.str_short()}, should come from "
+        f"host memory and is on the device. {CAUSES}"
+    )
 
 
 def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:

@@ -18,7 +18,7 @@ from optax_offload._backward.plan import plan, refusals
 from optax_offload._backward.step import take_apart
 from optax_offload._errors import OffloadWarning
 
-_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref)
 
 
 def fuse_backward(

@@ -135,7 +135,7 @@ class FusedStep:
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
     """How often the rows of what waits in some scans are passed over."""
     positions = candidates(step)
-    return order.passes(step.flat, positions, [(x.scan, x.fused) for x in scans])
+    return order.passes(step, positions, [(x.scan, x.fused) for x in scans])
 
 
 def candidates(step: Step) -> list[int]:

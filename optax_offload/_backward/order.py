@@ -10,7 +10,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.rows import Scan, Sum
-from optax_offload._jaxpr import Flat, variables
+from optax_offload._backward.step import Step
 
 # Updates that have less of the state than this are delayed whole: it costs nothing to
 # keep their rows, and what their gradients need would be computed with no load beside
@@ -55,12 +55,12 @@ class Passes(NamedTuple):
 
 
 def passes(
-    flat: Flat, scans: Collection[int], held: Sequence[tuple[Scan, Sequence[Fused]]]
+    step: Step, scans: Collection[int], held: Sequence[tuple[Scan, Sequence[Fused]]]
 ) -> Passes:
     """Which pass sums up what: as early as what it takes is known.
 
     Args:
-      flat: The step.
+      step: The step.
       scans: All scans of it, as positions.
       held: What waits, by its scan. A pass takes the scans in this order.
     """
@@ -75,23 +75,22 @@ def passes(
     known: dict[jex.Var, tuple[int, int]] = {}
     of: dict[int, int] = {}
 
-    def number(atoms: Sequence[Any], scan: int) -> int:
+    def number(taken: Sequence[jex.Var], scan: int) -> int:
         """The first pass in which a scan can take these."""
-        last, after = max(
-            (known[v] for v in variables(atoms) if v in known), default=(0, -1)
-        )
+        last, after = max((known[v] for v in taken if v in known), default=(0, -1))
         return last + (after >= scan)
 
-    for i, e in enumerate(flat.equations):
+    for i in range(len(step.flat.equations)):
         if i in at:
-            of[i] = number(e.invars, at[i])
-            known[e.outvars[0]] = of[i], at[i]
+            of[i] = number(step.reads(i), at[i])
+            known.update((v, (of[i], at[i])) for v in step.defines(i))
             continue
-        before = [known[v] for v in variables(e.invars) if v in known]
+        before = [known[v] for v in step.reads(i) if v in known]
         if i in scans:
             before.append((0, i))
         if before:
-            known.update((v, max(before)) for v in e.outvars if v not in gradients)
+            after = (v for v in step.defines(i) if v not in gradients)
+            known.update((v, max(before)) for v in after)
     results = (
         number(f.component.results, scan.position) for scan, some in held for f in some
     )

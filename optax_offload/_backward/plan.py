@@ -117,6 +117,7 @@ class _Search:
         if self._held == "auto":
             self._check_always_moved(found, all_fused)
         self._check_old_values(found, all_fused)
+        self._check_later_scans(all_fused)
         return FusedScan(self._scan, now, held, way, tuple(outside))
 
     def _way(self, found: Followed, held: Sequence[Fused]) -> Way:
@@ -134,10 +135,10 @@ class _Search:
             why = _why_late(self._step.flat, found, f.rows)
             raise MixesError(f.component.gradients, why)
         if asked != "auto":
-            if asked == "twice" and self._scan.equation.effects:
+            if asked == "twice" and self._step.tokens(self._scan.position):
                 raise MixesError(held[0].component.gradients, _ONCE)
             return asked
-        if self._scan.equation.effects:
+        if self._step.tokens(self._scan.position):
             return "store"
         here = FusedScan(self._scan, (), tuple(held), "store", ())
         passes = passes_of(self._step, [here, *self._before])
@@ -179,6 +180,20 @@ class _Search:
                     raise MixesError(
                         owner[v], f"{reader} reads what it replaces, after the scan"
                     )
+
+    def _check_later_scans(self, fused: Sequence[Fused]) -> None:
+        """Raises if a later scan waits for what is summed up after all scans."""
+        step = self._step
+        equations = step.flat.equations
+        for f in fused:
+            late = {v for s in f.component.late_sums for v in step.defines(s.position)}
+            for i in range(self._scan.position + 1, len(equations)):
+                if late.isdisjoint(step.reads(i)):
+                    continue
+                if i in self._later:
+                    why = "a later scan needs what its update sums up over all rows"
+                    raise MixesError(f.component.gradients, why)
+                late.update(step.defines(i))
 
 
 _ONCE = "it has to wait, and its scan, which has effects, runs once"

@@ -34,7 +34,7 @@ class Node(NamedTuple):
 
     Attributes:
       position: The position of the equation, or of the update's last.
-      reads: The variables that it takes.
+      reads: The variables that it takes; see `Step.reads`.
       left: What is left of the update.
     """
 
@@ -46,28 +46,33 @@ class Node(NamedTuple):
 def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Node]:
     """What is evaluated outside of scans, and these, in order.
 
-    What is only needed by the updates in the scans is left out.
+    What is only needed by the updates in the scans is left out. What has effects never
+    is: that of an update, and what it takes, is evaluated in its place in the step, and
+    not by what is left of the update.
     """
     flat = step.flat
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
     known = {v for i in sums for v in flat.equations[i].outvars}
     needed = {v for v in variables(flat.outvars) if v not in results}
+    # What is needed of an update beside what is left of it.
+    inside: set[jex.Var] = set()
     found: list[Node] = []
     for i in reversed(range(len(flat.equations))):
         e = flat.equations[i]
         region = step.region_of.get(i)
-        if region is not None:
-            if i == region.positions[-1]:
-                node = _left(step, region, needed, known)
-                found += [node] if node.left else []
-                needed.update(node.reads)
-            continue
+        if region is not None and i == region.positions[-1]:
+            node = _left(step, region, needed, known)
+            found += [node] if node.left else []
+            needed.update(node.reads)
         if i in sums:
             continue
-        if i in scans or e.effects or not needed.isdisjoint(e.outvars):
-            found.append(Node(i, tuple(variables(e.invars))))
+        wanted = needed if region is None else inside
+        if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
+            found.append(Node(i, tuple(step.reads(i))))
             needed.update(variables(e.invars))
+            if region is not None:
+                inside.update(variables(e.invars))
     return found[::-1]
 
 

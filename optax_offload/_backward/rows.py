@@ -204,7 +204,7 @@ class _Walk:
             self._analysis.mark(v, 0)
         self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
         self._parent: dict[jex.Var, jex.Var] = {v: v for v in gradients}
-        self.late = set(scan.equation.outvars).difference(gradients)
+        self.late = set(step.defines(scan.position)).difference(gradients)
         self._sums: list[Sum] = []
 
     def _root(self, v: jex.Var) -> jex.Var:
@@ -215,13 +215,13 @@ class _Walk:
     def visit(self, i: int) -> None:
         """Goes on with an equation."""
         e = self._step.flat.equations[i]
-        operands = variables(e.invars)
+        operands = self._step.reads(i)
         late = i in self._later or not self.late.isdisjoint(operands)
         touched = [v for v in operands if v in self.of]
         if touched:
             self._visit_rows(i, e, touched)
         if late:
-            self.late.update(e.outvars)
+            self.late.update(self._step.defines(i))
 
     def _visit_rows(self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]) -> None:
         roots = {self._root(self.of[v]) for v in touched}

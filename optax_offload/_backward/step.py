@@ -8,12 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
+import numpy as np
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._backward import remats
 from optax_offload._backward.conds import split
-from optax_offload._jaxpr import Atom, Flat, flatten, live
+from optax_offload._jaxpr import Atom, Flat, flatten, live, variables
 from optax_offload._update import Deferred, Update, deferred, is_noted
 
 
@@ -38,17 +40,26 @@ class Region:
     def left(
         self, wanted: Sequence[int], known: Collection[jex.Var]
     ) -> tuple[Update, list[Atom]]:
-        """The update for some of its outputs only.
+        """The update for some of its outputs only, without what has effects.
 
         Args:
           wanted: The outputs, as positions.
-          known: Variables of the step that are computed elsewhere.
+          known: Variables of the step that are computed elsewhere, besides the results
+            of what has effects.
 
         Returns:
           The update, and what the step gives it.
         """
         names = self.names.items()
-        inner = [v for v, a in names if isinstance(a, jex.Var) and a in known]
+        done = {
+            v
+            for e in self.what.update.flat.equations
+            if _compat.has_effects(e)
+            for v in e.outvars
+        }
+        inner = [
+            v for v, a in names if v in done or (isinstance(a, jex.Var) and a in known)
+        ]
         update, kept = self.what.update.restricted(wanted, inner)
         operands = [self.operands[i] for i in kept]
         return update, [*operands, *(self.names[v] for v in inner)]
@@ -61,10 +72,15 @@ class Step:
     Attributes:
       flat: All equations. What is moved to or from the host is an equation too.
       regions: The offloaded updates whose equations are among them.
+      closed: The step as it was traced, of the values of its refs.
+      refs: The refs that it closes over. Their values are its last arguments, and the
+        new values of all refs are its last results.
     """
 
     flat: Flat
     regions: tuple[Region, ...]
+    closed: jex.ClosedJaxpr
+    refs: tuple[Any, ...]
 
     @functools.cached_property
     def region_of(self) -> Mapping[int, Region]:
@@ -76,9 +92,42 @@ class Step:
         """The equations that a result or an effect needs, as positions."""
         return frozenset(live(self.flat))
 
+    def reads(self, i: int) -> list[jex.Var]:
+        """What an equation takes; with effects, also that those before it are done."""
+        before, _ = self._tokens.get(i, ((), ()))
+        return [*variables(self.flat.equations[i].invars), *before]
+
+    def defines(self, i: int) -> list[jex.Var]:
+        """What an equation defines; with effects, also that it is done."""
+        _, after = self._tokens.get(i, ((), ()))
+        return [*self.flat.equations[i].outvars, *after]
+
+    def tokens(self, i: int) -> Sequence[jex.Var]:
+        """What stands for the effects of an equation; nothing where it has none."""
+        return self._tokens.get(i, ((), ()))[1]
+
+    @functools.cached_property
+    def _tokens(self) -> Mapping[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]]:
+        """The tokens that an equation with effects takes and gives, by position.
+
+        Each takes the one of the equation before, so that whatever follows what values
+        need keeps effects in their order too.
+        """
+        found: dict[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]] = {}
+        before: Sequence[jex.Var] = ()
+        for i, e in enumerate(self.flat.equations):
+            if _compat.has_effects(e):
+                found[i] = before, (jex.Var(_TOKEN),)
+                before = found[i][1]
+        return found
+
+
+_TOKEN = jax.core.ShapedArray((), np.dtype(bool))
+
 
 def take_apart(closed: jex.ClosedJaxpr) -> Step:
     """The equations of a step, and of the updates in it."""
+    closed, refs = _of_values(closed)
     outer = flatten(closed)
     taken = _Taken(outer)
     for e in outer.equations:
@@ -87,7 +136,35 @@ def take_apart(closed: jex.ClosedJaxpr) -> Step:
     flat = dataclasses.replace(
         outer, equations=taken.equations, constants=taken.constants, outvars=outvars
     )
-    return Step(flat, tuple(taken.regions))
+    return Step(flat, tuple(taken.regions), closed, refs)
+
+
+def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
+    """A step of the values of its refs, and the refs that it closes over.
+
+    What is read and written is followed then as other values are, in the order of the
+    program, and no equation is left whose place is all that says what it reads.
+    """
+    jaxpr = closed.jaxpr
+    constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    refs = [(v, x) for v, x in constants if isinstance(x, jax.Ref)]
+    if not (refs or any(map(_is_ref, jaxpr.invars))):
+        return closed, ()
+    others = [(v, x) for v, x in constants if not isinstance(x, jax.Ref)]
+    jaxpr = jex.Jaxpr(
+        constvars=[v for v, _ in others],
+        invars=[*jaxpr.invars, *(v for v, _ in refs)],
+        outvars=jaxpr.outvars,
+        eqns=jaxpr.eqns,
+        effects=jaxpr.effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    pure = _compat.without_refs(jex.ClosedJaxpr(jaxpr, [x for _, x in others]))
+    return pure, tuple(x for _, x in refs)
+
+
+def _is_ref(v: jex.Var) -> bool:
+    return isinstance(v.aval, jax.ref.AbstractRef)
 
 
 class _Taken:

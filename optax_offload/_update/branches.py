@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from optax_offload import _compat
 from optax_offload._jaxpr import (
     Atom,
     Flat,
@@ -68,8 +69,13 @@ def find(update: Update) -> Branches | None:
     In the version that keeps the state, an update that is multiplied by a known zero
     is zero: `optax.MultiSteps` computes and drops it, and its product would be -0.0 or
     NaN where the update is negative or is not finite.
+
+    An update with effects is left as one: they would be had by each version, and beside
+    both.
     """
     flat, stores = update.flat, update.stores
+    if any(map(_compat.has_effects, flat.equations)):
+        return None
     loaded = {flat.invars[i] for i in update.loads if shape(flat.invars[i])}
     dependent = dependents(flat, loaded)
     predicate = _predicate(flat, loaded, dependent, stores)

@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _compat, _memory
 from optax_offload._jaxpr import Flat, live, shape, variables
 from optax_offload._update.group import Group
 from optax_offload._update.group_slices import sliced
@@ -238,10 +238,11 @@ def _own(
     for i in reversed(shared):
         e = flat.equations[i]
         wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
-        at = wanted.pop() if len(wanted) == 1 and not e.effects else None
+        effects = _compat.has_effects(e)
+        at = wanted.pop() if len(wanted) == 1 and not effects else None
         if at is not None:
             own[at].append(i)
-        elif e.effects or wanted or any(v in wanted_by for v in e.outvars):
+        elif effects or wanted or any(v in wanted_by for v in e.outvars):
             left.append(i)
         else:
             continue

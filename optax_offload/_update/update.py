@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _jaxpr, _memory, _rules, _trees
+from optax_offload import _compat, _jaxpr, _memory, _rules, _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Update:
     def restricted(
         self, wanted: Sequence[int], known: Sequence[jex.Var] = ()
     ) -> tuple[Update, list[int]]:
-        """The update for some of its outputs only.
+        """The update for some of its outputs only, without what has effects.
 
         Args:
           wanted: The outputs, as positions.
@@ -111,7 +111,9 @@ class Update:
         """
         outvars = [self.flat.outvars[k] for k in wanted]
         equations = [
-            e for e in self.flat.equations if not any(v in known for v in e.outvars)
+            e
+            for e in self.flat.equations
+            if not (_compat.has_effects(e) or any(v in known for v in e.outvars))
         ]
         flat = dataclasses.replace(self.flat, outvars=outvars, equations=equations)
         equations = [equations[i] for i in _jaxpr.live(flat)]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax.extend import core as jex
 
+from optax_offload import _compat
 from optax_offload._jaxpr import shape
 
 Axis = int | None
@@ -95,7 +96,12 @@ def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
 
 
 def rule_of(e: jex.JaxprEqn) -> Rule:
-    """The rule of an equation; of a primitive without one, a rule that refuses."""
+    """The rule of an equation; of a primitive without one, a rule that refuses.
+
+    So of what has effects: they would be had for every slice.
+    """
+    if _compat.has_effects(e):
+        return _REFUSED
     return RULES.get(e.primitive.name, _REFUSED)
 
 
