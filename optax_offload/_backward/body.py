@@ -226,7 +226,7 @@ class _Loop:
         for unit in self._units:
             if unit.fused.parts is not None:
                 whole = functools.partial(self._whole, unit, before, buffers)
-                part_by_part.run(unit.fused.parts, i, rows, whole, buffers)
+                part_by_part.run(unit.fused, i, rows, whole, buffers)
                 continue
             rows |= self._values(unit, i, before, rows)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
@@ -302,6 +302,8 @@ class _Loop:
         memory_kind = _memory.kind_of_type(v.aval)
         if memory_kind != "device" and before is not None:
             row = constrain(row, self._cells.get(before), axis)
+        if memory_kind != "device" and v in unit.fused.codes:
+            row = _tpu_layout.constrain(row, v.aval)
         return _put(buffer, _memory.transfer(row, memory_kind), i, axis)
 
 

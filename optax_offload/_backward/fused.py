@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._backward.parts import Parts
 from optax_offload._backward.rows import Component, Sum
+from optax_offload._backward.step import Step
+from optax_offload._jaxpr import variables
 from optax_offload._update import RowLocal
 
 
@@ -21,6 +23,7 @@ class Fused:
       component: The gradients, and what follows from them.
       rows: The equations that lead to results, and to what is summed up.
       replaced: For each result the argument whose buffer it is written into.
+      codes: The results that hold codes of 8 bits.
       parts: How a row is divided, where it is more than the window that was asked for.
       whole_because: Why such a row is not divided; "" where it is, or need not be.
     """
@@ -28,6 +31,7 @@ class Fused:
     component: Component
     rows: RowLocal
     replaced: Mapping[jex.Var, jex.Var | None]
+    codes: frozenset[jex.Var] = frozenset()
     parts: Parts | None = None
     whole_because: str = ""
 
@@ -47,6 +51,14 @@ class Fused:
         component = dataclasses.replace(self.component, results=(), sums=sums)
         operands = dict.fromkeys(v for s in sums for v in s.operands)
         return Fused(component, self.rows.restricted([*operands]), {})
+
+
+def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:
+    """The least window that was asked for, of the updates that these are of."""
+    results = {v for f in fused for v in f.component.results}
+    regions = (r for r in step.regions if not results.isdisjoint(variables(r.results)))
+    asked = (r.what.window_bytes for r in regions)
+    return min((n for n in asked if n is not None), default=None)
 
 
 def _nbytes(v: jex.Var) -> int:

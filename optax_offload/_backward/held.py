@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._backward.fused import Fused
+from optax_offload._backward.fused import Fused, asked_window
 from optax_offload._backward.kernel import Kernel, kernel
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
@@ -43,8 +43,7 @@ def run(
         for x, value in zip(update.inputs, args, strict=True)
     )
     update = dataclasses.replace(update, inputs=inputs)
-    asked = [r.what.window_bytes for r in step.regions]
-    window_bytes = asked[0] if asked else None
+    window_bytes = asked_window(step, fused)
     of = {i: cells[v] for i, v in enumerate(sources) if v in cells}
     what = Deferred(update, window_bytes, of)
     values = defer(what, schedule(update, window_bytes), args)
@@ -72,6 +71,7 @@ def _held(
     sources: dict[jex.Var, jex.Var] = {}
     axes: dict[jex.Var, int] = {}
     outputs: list[tuple[jex.Var, jex.Var, jex.Var | None]] = []
+    codes = {v for f, _ in fused for v in f.codes}
     for f, k in fused:
         for e in k.rows.equations:
             equations[flat.producers[e.outvars[0]]] = e
@@ -101,6 +101,7 @@ def _held(
                 _memory.kind_of_type(v.aval),
                 None if before is None else position[before],
                 is_update=False,
+                holds_codes=v in codes,
             )
             for v, _, before in outputs
         ),

@@ -9,11 +9,12 @@ import jax.core
 from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
-from optax_offload._backward.parts import Parts, Place
+from optax_offload._backward.fused import Fused
+from optax_offload._backward.parts import Place
 
 
 def run(
-    parts: Parts,
+    fused: Fused,
     i: Any,
     rows: Mapping[jex.Var, Any],
     whole: Callable[[jex.Var], Any],
@@ -25,12 +26,14 @@ def run(
     stored. What each part takes all of is read before the first one.
 
     Args:
-      parts: The parts.
+      fused: The update, whose rows have parts.
       i: The position of the row.
       rows: What there is of the row alone, as its gradient.
       whole: The value that other rows are taken of, now.
       buffers: What the results are written into.
     """
+    parts = fused.parts
+    assert parts is not None
 
     def loaded(place: Place, offset: int) -> Any:
         v = place.variable
@@ -50,5 +53,7 @@ def run(
         values = jax.core.eval_jaxpr(parts.jaxpr, (), *inputs)
         for place, value in zip(parts.outputs, values, strict=True):
             v = place.variable
+            if v in fused.codes and _memory.on_host(v.aval):
+                value = _tpu_layout.constrain(value, v.aval)
             value = _memory.transfer(value, _memory.kind_of_type(v.aval))
             buffers[v] = place.paste(buffers[v], value, i, offset)

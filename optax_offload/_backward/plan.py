@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
 from optax_offload._backward import price
-from optax_offload._backward.fused import Fused
+from optax_offload._backward.fused import Fused, asked_window
 from optax_offload._backward.fused_step import (
     FusedScan,
     FusedStep,
@@ -29,7 +29,7 @@ from optax_offload._backward.rows import (
     Scan,
     follow,
 )
-from optax_offload._backward.step import Region, Step
+from optax_offload._backward.step import Step
 from optax_offload._jaxpr import Flat, variables
 from optax_offload._update import NotRowLocalError, RowLocal, keeping
 
@@ -217,19 +217,20 @@ def _fused(step: Step, found: Followed, component: Component) -> Fused:
         raise MixesError(component.gradients, "the step returns it")
     if not any(replaced.values()):
         raise MixesError(component.gradients, "it replaces no argument of the step")
-    return _in_parts(step, Fused(component, rows, replaced))
+    coded = (
+        a
+        for region in step.regions
+        for a, output in zip(region.results, region.what.update.outputs, strict=True)
+        if output.holds_codes
+    )
+    codes = frozenset(variables(coded)).intersection(component.results)
+    return _in_parts(step, Fused(component, rows, replaced, codes))
 
 
 def _in_parts(step: Step, fused: Fused) -> Fused:
     """With its rows divided, where they are more than the window that was asked for."""
-    regions = [
-        region
-        for region in step.regions
-        if not set(fused.component.results).isdisjoint(variables(region.results))
-    ]
-    asked = [r.what.window_bytes for r in regions if r.what.window_bytes is not None]
-    nbytes = _row_bytes(regions, fused)
-    if not asked or nbytes <= min(asked):
+    asked, nbytes = asked_window(step, [fused]), _row_bytes(fused)
+    if asked is None or nbytes <= asked:
         return fused
     component = fused.component
     if component.late_sums or (component.sums and not component.waits):
@@ -238,21 +239,15 @@ def _in_parts(step: Step, fused: Fused) -> Fused:
     # What waits is summed up before.
     rows = fused.rows.restricted(component.results)
     try:
-        found = parts(rows, nbytes / min(asked), step.flat.debug_info)
+        found = parts(rows, nbytes / asked, step.flat.debug_info)
     except NotRowLocalError as e:
         return dataclasses.replace(fused, whole_because=str(e))
     return dataclasses.replace(fused, parts=found)
 
 
-def _row_bytes(regions: Sequence[Region], fused: Fused) -> int:
+def _row_bytes(fused: Fused) -> int:
     """What a row of state takes on each device; of codes what they are decoded to."""
-    coded = {
-        a
-        for region in regions
-        for a, output in zip(region.results, region.what.update.outputs, strict=True)
-        if output.holds_codes
-    }
-    codes = {fused.replaced[v] for v in fused.component.results if v in coded}
+    codes = {fused.replaced[v] for v in fused.codes}
     loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
     return sum(
         _memory.nbytes_on_each_device(v.aval)

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from low_bit_cases import MOMENTS, encoded_leaves, make_params
 
 import optax_offload as oo
+from optax_offload._update import schedule
 
 LR = 1e-2
 CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]
@@ -256,3 +257,64 @@ def test_blocks_on_two_devices_warn(offloaded):
             message = r"'0/mu/w', '0/nu/w': sharded so that blocks of the codec lie on"
             with pytest.warns(oo.OffloadWarning, match=message):
                 tx.init(params)
+
+
+def clipped_steps(held, windows=(None, None)):
+    """The jaxpr of a step whose gradients wait, with two offloaded optimizers."""
+    rule = oo.Rule(MOMENTS, min_bytes=8, codec="int8")
+    params = {"a": jnp.ones((4, 512, 256)), "b": jnp.ones((4, 256, 512))}
+    txs = {
+        name: oo.offload(optax.adam(LR), rule, window_bytes=window)
+        for name, window in zip(params, windows, strict=True)
+    }
+    tx = optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.partition(txs, {name: name for name in params}),
+    )
+
+    def step(params, state, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w["a"]) @ w["b"], None
+
+        def loss(params):
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = oo.fuse_backward(step, held=held)
+    return jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512)))
+
+
+def test_codes_whose_gradients_wait_are_counted_as_decoded():
+    """By the window, which is the least of those that were asked for."""
+    closed = clipped_steps("store", (2**22, 2**21))
+    found = (e.params["what"] for e in closed.eqns if "what" in e.params)
+    (what,) = (x for x in found if x.update.loads)  # Counters are on the device.
+    assert what.window_bytes == 2**21
+    (planned,) = schedule(what.update, what.window_bytes).straights()
+    # Two moments, a byte for each number where they are at rest; the gradient, of four.
+    numbers = 4 * 512 * 256
+    scales = 2 * 4 * numbers // 256
+    for group in planned.groups:
+        assert group.nbytes == (2 * 4 + 4) * numbers + scales
+        assert group.moved_bytes == (2 + 4) * numbers + scales
+    assert all(n <= 2**21 for loop in planned.loops for n in loop.slice_bytes)
+
+
+@pytest.mark.parametrize("window_bytes", [None, 2**19])
+def test_codes_that_a_scan_stores_keep_their_layout(window_bytes):
+    """A TPU's compiler would turn their axes, and could not write a row of them."""
+    closed = clipped_steps("twice", (window_bytes,) * 2)
+    *_, scan = (e for e in closed.eqns if e.primitive.name == "scan")
+    body = scan.params["jaxpr"].jaxpr
+    producers = {v: e for e in body.eqns for v in e.outvars}
+    stored = [
+        producers[e.invars[0]]
+        for e in body.eqns
+        if e.primitive.name == "device_put"
+        and e.outvars[0].aval.dtype == jnp.uint16
+        and oo._memory.on_host(e.outvars[0].aval)
+    ]
+    assert len(stored) >= 4
+    assert all("layout_constraint" in str(e) for e in stored)
