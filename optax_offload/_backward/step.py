@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.core
 import numpy as np
+from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._backward import remats
 from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live, variables
-from optax_offload._update import Deferred, Update, deferred, is_noted
+from optax_offload._update import Deferred, Update, as_zero, deferred, is_noted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +205,7 @@ class _Taken:
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         what = _split(what)
+        dropped = as_zero(what.update)
         flat, first = what.update.flat, len(self.equations)
         constants = {v: jex.Var(v.aval) for v in flat.constants}
         self.constants |= {constants[v]: c for v, c in flat.constants.items()}
@@ -219,12 +221,37 @@ class _Taken:
             moved = e.replace(invars=[read(a) for a in e.invars], outvars=results)
             names.update(zip(e.outvars, results, strict=True))
             self.equations.append(moved)
+            if e.outvars[0] in dropped:
+                predicate, value = dropped[e.outvars[0]]
+                chosen = self._zero_if(read(predicate), value, results[0])
+                names[e.outvars[0]] = chosen
         results = [
             self._moved(read(a), output.memory_kind)
             for a, output in zip(flat.outvars, what.update.outputs, strict=True)
         ]
         positions = range(first, len(self.equations))
         return Region(what, tuple(operands), tuple(results), positions, names)
+
+    def _zero_if(self, predicate: Atom, value: int, update: jex.Var) -> jex.Var:
+        """An update, or zero where it is dropped, as where the two are programs apart.
+
+        `optax.MultiSteps` multiplies it by zero, which is NaN where it is not finite.
+        """
+        closed = jax.make_jaxpr(
+            lambda p, u: lax.select(p == value, lax.full_like(u, 0), u)
+        )(predicate.aval, update.aval)
+        flat = flatten(closed)
+        names: dict[jex.Var, Atom] = dict(
+            zip(flat.invars, (predicate, update), strict=True)
+        )
+        for e in flat.equations:
+            operands = [
+                a if isinstance(a, jex.Literal) else names.get(a, a) for a in e.invars
+            ]
+            self.equations.append(e.replace(invars=operands))
+        (result,) = flat.outvars
+        assert isinstance(result, jex.Var)
+        return result
 
     def _moved(self, a: Atom, memory_kind: str) -> Atom:
         """What an atom is in a memory."""

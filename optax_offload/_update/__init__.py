@@ -7,7 +7,7 @@ from optax_offload._update.arguments import (
     is_unknown,
     note_arguments,
 )
-from optax_offload._update.branches import keeping
+from optax_offload._update.branches import as_zero, keeping
 from optax_offload._update.equation import Deferred, closed, defer, deferred
 from optax_offload._update.proof import analyze
 from optax_offload._update.schedule import Branched, Schedule, Straight, schedule
@@ -35,6 +35,7 @@ __all__ = [
     "Straight",
     "Update",
     "analyze",
+    "as_zero",
     "closed",
     "constrain",
     "defer",

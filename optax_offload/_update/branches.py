@@ -48,6 +48,8 @@ class Branches:
       beside: The equations of the other outputs, as positions.
       versions: The update if it is 0, and if it is 1. Neither has the equations before;
         what is not among the outputs is 0.
+      dropped: The updates that are zero for a value of the predicate, being a product
+        with zero, each with that value.
     """
 
     predicate: jex.Var
@@ -55,6 +57,7 @@ class Branches:
     outputs: Mapping[int, int | None]
     beside: tuple[int, ...]
     versions: tuple[Update, Update]
+    dropped: Mapping[jex.Var, int]
 
 
 def keeping(update: Update) -> jex.Var | None:
@@ -102,7 +105,25 @@ def find(update: Update) -> Branches | None:
         dataclasses.replace(update, flat=zero),
         dataclasses.replace(update, flat=one),
     )
-    return Branches(predicate, before, outputs, tuple(sorted(beside)), versions)
+    zeros = {
+        v: value
+        for value, version in enumerate((zero, one))
+        for v in dropped.intersection(version.producers)
+        if version.equations[version.producers[v]].primitive.name != "mul"
+        and flat.equations[flat.producers[v]].primitive.name == "mul"
+    }
+    return Branches(predicate, before, outputs, tuple(sorted(beside)), versions, zeros)
+
+
+def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
+    """The updates that are dropped for a value of a predicate, with both.
+
+    Where one program is for both cases, as in a scan, zero has to be chosen.
+    """
+    found = find(update)
+    if found is None:
+        return {}
+    return {v: (found.predicate, value) for v, value in found.dropped.items()}
 
 
 @dataclasses.dataclass(frozen=True)

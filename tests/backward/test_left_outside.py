@@ -4,6 +4,7 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -329,6 +330,22 @@ def test_updates_that_tie_leaves():
 def test_apply_if_finite(place):
     """Exact, whether it is fused or not."""
     check(nothing, optax.apply_if_finite(optax.adamw(1e-2), 3), place=place)
+
+
+@pytest.mark.parametrize("held", [False, "store"])
+def test_a_dropped_update_is_zero_fused_or_not(held):
+    """`optax.MultiSteps` multiplies it by zero, which is NaN if it is not finite."""
+
+    def infinite(params, tokens):
+        return jax.grad(lambda p: jnp.inf * loss(p, tokens))(params)
+
+    tx = offloaded(optax.MultiSteps(optax.adam(1e-2), 2))
+    step = oo.jit(step_of(tx, nothing, infinite), fused_backward=held)
+    params = make_params()
+    got, state, _ = step(params, tx.init(params), BATCH)
+    assert ("never" in str(step.schedule(got, state, BATCH))) == (held == "store")
+    assert ulps(got, params) == 0
+    assert not np.isfinite(state.acc_grads["layers"]["in"]).any()
 
 
 def test_last_gradients_as_state():
