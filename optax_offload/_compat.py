@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
-from jax._src.core import NamedAxisEffect, trace_state_clean
+from jax._src.core import NamedAxisEffect, trace_ctx, trace_state_clean
 from jax._src.state.discharge import discharge_state
 from jax.extend import core as jex
 from jax.extend.core import primitives
@@ -24,6 +24,10 @@ STORES_OVERLAP = jax.__version_info__ >= (0, 11)
 # JAX 0.11.1 it takes every function of a loop's counter for the counter itself (U10).
 # JAX takes no plugin of a version other than its own.
 COPIES_AT_POSITIONS = jax.__version_info__ >= (0, 11, 1)
+# What has a nested jit be inlined when it is traced, as ``inline=True`` did before JAX
+# 0.12: there it is inlined when it is lowered, and by then its operands are not seen to
+# be arguments of the program.
+INLINE_EARLY: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -73,6 +77,21 @@ def weakly_typed(x: jax.Array) -> jax.Array:
 def tracing() -> bool:
     """Whether something is being traced or transformed just now."""
     return not trace_state_clean()
+
+
+def tracing_for_jit_alone() -> bool:
+    """Whether what is traced just now is all for `jax.jit`, and for no loop or branch.
+
+    In the body of a loop, in a branch or under `jax.checkpoint` no value is an argument
+    of the program, so that lowering says no more of it than its type.
+    """
+    trace: Any = trace_ctx.trace
+    while trace is not None:
+        frame = getattr(trace, "frame", None)
+        if frame is not None and frame.debug_info.traced_for != "jit":
+            return False
+        trace = getattr(trace, "parent_trace", None)
+    return True
 
 
 def jit_is_disabled() -> bool:

@@ -53,6 +53,11 @@ def device_type(x: Any) -> Any:
     return _aval(x).update(memory_space=_SPACES["device"])
 
 
+def host_type(x: Any) -> Any:
+    """The type of a value were it in host memory."""
+    return _aval(x).update(memory_space=_SPACES["pinned_host"])
+
+
 def _aval(x: Any) -> Any:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 

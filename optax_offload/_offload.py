@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_offload import _memory, _rules, _templates, _trees
+from optax_offload import _compat, _memory, _rules, _templates, _trees
 from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import low_bit, warn_of_blocks
@@ -21,6 +21,7 @@ from optax_offload._update import (
     Update,
     closed,
     defer,
+    expect_on_host,
     note_arguments,
     schedule,
     trace,
@@ -218,23 +219,46 @@ class _Offloading:
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
             return self._streamed(fn, args, args[1], cells)
 
+        fn = self._fn(static)
         args = (updates, state, params, dynamic)
+        placed = _placed(self._config, state)
+        misplaced: dict[int, str] = {}
+        if any(kind != came == "device" for _, kind, came in placed) and (
+            _compat.tracing_for_jit_alone()
+        ):
+            # Types may be wrong (F28): the program says where these are.
+            update, _ = trace(fn, self._config, args, state)
+            misplaced = _misplaced(update, self._config, state)
+            args = (updates, self._expected(state, misplaced), params, dynamic)
         told: list[str] = []
         first = len(jax.tree.leaves(updates))
-        leaves = _trees.leaves_with_paths(state)
-        sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
-        placed = _rules.place(self._config.made_lenient(), sizes)
 
         def tell(argument: int) -> None:
             leaf = argument - first
-            if told or not 0 <= leaf < len(sizes):
+            if told or leaf in misplaced or not 0 <= leaf < len(placed):
                 return
-            if placed[leaf].memory_kind == "pinned_host":
-                _tell_of_misplaced([sizes[leaf][0]], self._on_misplaced)
-                told.append(sizes[leaf][0])
+            path, kind, _ = placed[leaf]
+            if kind == "pinned_host":
+                _tell_of_misplaced([path], self._on_misplaced)
+                told.append(path)
 
         args, cells = note_arguments(args, tell)
-        return transformable(self._fn(static), stream, args)
+        return transformable(fn, stream, args)
+
+    def _expected(self, state: Any, misplaced: Mapping[int, str]) -> Any:
+        """The state, with leaves as host values that by their type are none."""
+        if not misplaced:
+            return state
+        leaves, structure = jax.tree.flatten(state)
+        paths = list(misplaced.values())
+
+        def tell(found: list[int]) -> None:
+            _tell_of_misplaced([paths[i] for i in found], self._on_misplaced)
+
+        there = expect_on_host([leaves[i] for i in misplaced], tell)
+        for i, x in zip(misplaced, there, strict=True):
+            leaves[i] = x
+        return jax.tree.unflatten(structure, leaves)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
         """The plain update of these extra arguments."""
@@ -255,7 +279,9 @@ class _Offloading:
     ) -> tuple[Any, Any]:
         """Evaluates a function that returns (updates, state) as its schedule says."""
         update, structure = trace(fn, self._config, args, state)
-        _check_misplaced(update, self._config, state, self._on_misplaced)
+        misplaced = _misplaced(update, self._config, state)
+        if misplaced:  # In a loop, in a branch, or of a population of small members.
+            _tell_of_misplaced(list(misplaced.values()), self._on_misplaced)
         if not (update.loads or update.stores):
             return fn(*args)  # Nothing moves: the program is the plain one.
         update, leaves = closed(update, jax.tree.leaves(args))
@@ -286,23 +312,28 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
             )
 
 
-def _check_misplaced(
-    update: Update, config: _rules.OffloadConfig, state: Any, on_misplaced: str
-) -> None:
-    """Finds, by its type, state that should have come from the host and did not."""
-    planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
+def _placed(config: _rules.OffloadConfig, state: Any) -> list[tuple[str, str, str]]:
+    """Of each leaf of the state its path, where rules have it, and where its type."""
     leaves = _trees.leaves_with_paths(state)
-    # State whose first update widens its dtype may have been too small to go before.
     sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
-    before = _rules.place(config.made_lenient(), sizes)
-    misplaced = [
-        path
-        for (path, x), placed in zip(leaves, before, strict=True)
-        if planned.get(path) == placed.memory_kind == "pinned_host"
-        and not _memory.on_host(x)
+    placements = _rules.place(config.made_lenient(), sizes)
+    return [
+        (path, placement.memory_kind, _memory.kind_of_type(jax.typeof(x)))
+        for (path, x), placement in zip(leaves, placements, strict=True)
     ]
-    if misplaced:
-        _tell_of_misplaced(misplaced, on_misplaced)
+
+
+def _misplaced(
+    update: Update, config: _rules.OffloadConfig, state: Any
+) -> dict[int, str]:
+    """State that by its type should have come from the host and did not, by position."""
+    planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
+    # State whose first update widens its dtype may have been too small to go before.
+    return {
+        i: path
+        for i, (path, kind, came) in enumerate(_placed(config, state))
+        if planned.get(path) == kind == "pinned_host" and came == "device"
+    }
 
 
 def _tell_of_misplaced(misplaced: list[str], on_misplaced: str) -> None:

@@ -202,7 +202,7 @@ class _Variants:
         self._held: Held | Literal[False] | None = held
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
-        self._tracer: Any = jax.jit(fun, inline=True, **of_tracing)
+        self._tracer: Any = jax.jit(fun, inline=_compat.INLINE_EARLY, **of_tracing)
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         self._jitted: dict[Hashable, Any] = {}
         self.current = self._variant(self._given, None)

@@ -3,6 +3,7 @@
 from optax_offload._update.arguments import (
     Cell,
     constrain,
+    expect_on_host,
     is_noted,
     is_unknown,
     note_arguments,
@@ -40,6 +41,7 @@ __all__ = [
     "constrain",
     "defer",
     "deferred",
+    "expect_on_host",
     "is_noted",
     "is_unknown",
     "keeping",

@@ -9,7 +9,10 @@ argument. It is noted there, and what is stored is constrained to it while it is
 device.
 
 Nor does a type always say where an argument is (F28): what the type has in host memory,
-and the program on the device, is told when the step is lowered.
+and the program on the device, is told when the step is lowered. What the type has on
+the device may be in host memory, as state is that a checkpoint library restored onto
+one device: `expect_on_host` goes on with it as with a host value, and tells of those
+that were none.
 
 Whose buffer a result takes is an attribute of a donated argument. `jax.jit` gives host
 buffers to device results and device buffers to host results (`_jit/donation.py` says
@@ -20,10 +23,11 @@ silently in the other memory. So such a program is refused before it runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.mlir import ir
@@ -80,6 +84,22 @@ def note_arguments(
             told = functools.partial(tell, i) if from_host else None
             leaves[i] = _note.bind(x, cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
+
+
+def expect_on_host(
+    leaves: Sequence[Any], tell: Callable[[list[int]], None]
+) -> list[Any]:
+    """What is to be in host memory, and whose type has it on the device.
+
+    Args:
+      leaves: The values.
+      tell: Called when the program is lowered, with the positions of those that are on
+        the device there too. If it returns, they are moved to the host.
+
+    Returns:
+      The same values, in host memory by their type too.
+    """
+    return _expect.bind(*leaves, tell=tell)
 
 
 def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
@@ -142,8 +162,8 @@ def _lower_note(
     if cell is not None:
         cell.sharding = None
     main: Any = ctx.module_context.symbol_table["main"]
-    if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
-        position = ir.BlockArgument(x).arg_number
+    position = _position(main, x)
+    if position is not None:
         attributes = ir.DictAttr(main.arg_attrs[position])
         if _crossing_pair(main, position):
             check_pairs(ctx)
@@ -152,6 +172,34 @@ def _lower_note(
         if tell is not None and not _is_on_host(attributes):
             tell()
     return [x]
+
+
+def _lower_expect(
+    ctx: mlir.LoweringRuleContext, *leaves: Any, tell: Callable[[list[int]], None]
+) -> Any:
+    main: Any = ctx.module_context.symbol_table["main"]
+    positions = [_position(main, x) for x in leaves]
+    found = [
+        i
+        for i, at in enumerate(positions)
+        if at is None or not _is_on_host(ir.DictAttr(main.arg_attrs[at]))
+    ]
+    if not found:
+        return leaves
+    tell(found)
+
+    def moved(*xs: jax.Array) -> list[jax.Array]:
+        return [_memory.transfer(x, "pinned_host") for x in xs]
+
+    there = mlir.lower_fun(moved, multiple_results=True)(ctx, *leaves)
+    return [there[i] if i in found else x for i, x in enumerate(leaves)]
+
+
+def _position(main: Any, x: Any) -> int | None:
+    """Which of the program's arguments a value is."""
+    if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
+        return ir.BlockArgument(x).arg_number
+    return None
 
 
 def _is_on_host(attributes: Any) -> bool:
@@ -220,7 +268,40 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return _note.bind(*primals, **params), tangents[0]
 
 
+def _expect_now(*leaves: Any, tell: Callable[[list[int]], None]) -> list[Any]:
+    found = [
+        i for i, x in enumerate(leaves) if _memory.memory_kind_of(x) != "pinned_host"
+    ]
+    if found:
+        tell(found)
+    arrays = [jnp.asarray(x) for x in leaves]
+    return [
+        jax.device_put(x, _memory.on_mesh(x.sharding, "pinned_host")) for x in arrays
+    ]
+
+
+def _expect_batched(leaves: Any, dims: Any, **params: Any) -> Any:
+    return _expect.bind(*leaves, **params), dims
+
+
+def _expect_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    there = [
+        ad.Zero(_memory.host_type(t.aval))
+        if isinstance(t, ad.Zero)
+        else _memory.transfer(t, "pinned_host")
+        for t in tangents
+    ]
+    return _expect.bind(*primals, **params), there
+
+
 _note = _primitive("note_argument", _lower_note)
 batching.primitive_batchers[_note] = _batched
 ad.primitive_jvps[_note] = _jvp
 _constrain = _primitive("constrain_to_noted_sharding", _lower_constrain)
+_expect = jex.Primitive("expect_on_host")
+_expect.multiple_results = True
+_expect.def_impl(_expect_now)
+_expect.def_abstract_eval(lambda *avals, tell: [_memory.host_type(x) for x in avals])
+mlir.register_lowering(_expect, _lower_expect, cacheable=False)
+batching.primitive_batchers[_expect] = _expect_batched
+ad.primitive_jvps[_expect] = _expect_jvp
