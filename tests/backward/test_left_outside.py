@@ -245,10 +245,8 @@ def test_no_gradient_is_whole_for_a_norm_of_a_norm(held):
     params = make_params()
     step = oo.fuse_backward(step_of(tx, nothing), held=held)
     closed = jax.make_jaxpr(step)(params, tx.init(params), BATCH)
-    form = closed.jaxpr.eqns[0]
-    if form.primitive.name == "form_of_step":
-        closed = form.params["jaxprs"][0]
-    scans = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    (form,) = closed.jaxpr.eqns
+    scans = [e for e in form.params["jaxprs"][0].eqns if e.primitive.name == "scan"]
     # Forward, backward, and the norm of updates; then all that runs again updates.
     assert len(scans) == (4 if held == "twice" else 3)
     gradients = {x.shape for x in jax.tree.leaves(params["layers"])}
