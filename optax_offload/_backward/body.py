@@ -271,7 +271,9 @@ class _Loop:
         """The outputs of a unit."""
         k = unit.kernel
         inputs = [
-            rows[v] if v in rows else self._input(v, to, unit, i, buffers)
+            _memory.transfer(rows[v], "device")
+            if v in rows
+            else self._input(v, to, unit, i, buffers)
             for v, to in zip(k.sources, k.rows.inputs, strict=True)
         ]
         values = jax.core.eval_jaxpr(unit.jaxpr, (), *inputs)

@@ -19,6 +19,7 @@ from optax_offload._backward.fused_step import FusedScan, FusedStep
 from optax_offload._backward.platforms import in_form
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
+from optax_offload._backward.step import constrained
 from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
 from optax_offload._jaxpr import (
     Flat,
@@ -124,6 +125,8 @@ class _Run:
             for each in waiting:
                 self._run_pass(each, number)
         self._run_nodes(postponed)
+        for v in (v for f in fused for v in f.component.results):
+            self._env[v] = constrained(flat, v, self._env[v])
         return [read(a, self._env.__getitem__) for a in flat.outvars]
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:

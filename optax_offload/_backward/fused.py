@@ -42,8 +42,12 @@ class Fused:
 
     @property
     def loaded_bytes(self) -> int:
-        """The bytes that it takes from the host, on each device."""
-        return sum(_nbytes(v) for v in self.rows.inputs if _memory.on_host(v.aval))
+        """The bytes that it takes from the host, on each device.
+
+        Gradients of parameters in host memory are typed as if they were there too.
+        """
+        loaded = set(self.rows.inputs).difference(self.component.gradients)
+        return sum(_nbytes(v) for v in loaded if _memory.on_host(v.aval))
 
     def summing(self, sums: Collection[Sum]) -> Fused:
         """What leads to some of its sums, and to no result."""

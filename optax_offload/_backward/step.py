@@ -199,7 +199,7 @@ class _Taken:
             results = [self.read(a) for a in opened.results]
             self._names.update(zip(e.outvars, results, strict=True))
         else:
-            self.equations += split(e.replace(invars=operands))
+            self.equations += _apart(e.replace(invars=operands))
             if e.primitive.name == "scan":
                 self._names.update(_passed_on(self.equations[-1]))
 
@@ -264,10 +264,24 @@ class _Taken:
         return result
 
 
+def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+    """An equation over many leaves, as one for each where it treats each alone."""
+    if e.primitive.name != "device_put":
+        return split(e)
+    return [
+        e.replace(
+            invars=[a],
+            outvars=[v],
+            params={name: (values[i],) for name, values in e.params.items()},
+        )
+        for i, (a, v) in enumerate(zip(e.invars, e.outvars, strict=True))
+    ]
+
+
 def _split(what: Deferred) -> Deferred:
-    """An update whose conditionals are taken apart."""
+    """An update whose equations over many leaves are taken apart."""
     flat = what.update.flat
-    equations = [small for e in flat.equations for small in split(e)]
+    equations = [small for e in flat.equations for small in _apart(e)]
     flat = dataclasses.replace(flat, equations=equations)
     return dataclasses.replace(what, update=dataclasses.replace(what.update, flat=flat))
 
@@ -286,8 +300,24 @@ def _is_key(a: Atom) -> bool:
     return _memory.movable_nbytes(a.aval) is None
 
 
+def constrained(flat: Flat, v: jex.Var, x: Any) -> Any:
+    """The value of a result that was made row by row, sharded as the step has it.
+
+    Its rows are already, but not the buffer that they were written into.
+    """
+    e = flat.equations[flat.producers[v]]
+    if e.primitive.name not in ("device_put", "sharding_constraint") or (
+        _memory.on_host(v.aval)
+    ):
+        return x
+    (x,) = jax.core.eval_jaxpr(
+        jex.Jaxpr((), [*e.invars], e.outvars, [e], debug_info=flat.debug_info), (), x
+    )
+    return x
+
+
 def is_transfer(e: jex.JaxprEqn) -> bool:
-    """Whether an equation moves one value to another memory."""
-    return e.primitive.name == "device_put" and _memory.kind_of_type(
-        e.invars[0].aval
-    ) != _memory.kind_of_type(e.outvars[0].aval)
+    """Whether an equation moves one value to or from the host, or keeps it there."""
+    return e.primitive.name == "device_put" and any(
+        _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
+    )

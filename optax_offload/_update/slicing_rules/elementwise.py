@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
 from jax.extend import core as jex
+from jax.sharding import NamedSharding, Sharding
 
+from optax_offload._jaxpr import shape
 from optax_offload._update.slicing_rules.registry import (
     Axes,
     Axis,
@@ -21,9 +24,9 @@ from optax_offload._update.slicing_rules.registry import (
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
     "atanh", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "cos", "cosh", "device_put", "digamma", "div", "eq", "erf", "erf_inv", "erfc",
-    "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
-    "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg",
+    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma",
+    "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg",
     "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision",
     "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
     "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
@@ -44,6 +47,34 @@ class Elementwise(Rule):
 
     def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
         return arrays(e, only(outs, e))
+
+
+@rule("device_put", "reshard", "sharding_constraint")
+class Placement(Elementwise):
+    """Where a value is to be: each row, unless the rows are spread over devices."""
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        _check_keeps_rows_together(e, only(ins, e))
+        return super().forward(e, ins, rows)
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        _check_keeps_rows_together(e, only(outs, e))
+        return super().backward(e, outs, rows)
+
+
+def _check_keeps_rows_together(e: jex.JaxprEqn, axis: int) -> None:
+    """Raises if an equation has its operands sharded along an axis."""
+    named = ("devices", "dst_sharding", "sharding")
+    for to in jax.tree.leaves([e.params.get(name) for name in named]):
+        if isinstance(to, NamedSharding):
+            spec = (*to.spec, *[None] * len(shape(e.invars[0])))
+            along = spec[axis]
+            names = along if isinstance(along, tuple) else (along,)
+            together = all(to.mesh.shape.get(name, 1) == 1 for name in names)
+        else:
+            together = not isinstance(to, Sharding) or to.is_fully_replicated
+        if not together:
+            raise NotRowLocalError(f"{e.primitive.name} along the axis of the rows")
 
 
 @rule("optimization_barrier")
