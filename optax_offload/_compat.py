@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax._src import config as _config
+from jax._src import effects as _effects
 from jax._src.core import NamedAxisEffect, trace_ctx, trace_state_clean
 from jax._src.state.discharge import discharge_state
 from jax.extend import core as jex
@@ -44,6 +45,11 @@ def has_effects(e: jex.JaxprEqn) -> bool:
     What reduces over an axis of `jax.shard_map` has that axis as an effect.
     """
     return any(not isinstance(effect, NamedAxisEffect) for effect in e.effects)
+
+
+def has_ordered_effects(e: jex.JaxprEqn) -> bool:
+    """Whether a runtime keeps effects of an equation in their order."""
+    return any(map(_effects.ordered_effects.contains, e.effects))
 
 
 def without_refs(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:

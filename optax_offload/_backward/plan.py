@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from jax.extend import core as jex
 
-from optax_offload import _memory, _trees
+from optax_offload import _compat, _memory, _trees
 from optax_offload._backward import price
 from optax_offload._backward.fused import Fused, asked_window
 from optax_offload._backward.fused_step import (
@@ -134,15 +134,25 @@ class _Search:
             f = held[0]
             why = _why_late(self._step.flat, found, f.rows)
             raise MixesError(f.component.gradients, why)
-        if asked != "auto":
-            if asked == "twice" and self._step.tokens(self._scan.position):
-                raise MixesError(held[0].component.gradients, _ONCE)
-            return asked
-        if self._step.tokens(self._scan.position):
-            return "store"
+        ways: list[Way] = ["store", "twice"] if asked == "auto" else [asked]
+        why_not = self._why_not()
+        possible = [way for way in ways if way not in why_not]
+        if not possible:
+            raise MixesError(held[0].component.gradients, why_not[ways[-1]])
+        if len(possible) == 1:
+            return possible[0]
         here = FusedScan(self._scan, (), tuple(held), "store", ())
         passes = passes_of(self._step, [here, *self._before])
         return price.cheaper(self._scan, held, passes)
+
+    def _why_not(self) -> dict[Way, str]:
+        """Why gradients cannot wait, by the way."""
+        found: dict[Way, str] = {}
+        if any(map(_compat.has_ordered_effects, self._step.flat.equations)):
+            found["store"] = _ORDERED
+        if self._step.tokens(self._scan.position):
+            found["twice"] = _ONCE
+        return found
 
     def _check_always_moved(self, found: Followed, fused: Sequence[Fused]) -> None:
         """Raises if state is only moved in some steps, known before the scan.
@@ -197,6 +207,10 @@ class _Search:
 
 
 _ONCE = "it has to wait, and its scan, which has effects, runs once"
+_ORDERED = (
+    "it has to wait, and JAX compiles no step with ordered effects (ordered=True) and "
+    "a value in host memory"
+)
 _KEPT = (
     "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
     "(which held='store' and held='twice' allow)"
