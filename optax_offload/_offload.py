@@ -217,7 +217,7 @@ class _Offloading:
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static
     ) -> tuple[optax.Updates, optax.OptState]:
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, args[1], cells)
+            return self._streamed(fn, args, args[1], cells, static.values)
 
         fn = self._fn(static)
         args = (updates, state, params, dynamic)
@@ -276,20 +276,52 @@ class _Offloading:
         args: tuple[Any, ...],
         state: Any,
         cells: Mapping[int, Any],
+        known: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Any]:
-        """Evaluates a function that returns (updates, state) as its schedule says."""
+        """Evaluates a function that returns (updates, state) as its schedule says.
+
+        Args:
+          fn: The function.
+          args: Its arguments.
+          state: The state among them; () where there is none.
+          cells: See `Deferred`.
+          known: The extra arguments that it closes over.
+        """
         update, structure = trace(fn, self._config, args, state)
         misplaced = _misplaced(update, self._config, state)
         if misplaced:  # In a loop, in a branch, or of a population of small members.
             _tell_of_misplaced(list(misplaced.values()), self._on_misplaced)
         if not (update.loads or update.stores):
             return fn(*args)  # Nothing moves: the program is the plain one.
+        _check_refs(update, known or {})
         update, leaves = closed(update, jax.tree.leaves(args))
         planned = schedule(update, self._config.window_bytes)
         logger.debug("%s", planned)
         what = Deferred(update, self._config.window_bytes, cells)
         results = defer(what, planned, leaves)
         return jax.tree.unflatten(structure, results)
+
+
+def _check_refs(update: Update, known: Mapping[str, Any]) -> None:
+    """Raises if an update reads or writes refs."""
+    refs = [x for x in update.flat.constants.values() if isinstance(x, jax.Ref)]
+    if not refs:
+        return
+    leaves = _trees.leaves_with_paths(known)
+    paths = [next((path for path, x in leaves if x is ref), "") for ref in refs]
+    given = [path for path in paths if path]
+    closed_over = [
+        str(jax.typeof(ref)) for ref, path in zip(refs, paths, strict=True) if not path
+    ]
+    names = [f"the extra argument {_trees.listed(given)}"] if given else []
+    names += [f"{_trees.listed(closed_over)}, closed over"] if closed_over else []
+    raise TypeError(
+        f"an offloaded update uses a ref ({' and '.join(names)}). It loads and stores "
+        "its state as one equation of values, which can neither read a ref nor write "
+        "it. Give it the value, update(..., x=ref[...]), and write the ref beside the "
+        "update; or chain what uses the ref before what is offloaded: "
+        "optax.chain(uses_ref, offload(...))"
+    )
 
 
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
