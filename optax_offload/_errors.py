@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import warnings
 from typing import Any
+
+import jax
 
 
 class OffloadWarning(UserWarning):
     """Something asked for was not, or not fully, done."""
+
+
+_INTERNAL = tuple(os.path.dirname(file) for file in (jax.__file__, __file__))
+
+
+def warn(message: str) -> None:
+    """Warns at the line of the caller's own that led here, past JAX's and ours."""
+    frame, depth = sys._getframe(1), 2
+    files = (*_INTERNAL, contextlib.__file__)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(files):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, OffloadWarning, stacklevel=depth)
 
 
 class OffloadError(RuntimeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,6 +12,7 @@ import jax
 import jax.core
 import numpy as np
 from jax.extend import core as jex
+from jax.extend import source_info_util
 
 from optax_offload import _compat
 
@@ -204,3 +206,23 @@ def evaluate(
     )
     values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
     return dict(zip(results, values, strict=True))
+
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
+
+
+def described(e: jex.JaxprEqn) -> str:
+    """An equation as who wrote it knows it: the function that it is of, and where.
+
+    What only adds the leaves of any tree up says less than what calls it.
+    """
+    added = e.primitive.name == "add" and not any(map(shape, e.outvars))
+    name = "a sum over leaves" if added else repr(e.primitive.name)
+    lines = source_info_util.summarize(e.source_info, num_frames=30).splitlines()
+    frames = [found for line in lines if (found := _FRAME.fullmatch(line))]
+    telling = [f for f in frames if "/optax/tree_utils/" not in f["file"]]
+    if not telling:
+        return name
+    last = telling[-1]
+    function = last["function"].partition(".<locals>")[0]
+    return f"{name} in {function} ({last['file']}:{last['line']})"

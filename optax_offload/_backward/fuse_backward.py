@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -16,7 +15,7 @@ from optax_offload._backward import emit
 from optax_offload._backward.fused_step import FusedStep, Held
 from optax_offload._backward.plan import plan, refusals
 from optax_offload._backward.step import take_apart
-from optax_offload._errors import OffloadWarning
+from optax_offload._errors import warn
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref)
 
@@ -117,7 +116,7 @@ def warn_of_refusals(found: FusedStep, option: str, results: Any) -> None:
     """
     paths = [path for path, _ in _trees.leaves_with_paths(results)]
     for message in refusals(found, option, paths):
-        warnings.warn(message, OffloadWarning, stacklevel=3)
+        warn(message)
 
 
 def run(found: FusedStep, leaves: Sequence[Any]) -> list[Any]:

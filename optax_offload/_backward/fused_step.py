@@ -119,6 +119,14 @@ class FusedStep:
         left = [node.left for node in self.rest if node.left is not None]
         return tuple(schedule(x.update, x.region.what.window_bytes) for x in left)
 
+    @property
+    def state_at_once_bytes(self) -> int:
+        """The most state that something joins, so that all of it is loaded at once."""
+        straights = (s for each in self.schedules() for s in each.straights())
+        return max(
+            (o.nbytes for s in straights for o in s.over_window(None)), default=0
+        )
+
     def __str__(self) -> str:
         lines = [line for each in self.scans for line in _lines(each, self.passes)]
         if not self.scans:

@@ -338,7 +338,8 @@ def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[st
         by_reason.setdefault(o.because, []).append(o)
     for because, some in by_reason.items():
         results = {v for o in some for v in o.waits}
-        outvars = zip(found.step.flat.outvars, paths, strict=True)
+        # The new values of refs, which have no path, come last.
+        outvars = zip(found.step.flat.outvars, paths, strict=False)
         leaves = [path for a, path in outvars if a in results]
         can = f" {option}={other!r} can." * still.isdisjoint(o.gradient for o in some)
         yield (

@@ -8,11 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optax_offload import _offload, aot
-from optax_offload._plan.fusing import Fused, fused
+from optax_offload._plan.fusing import Fused, fused, state_at_once
 from optax_offload._plan.movable import MovableState
 from optax_offload._plan.search import Selection
 from optax_offload._plan.step import Step, StepFactory, compile_step
 from optax_offload._units import size_text
+
+# The name of the part of a peak that is state in host memory, all of it loaded.
+STATE_AT_ONCE = "state loaded at once"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +151,20 @@ class CandidateCompiler:
         except aot.DoesNotFitError as error:
             peak, used_bytes = error.peak, error.used_bytes
         gone = 0 if found is None else found.gradient_bytes
+        at_once = 0
+        if moved_bytes:
+            at_once = (
+                state_at_once(step, self._factory.target)
+                if found is None
+                else found.state_at_once_bytes
+            )
         candidate = CompiledCandidate(
             moved_bytes=moved_bytes,
             used_bytes=used_bytes,
             peak=peak,
             fits=used_bytes <= self._budget_bytes,
             seconds=time.perf_counter() - started,
-            parts=self._parts(peak, used_bytes, moved_bytes, gone),
+            parts=self._parts(peak, used_bytes, moved_bytes, gone, at_once),
             fused=found is not None,
             stored_bytes=0 if found is None else found.stored_bytes,
             flops_again=0.0 if found is None else found.flops_again,
@@ -170,6 +180,7 @@ class CandidateCompiler:
         used_bytes: int,
         moved_bytes: int,
         gone_bytes: int,
+        at_once_bytes: int,
     ) -> dict[str, int]:
         parameters = self._state.parameter_bytes
         state = self._state.state_bytes - moved_bytes
@@ -177,10 +188,12 @@ class CandidateCompiler:
         # A compiler that refuses does not say how much of it is temporary: all counts.
         temporaries = beside if peak is None else peak.temporary_bytes
         gradients = min(max(parameters - gone_bytes, 0), temporaries)
+        at_once = min(at_once_bytes, temporaries - gradients)
         return {
             "parameters": parameters,
             "gradients": gradients,
-            "activations": temporaries - gradients,
+            "activations": temporaries - gradients - at_once,
             "state": state,
+            **({STATE_AT_ONCE: at_once} if at_once else {}),
             "other": max(beside - temporaries, 0),
         }

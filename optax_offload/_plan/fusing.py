@@ -20,6 +20,8 @@ class Fused(NamedTuple):
       stored_bytes: Of these, the bytes that wait in host memory.
       flops_again: The operations of backward passes that run a second time.
       outside: Why gradients are left outside.
+      state_at_once_bytes: The bytes of state that is loaded at once, as something joins
+        it.
     """
 
     step: Step | None
@@ -27,6 +29,7 @@ class Fused(NamedTuple):
     stored_bytes: int
     flops_again: float
     outside: tuple[str, ...]
+    state_at_once_bytes: int
 
 
 def fused(step: Step, target: aot.Target) -> Fused | None:
@@ -44,4 +47,13 @@ def fused(step: Step, target: aot.Target) -> Fused | None:
         found.stored_bytes,
         found.flops_again,
         found.reasons(),
+        found.state_at_once_bytes,
     )
+
+
+def state_at_once(step: Step, target: aot.Target) -> int:
+    """The bytes of state that a step loads at once, as it is: see `Fused`."""
+    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
+        if hasattr(step.fn, "schedule"):
+            return step.fn.schedule(*step.args).state_at_once_bytes
+        return plan_of(jax.make_jaxpr(step.fn)(*step.args), False).state_at_once_bytes

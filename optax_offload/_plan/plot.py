@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from optax_offload._plan.candidates import STATE_AT_ONCE
 from optax_offload._plan.result import Plan
 from optax_offload._units import GIB
 
@@ -16,6 +17,7 @@ COLORS = {
     "gradients": "#efb118",
     "activations": "#6cc5b0",
     "state": "#ff725c",
+    STATE_AT_ONCE: "#a463f2",
     "other": "#9c9c9c",
 }
 
@@ -51,7 +53,9 @@ def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
     bars = {"as given": plan.before.parts, "with the plan": plan.after.parts}
     bottoms = [0.0] * len(bars)
     for part, color in COLORS.items():
-        heights = [parts[part] / GIB for parts in bars.values()]
+        heights = [parts.get(part, 0) / GIB for parts in bars.values()]
+        if part == STATE_AT_ONCE and not any(heights):
+            continue
         axes.bar(list(bars), heights, 0.6, bottoms, label=part, color=color)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     for x, total in enumerate(bottoms):

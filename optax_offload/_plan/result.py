@@ -31,9 +31,10 @@ class Plan:
       before: The step as the given rules have it: the plain one if there are none.
       after: The step with the plan; the same if nothing is to be moved. The ``parts``
         of both are of parameters, gradients, activations (with all else that is
-        temporary), state, and other arguments and results; parameters and state are
-        those of the arguments, gradients count as much as parameters, less those that
-        never exist, as far as the temporaries reach.
+        temporary), state, state loaded at once (of the host's, where something joins
+        all of it), and other arguments and results; parameters and state are those of
+        the arguments, gradients count as much as parameters, less those that never
+        exist, as far as the temporaries reach.
       compiled: All candidates that were compiled, in order.
       cost: The time that a step takes longer for its transfers.
       environment: The variables to set for the process that trains.
@@ -174,13 +175,14 @@ class Plan:
         }
 
     def __str__(self) -> str:
-        after = self.after.parts
+        before, after = self.before.parts, self.after.parts
         moved = [
             f"  {size_text(p.nbytes_per_device):>10}  {p.pattern}" for p in self.moved
         ]
         parts = [
-            f"  {part:<12} {size_text(n):>10} -> {size_text(after[part]):>10}"
-            for part, n in self.before.parts.items()
+            f"  {part:<12} {size_text(before.get(part, 0)):>10} -> "
+            f"{size_text(after.get(part, 0)):>10}"
+            for part in dict.fromkeys([*before, *after])
         ]
         head, *rest = self._summary()
         return "\n".join([head, *rest, *parts, *moved, *self.cost.lines()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from optax_offload import aot
-from optax_offload._plan.candidates import CompiledCandidate
+from optax_offload._plan.candidates import STATE_AT_ONCE, CompiledCandidate
 from optax_offload._units import size_text
 
 
@@ -33,6 +33,13 @@ def does_not_fit(
     if state_bytes and stays > short:
         help_with.append(
             f"rules that let go of the {size_text(stays)} of state that stays"
+        )
+    at_once = parts.get(STATE_AT_ONCE, 0)
+    if at_once > short:
+        help_with.append(
+            f"an optimizer that nothing joins all state of: {size_text(at_once)} of it "
+            "is loaded at once, as for a norm of accumulated gradients (a warning says "
+            "what joins it, and what to write instead)"
         )
     if activations > short:
         help_with.append(

@@ -6,7 +6,7 @@ So whoever reads a step's jaxpr before it is compiled finds its updates there.
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +16,9 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload import _memory, _trees
-from optax_offload._errors import OffloadWarning
+from optax_offload._errors import warn
 from optax_offload._update.arguments import Cell, check_pairs
-from optax_offload._update.schedule import Schedule
+from optax_offload._update.schedule import OverWindow, Schedule
 from optax_offload._update.stream import run
 from optax_offload._update.update import Input, Update
 
@@ -79,8 +79,27 @@ def _over_window(what: Deferred, schedule: Schedule) -> Iterator[str]:
             yield (
                 f"{over.nbytes} bytes of state are on the device at once, over the "
                 f"window of {straight.window.nbytes}: {_trees.listed(paths)}: "
-                f"{over.because}"
+                f"{over.because}{_instead(what.update, over)}"
             )
+
+
+def _instead(update: Update, over: OverWindow) -> str:
+    """What to write where some leaves join the state of all, as a norm of them does."""
+    if not over.joined:
+        return ""
+    found = (
+        ". Instead, take norms of each step's own gradients, before what keeps state: "
+        "optax.chain(optax.clip_by_global_norm(...), offload(...))"
+    )
+    paths = [o.path for o in update.outputs if o.alias in over.joined]
+    prefix = posixpath.commonpath(paths) if paths else ""
+    if prefix:
+        pattern = prefix if len(paths) == 1 else f"{prefix}/.*"
+        found += (
+            f". Or leave on the device what it is of: Rule({pattern!r}, 'device') as "
+            "the first rule"
+        )
+    return found
 
 
 def deferred(e: jex.JaxprEqn) -> Deferred | None:
@@ -99,7 +118,7 @@ def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
 def _lower(ctx: mlir.LoweringRuleContext, *args: Any, **params: Any) -> Any:
     check_pairs(ctx)
     for message in params["over"]:
-        warnings.warn(message, OffloadWarning, stacklevel=2)
+        warn(message)
     return mlir.lower_fun(_run, multiple_results=True)(ctx, *args, **params)
 
 

@@ -40,7 +40,9 @@ class Group:
         codes of 8 bits what they are decoded to.
       moved_bytes: The bytes of its loads as they cross the link, or of its stores if
         more.
-      tied_by: The primitives that join leaves of different parameters, where any do.
+      tied_by: The equations that join leaves of different parameters, where any do: the
+        first of each primitive, of sums of all if there are some, as for a norm.
+      joined: The loads that these depend on, as positions.
       row_local: The equations as they are for a slice, if it can be updated in slices.
       aliases: For each output the input whose buffer it is written into, as a position;
         None where a buffer has to be made on the device. () if the host has none.
@@ -55,7 +57,8 @@ class Group:
     equations: tuple[int, ...]
     nbytes: int
     moved_bytes: int
-    tied_by: tuple[str, ...] = ()
+    tied_by: tuple[jex.JaxprEqn, ...] = ()
+    joined: tuple[int, ...] = ()
     row_local: RowLocal | None = None
     aliases: tuple[int | None, ...] = ()
     row_multiple: int = 1

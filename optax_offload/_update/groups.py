@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
-from optax_offload._jaxpr import Flat, live, shape, variables
+from optax_offload._jaxpr import Flat, ancestors, live, shape, variables
 from optax_offload._update.group import Group
 from optax_offload._update.group_slices import sliced
 from optax_offload._update.update import Update
@@ -94,12 +94,12 @@ class _Components:
     Attributes:
       of: For each variable that depends on a load, its component: variables that some
         live equation joins share one.
-      ties: For each component the primitives that joined two.
+      ties: For each component the equations that joined two.
       equations: The live equations, as positions.
     """
 
     of: Mapping[jex.Var, int]
-    ties: Mapping[int, Sequence[str]]
+    ties: Mapping[int, Sequence[jex.JaxprEqn]]
     equations: Sequence[int]
 
 
@@ -113,7 +113,7 @@ def _components(flat: Flat, loads: Sequence[int]) -> _Components:
         return node
 
     node_of = {flat.invars[i]: node for node, i in enumerate(loads)}
-    joints: list[tuple[int, str]] = []
+    joints: list[tuple[int, jex.JaxprEqn]] = []
     equations = live(flat)
     for i in equations:
         e = flat.equations[i]
@@ -123,11 +123,11 @@ def _components(flat: Flat, loads: Sequence[int]) -> _Components:
         first, *rest = sorted(nodes)
         for node in rest:
             parent[node] = first
-            joints.append((first, e.primitive.name))
+            joints.append((first, e))
         node_of.update((v, first) for v in e.outvars)
-    ties: dict[int, list[str]] = {root(node): [] for node in parent}
-    for node, name in joints:
-        ties[root(node)].append(name)
+    ties: dict[int, list[jex.JaxprEqn]] = {root(node): [] for node in parent}
+    for node, e in joints:
+        ties[root(node)].append(e)
     return _Components({v: root(n) for v, n in node_of.items()}, ties, equations)
 
 
@@ -170,7 +170,7 @@ def _whole(
     loads: Sequence[int],
     outputs: Sequence[int],
     equations: Sequence[int],
-    ties: Sequence[str],
+    ties: Sequence[jex.JaxprEqn],
 ) -> Group:
     """A group, before it is known whether it can be sliced."""
     flat = update.flat
@@ -186,14 +186,35 @@ def _whole(
         sum(_memory.nbytes_on_each_device(x) for x, _ in some)
         for some in (loaded, stored)
     )
+    tied_by = _first_of_each(ties) if several else ()
     return Group(
         loads=tuple(loads),
         outputs=tuple(outputs),
         equations=tuple(equations),
         nbytes=max(sum(_on_device(*x) for x in some) for some in (loaded, stored)),
         moved_bytes=max(moved),
-        tied_by=tuple(dict.fromkeys(ties)) if several else (),
+        tied_by=tied_by,
+        joined=_joined(flat, loads, tied_by),
     )
+
+
+def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
+    """What to name of the equations that join leaves.
+
+    A norm joins all by adding up numbers; what is scaled by it joins them once more.
+    """
+    of_numbers = [e for e in ties if not any(map(shape, e.outvars))]
+    first = {e.primitive.name: e for e in reversed(of_numbers or ties)}
+    return tuple(first.values())[::-1]
+
+
+def _joined(
+    flat: Flat, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
+) -> tuple[int, ...]:
+    """The loads that equations depend on."""
+    of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(flat, v)}
+    read = {v for i in of for v in variables(flat.equations[i].invars)}
+    return tuple(i for i in loads if flat.invars[i] in read)
 
 
 def _on_device(aval: Any, holds_codes: bool) -> int:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from optax_offload._jaxpr import described
 from optax_offload._update import branches, groups, sharing, window
 from optax_offload._update.group import Group
 from optax_offload._update.loops import Loop
@@ -37,11 +38,14 @@ class OverWindow(NamedTuple):
       nbytes: Its bytes on each device.
       outputs: The outputs of its group, as positions.
       because: The reason.
+      joined: The inputs that tie it to the state of other parameters, as positions; ()
+        where none does, or where all do.
     """
 
     nbytes: int
     outputs: tuple[int, ...]
     because: str
+    joined: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,16 +99,17 @@ class Straight:
             if not group.loads:
                 continue
             if group.tied_by and group.nbytes > (asked or MOST_WINDOW_BYTES):
+                joints = ", ".join(map(described, group.tied_by))
                 why = (
-                    f"{', '.join(map(repr, group.tied_by))} computes on the state of "
-                    "several parameters at once, so that it has to be on the device "
-                    "together"
+                    f"{joints} takes the state of several parameters at once, so that "
+                    "all of it has to be on the device together"
                 )
             elif asked is not None and group.nbytes > asked:
                 why = f"it cannot be updated in slices ({group.whole_because})"
             else:
                 continue
-            yield OverWindow(group.nbytes, group.outputs, why)
+            joined = group.joined if len(group.joined) < len(group.loads) else ()
+            yield OverWindow(group.nbytes, group.outputs, why, joined)
         for loop in self.loops:
             for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
                 if asked is not None and nbytes > asked and group.row_local is not None:

@@ -58,8 +58,12 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         console.print(table("", columns, moved))
     before, after = plan.before, plan.after
     parts = [
-        (part, size_text(n), size_text(after.parts[part]))
-        for part, n in before.parts.items()
+        (
+            part,
+            size_text(before.parts.get(part, 0)),
+            size_text(after.parts.get(part, 0)),
+        )
+        for part in dict.fromkeys([*before.parts, *after.parts])
     ]
     peaks = ("peak", size_text(before.used_bytes), size_text(after.used_bytes))
     columns = ("each device", "as given ", "with the plan ")

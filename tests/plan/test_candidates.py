@@ -1,7 +1,9 @@
 """Compiling one selection after another, with a compiler that only adds up."""
 
 import dataclasses
+import functools
 
+import optax
 import pytest
 from step_factories import HEAD, STACK, adam_step
 
@@ -91,3 +93,24 @@ def test_what_is_selected_is_moved(compiler, monkeypatch):
         2 * PARAMETERS,
     ]
     assert all(c.fits for c in compiler.compiled)
+
+
+def test_state_that_is_loaded_at_once_is_no_activation(monkeypatch):
+    """As for a norm of accumulated gradients."""
+
+    def refuse(step, target):
+        raise aot.DoesNotFitError("no", used_bytes=9 * PARAMETERS, limit_bytes=1)
+
+    monkeypatch.setattr(candidates, "compile_step", refuse)
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    accumulated = functools.partial(adam_step, optimizer=optax.MultiSteps(inner, 4))
+    for make_step, at_once in ((accumulated, 3 * PARAMETERS), (adam_step, None)):
+        factory = StepFactory(make_step, TARGET)
+        state = movable_state(record(factory), None, 1)
+        compiler = candidates.CandidateCompiler(
+            factory, state, 3 * PARAMETERS, lambda said: None
+        )
+        assert "state loaded at once" not in compiler.candidate(frozenset()).parts
+        found = compiler.candidate(state.everything)
+        assert found.parts.get("state loaded at once") == at_once
+        assert sum(found.parts.values()) == found.used_bytes

@@ -36,3 +36,11 @@ def test_only_what_is_enough_is_proposed():
     assert "- bfloat16 parameters" in str(error(parameters=30, gradients=30))
     assert "rules that let go of the 30.00 GiB of state" in str(error(state=30))
     assert "rules that let go" not in str(error(state=10))
+
+
+def test_state_that_is_loaded_at_once():
+    """It is no activation, and remat would not help."""
+    text = str(error(**{"state loaded at once": 60}))
+    assert "- an optimizer that nothing joins all state of: 60.00 GiB of it is" in text
+    assert "remat" not in text
+    assert "joins" not in str(error(**{"state loaded at once": 10}))

@@ -1,12 +1,16 @@
 """The schedule of an update: its groups, their order, and who waits for whom."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 from updates import plan_of, stacked, traced
 
+import optax_offload as oo
 from optax_offload import _compat
+from optax_offload._jaxpr import described
 from optax_offload._update import schedule as scheduled
 
 SHAPE = (8, 4)
@@ -67,7 +71,30 @@ def test_norm_of_state_ties_all():
     tx = optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), update)
     schedule, names = plan_of(tx, layers(3))
     assert sorted(names[0]) == ["layers_0", "layers_1", "layers_2"]
-    assert schedule.groups[0].tied_by == ("add",)
+    (tie,) = schedule.groups[0].tied_by
+    place = r"test_norm_of_state_ties_all \(\S*test_schedule.py:\d+\)"
+    assert re.fullmatch(f"a sum over leaves in {place}", described(tie))
+
+
+def test_a_norm_of_accumulated_gradients():
+    """The warning names it, what it is of, what to write instead, and the call."""
+    inner = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    params = {"a": jnp.ones(SHAPE), "b": jnp.ones(SHAPE)}
+
+    def lower(*first):
+        rules = [*first, oo.Rule(".*", min_bytes=8)]
+        tx = oo.offload(optax.MultiSteps(inner, 4), rules, window_bytes=4 * NBYTES)
+        jax.jit(tx.update).lower(params, tx.init(params), params)
+
+    with pytest.warns(
+        oo.OffloadWarning,
+        match=r"a sum over leaves in clip_by_global_norm \(.*_clipping.py:\d+\) takes "
+        r"the state of several parameters at once.* Instead, take norms of each step's "
+        r"own gradients, .* Rule\('acc_grads/\.\*', 'device'\) as the first rule$",
+    ) as warned:
+        lower()
+    assert {w.filename for w in warned} == {__file__}
+    lower(oo.Rule("acc_grads/.*", "device"))
 
 
 def test_dead_equations_tie_nothing():
