@@ -208,9 +208,11 @@ class _Offloading:
             return (), self._inner.init(params)
 
         def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, (), {})
+            return self._streamed(fn, args, (), cells)
 
-        _, state = transformable(fn, stream, (params,))
+        # State is sharded as its parameters, of which the program alone may say how.
+        args, cells = note_arguments((params,), on_device=True)
+        _, state = transformable(fn, stream, args)
         return state
 
     def _traced_update(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory, _trees
+
+T = TypeVar("T")
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
@@ -212,13 +215,40 @@ def shardings_like(
             if isinstance(sharding, Sharding) and not _memory.is_traced(x):
                 known.setdefault((_trees.path_string(keys), x.shape), sharding)
 
-    def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
+    match = _by_longest_tail(known)
+    return _matched(match, leaves, {shape for _, shape in known})
+
+
+def arguments_like(
+    leaves: Sequence[tuple[str, Any]], args: Sequence[Any]
+) -> list[int | None]:
+    """Gives each leaf the argument that it goes with, as a position among all leaves.
+
+    As `shardings_like`, for arguments whose sharding is not known yet. The scales of an
+    encoded leaf have another shape, and go with none.
+    """
+    known: dict[tuple[str, tuple[int, ...]], int] = {}
+    flat = [kx for arg in args for kx in jax.tree_util.tree_flatten_with_path(arg)[0]]
+    for i, (keys, x) in enumerate(flat):
+        known.setdefault((_trees.path_string(keys), jnp.shape(x)), i)
+    match = _by_longest_tail(known)
+    return [
+        match(_trees.encoded_leaf(path) or path, aval.shape) for path, aval in leaves
+    ]
+
+
+def _by_longest_tail(
+    known: Mapping[tuple[str, tuple[int, ...]], T],
+) -> Callable[[str, tuple[int, ...]], T | None]:
+    """Finds what is known of the longest end of a path, for arrays of a shape."""
+
+    def match(path: str, shape: tuple[int, ...]) -> T | None:
         if not shape:
             return None
         found = (known.get((tail, shape)) for tail in _tails(path))
-        return next((sharding for sharding in found if sharding is not None), None)
+        return next((x for x in found if x is not None), None)
 
-    return _matched(match, leaves, {shape for _, shape in known})
+    return match
 
 
 def _matched(

@@ -57,14 +57,14 @@ class Cell:
 
 
 def note_arguments(
-    args: T, tell: Callable[[int], None], *, on_device: bool = False
+    args: T, tell: Callable[[int], None] | None = None, *, on_device: bool = False
 ) -> tuple[T, Mapping[int, Cell]]:
     """Notes how what comes from the host is sharded, and that it does.
 
     Args:
       args: A pytree of the arguments of an update, as they came.
       tell: Called when the program is lowered, with the position of a leaf that its
-        type has in host memory and the program on the device.
+        type has in host memory and the program on the device. None: nobody is told.
       on_device: Whether it is noted how what is on the device is sharded too.
 
     Returns:
@@ -81,7 +81,7 @@ def note_arguments(
     for i, x in enumerate(leaves):
         from_host = isinstance(x, jax.Array) and _memory.on_host(x)
         if isinstance(x, jax.Array) and (on_device or from_host):
-            told = functools.partial(tell, i) if from_host else None
+            told = functools.partial(tell, i) if tell and from_host else None
             leaves[i] = _note.bind(x, cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
 

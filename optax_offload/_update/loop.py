@@ -57,6 +57,7 @@ def run_loop(
     kinds = tuple(update.outputs[k].memory_kind for k in outputs)
     # Whose shardings are told apart by the program alone, is not like another.
     own = tuple(cells.get(i) for group in loop.groups for i in group.loads)
+    own += tuple(cells.get(update.outputs[k].like) for k in outputs)
     signature = loop.signature(update.flat), kinds, own
     traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
     results = traced(*(env[v] for v in inputs))
@@ -159,7 +160,9 @@ class _Loop:
         if alias is not None:
             return self._env[self.flat.invars[alias]]
         aval: Any = self.flat.outvars[k].aval
-        return jnp.zeros(aval.shape, aval.dtype)
+        output = self.update.outputs[k]
+        cell = self.cells.get(output.like) if output.stored else None
+        return arguments.constrain(jnp.zeros(aval.shape, aval.dtype), cell, None)
 
 
 class _Slice:
@@ -218,8 +221,8 @@ class _Slice:
             output, alias, axis = self._loop.update.outputs[k], alias_of[k], None
             if rows is not None:
                 axis = self.group.in_rows.axes[_var(flat.outvars[k])]
-            if output.stored and alias is not None:
-                cell = self._loop.cells.get(alias)
+            if output.stored:
+                cell = self._loop.cells.get(output.like if alias is None else alias)
                 y = arguments.constrain(y, cell, axis)
             if output.holds_codes and output.stored:
                 y = _tpu_layout.constrain(y, _var(flat.outvars[k]).aval)

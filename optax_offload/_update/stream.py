@@ -114,7 +114,7 @@ def _run_group(
     group: Group,
     env: Env,
     tokens: list[Any],
-    cells: Mapping[int, Cell],
+    cells: Mapping[int | None, Cell],
 ) -> tuple[dict[int, Any], list[Any], list[Any]]:
     """Loads, computes and stores one group once the tokens are there.
 
@@ -139,8 +139,10 @@ def _run_group(
     done: dict[int, Any] = {}
     for k, x in zip(group.outputs, results, strict=True):
         output = update.outputs[k]
-        if output.stored and update.in_place(k) is not None:
-            x = arguments.constrain(x, cells.get(output.alias or 0), None)
+        source = update.in_place(k)
+        if output.stored:
+            cell = cells.get(output.like if source is None else source)
+            x = arguments.constrain(x, cell, None)
         done[k] = _memory.transfer(x, output.memory_kind)
     stored = [
         x

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _jaxpr, _memory, _rules, _trees
+from optax_offload import _compat, _jaxpr, _memory, _rules, _templates, _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Output:
       alias: Position of the input that it replaces: of an update its gradient, of new
         state the old. None where there is none.
       is_update: Whether it is an update, and not new state.
+      like: Position of the input that it is sharded like, where it replaces none.
       holds_codes: Whether it has codes of 8 bits, two in a word, that stand for floats.
     """
 
@@ -45,6 +46,7 @@ class Output:
     alias: int | None
     is_update: bool
     holds_codes: bool = False
+    like: int | None = None
 
     @property
     def stored(self) -> bool:
@@ -129,7 +131,12 @@ class Update:
         invars = [*(flat.invars[i] for i in kept), *known]
         flat = dataclasses.replace(flat, equations=equations, invars=invars)
         inputs = (*(self.inputs[i] for i in kept), *(Input() for _ in known))
-        placed = [dataclasses.replace(o, alias=position.get(o.alias)) for o in outputs]
+        placed = [
+            dataclasses.replace(
+                o, alias=position.get(o.alias), like=position.get(o.like)
+            )
+            for o in outputs
+        ]
         return Update(flat, inputs, tuple(placed)), kept
 
 
@@ -165,10 +172,12 @@ def trace(
     kinds = ["device"] * updates
     kinds += _state_kinds(config, paths[updates:], state_types)
     aliases = _aliases(args, updates, len(state_types), state)
+    with_types = list(zip(paths, (a.aval for a in flat.outvars), strict=True))
+    likes = _templates.arguments_like(with_types, args)
     outputs = [
-        Output(path, kind, alias, k < updates, _holds_codes(path, a.aval))
-        for k, (path, kind, alias, a) in enumerate(
-            zip(paths, kinds, aliases, flat.outvars, strict=True)
+        Output(path, kind, alias, k < updates, _holds_codes(path, a.aval), like)
+        for k, (path, kind, alias, like, a) in enumerate(
+            zip(paths, kinds, aliases, likes, flat.outvars, strict=True)
         )
     ]
     inputs = _inputs(config, args, state)

@@ -1,5 +1,7 @@
 """State whose sharding only the compiled program knows comes back as it went in."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,3 +105,86 @@ def test_values_and_shardings_when_it_runs():
     assert (scale.spec, scale.memory_kind) == (P(), "pinned_host")
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("jitted", ["eager", "jax.jit", "oo.jit", "oo.jit, fused"])
+def test_host_state_that_jax_types_as_a_device_value(jitted):
+    """As from a checkpoint restored onto one device (F28): it is where it has to be."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=64))
+
+    def step(state, params, x):
+        def loss(p):
+            return jnp.sum(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0])
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return state, optax.apply_updates(params, updates)
+
+    run = {
+        "eager": step,
+        "jax.jit": jax.jit(step),
+        "oo.jit": oo.jit(step, donate_argnums=(0, 1), fused_backward=False),
+        "oo.jit, fused": oo.jit(step, donate_argnums=(0, 1)),
+    }[jitted]
+    params, x = jnp.full((3, 8, 8), 0.1), jnp.ones((4, 8))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+    def mistyped(x):
+        if x.sharding.memory_kind == "device":
+            return x
+        value = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, one, lambda index: value[index])
+
+    want = step(*step(tx.init(params), params, x), x)
+    state = jax.tree.map(mistyped, tx.init(params))
+    assert jax.typeof(state[0].mu).memory_space == jax.memory.Space.Device
+    oo.memory_report(state, oo.Rule(".*", min_bytes=64)).check()
+    got = run(state, params, x)
+    assert got[0][0].mu.sharding.memory_kind == "pinned_host"
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), run(*got, x), want
+    )
+    if jitted != "eager":
+        message = "on the device: '0/mu', '0/nu'"
+        with warnings.catch_warnings(), pytest.raises(oo.MemoryKindError, match=message):
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            run(optax.adam(0.1).init(want[1]), want[1], x)
+
+
+def test_tangents_of_such_state():
+    """They are beside it."""
+    tx = oo.offload(optax.trace(0.9), oo.Rule(".*", min_bytes=0))
+    params = jnp.ones((8, 8))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    trace = jax.make_array_from_callback((8, 8), one, lambda i: np.ones((8, 8))[i])
+    state = optax.TraceState(trace)
+
+    def new_trace(params, state):
+        return tx.update(params, state)[1].trace
+
+    primal, tangent = jax.jit(
+        lambda p, s: jax.jvp(lambda p: new_trace(p, s), (p,), (p,))
+    )(params, state)
+    np.testing.assert_allclose(primal, 1.9)
+    np.testing.assert_allclose(tangent, 1.0)
+    members = jax.tree.map(lambda x: jnp.stack([x, x]), (params,))
+    both = jax.jit(jax.vmap(new_trace, in_axes=(0, None)))(*members, state)
+    np.testing.assert_allclose(both, np.full((2, 8, 8), 1.9))
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_state_made_in_a_jit_is_sharded_as_its_parameters(codec):
+    """As without a jit; XLA would replicate it, and so would all later updates."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"w": P(None, "x"), "v": P("x"), "whole": P()}
+    params = {
+        name: jax.device_put(jnp.ones((4, 8, 128)), NamedSharding(mesh, spec))
+        for name, spec in specs.items()
+    }
+    rule = oo.Rule(".*", min_bytes=64, codec=codec)
+    tx = oo.offload(optax.adam(0.1), rule)
+    state = jax.jit(tx.init)(params)
+    for name, spec in specs.items():
+        want = NamedSharding(mesh, spec, memory_kind="pinned_host")
+        codes_or_values, *_ = jax.tree.leaves(state[0].mu[name])
+        assert codes_or_values.sharding.is_equivalent_to(want, 3), name
+    jax.tree.map(np.testing.assert_array_equal, state, tx.init(params))
