@@ -204,6 +204,9 @@ class _Variants:
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         self._tracer: Any = jax.jit(fun, inline=_compat.INLINE_EARLY, **of_tracing)
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
+        if isinstance(self._given.get("in_shardings"), list):
+            # As `jax.jit` does: a list stands for the tuple of positional arguments.
+            self._given["in_shardings"] = tuple(self._given["in_shardings"])
         self._jitted: dict[Hashable, Any] = {}
         self.current = self._variant(self._given, None)
 

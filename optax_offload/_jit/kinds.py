@@ -34,9 +34,10 @@ class Kinds:
     def fit(self, given: Mapping[str, Any]) -> bool:
         """Whether shardings name these kinds, or are wrong in what JAX says better."""
         try:
-            return all(shardings.fit(v, self.of[k]) for k, v in given.items())
+            fits = [shardings.fit(v, self.of[k]) for k, v in given.items()]
         except ValueError:
             return True
+        return all(fits)
 
 
 def argument_types(traced: jax.stages.Traced) -> list[Any]:

@@ -275,3 +275,20 @@ def test_jaxs_own_errors_of_shardings():
             messages.append(str(error.value))
     half = len(messages) // 2
     assert messages[:half] == messages[half:]
+
+
+def test_lists_are_taken_as_jax_takes_them():
+    """A list of in_shardings stands for a tuple; one of out_shardings is JAX's error."""
+    replicated = NamedSharding(mesh_of(), P())
+    host = jax.device_put(jnp.ones((8, 8)), replicated.with_memory_kind("pinned_host"))
+
+    def add(state, x):
+        return (jax.device_put(state, DEVICE) + x, state)
+
+    x = jax.device_put(jnp.ones((8, 8)), replicated)
+    given = oo.jit(add, in_shardings=[replicated, replicated])(host, x)
+    assert kinds(given) == ["device", "pinned_host"]
+    both = {"in_shardings": [replicated] * 2, "out_shardings": [replicated] * 2}
+    for jit in (jax.jit, oo.jit):
+        with pytest.raises(ValueError, match="pjit out_shardings tree"):
+            jit(add, **both)(host, x)
