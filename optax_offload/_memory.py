@@ -177,6 +177,16 @@ def positions() -> Callable[[Any], Any]:
     return unread
 
 
+def moved_by_kernels() -> str:
+    """What the slices of a schedule suffer for `positions`; "" where they do not."""
+    if _compat.COPIES_AT_POSITIONS:
+        return ""
+    return (
+        f"on GPUs, with JAX {jax.__version__}, kernels move these slices, beside which "
+        "nothing else computes: with 0.11.1 or newer they are copies"
+    )
+
+
 def array_from(
     shape: tuple[int, ...], sharding: Sharding, value: Callable[[Any], np.ndarray]
 ) -> jax.Array:

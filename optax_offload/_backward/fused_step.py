@@ -185,6 +185,8 @@ def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
             f"{often} ({again * price.flops(each.scan):.3g} FLOPs more)"
             f"{_moved(each.held)}"
         )
+    if any(f.loaded_bytes for f in each.fused) and _memory.moved_by_kernels():
+        yield f"  {_memory.moved_by_kernels()}"
     sums = sum(len(f.component.sums) for f in each.fused)
     if sums:
         yield f"  summed up row by row, in another order: {sums}"

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from optax_offload import _memory
 from optax_offload._jaxpr import described
 from optax_offload._update import branches, groups, sharing, window
 from optax_offload._update.group import Group
@@ -126,6 +127,8 @@ class Straight:
             f"window of {self.window.nbytes} bytes: {self.window.because}",
         ]
         lines += map(_line, self.loops)
+        if any(loop.rows for loop in self.loops) and _memory.moved_by_kernels():
+            lines.append(_memory.moved_by_kernels())
         reasons: dict[str, int] = {}
         for group in self.whole:
             if group.whole_because:

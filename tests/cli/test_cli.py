@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 
 import jax
@@ -163,6 +164,30 @@ def test_explain_a_step(invoke, tmp_path):
     assert "rule 2 decides nothing (optional): nothing" in result.stderr
     found = json.loads(invoke(*args, "--json", code=4).stdout)
     assert [r["rule"] for r in found["idle_rules"]] == [1, 2]
+
+
+@pytest.mark.aot
+@pytest.mark.xdist_group("gpu")
+def test_nothing_is_said_of_plugins(tmp_path):
+    """In a process of its own, although JAX looks for them when values are made."""
+    pytest.importorskip("jax_plugins")
+    made = "values = jax.random.normal(jax.random.key(0), (8,))\n"
+    (tmp_path / "my_steps.py").write_text(FACTORY + made)
+    (tmp_path / "rules.toml").write_text("[[rules]]\npattern = '0/mu/.*'\n")
+    command = ("explain", "rules.toml", "--step", "my_steps:make_step")
+    unset = {"JAX_PLATFORMS", "TF_CPP_MIN_LOG_LEVEL"}
+    env = {k: v for k, v in os.environ.items() if k not in unset}
+    root = str(pathlib.Path(oo.__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", "from optax_offload.cli import main; main()", *command],
+        cwd=tmp_path,
+        env=env | {"PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "pinned_host" in ran.stdout
+    assert ran.stderr == ""
 
 
 def test_explain_names_codecs(invoke, tmp_path, checkpoint):

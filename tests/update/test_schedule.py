@@ -185,6 +185,19 @@ def test_summary():
     )
 
 
+def test_kernels_of_older_compilers_are_said(monkeypatch):
+    """Where a GPU's copies would be of other rows (U10), and there are slices."""
+
+    def text(shape, right):
+        monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", right)
+        return str(plan_of(optax.adam(1e-3), stacked(shape), slice_axis=0)[0])
+
+    said = f"on GPUs, with JAX {jax.__version__}, kernels move these slices"
+    assert said in text((4096, 1024), right=False)
+    assert said not in text((4096, 1024), right=True)
+    assert said not in text((1, 8), right=False)
+
+
 def test_planning_is_linear_in_leaves():
     """Each equation is in one place only, and each leaf adds as many as the last."""
 
