@@ -53,9 +53,9 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           >>> import jax.numpy as jnp, optax, optax_offload as oo
           >>> tx = oo.offload(optax.adam(1e-3), window_bytes=2**20)
           >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))  # doctest: +ELLIPSIS
-          1 group of 4194304 bytes in all, the largest of 4194304
-          window of 1048576 bytes: as asked
-          loop over 1 group, in 4 slices of 1048576 bytes, ... to an iteration
+          1 group of 4.00 MiB in all, the largest of 4.00 MiB
+          window of 1.00 MiB: as asked
+          loop over 1 group, in 4 slices of 1.00 MiB, ... to an iteration
         """
         core = getattr(self.update, "__self__", None)
         if not isinstance(core, _Offloading):

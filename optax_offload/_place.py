@@ -93,7 +93,9 @@ def _are_rules(like: Any) -> bool:
     if isinstance(like, (str, re.Pattern, _rules.Rule, _rules.OffloadConfig)):
         return True
     is_sequence = isinstance(like, (list, tuple)) and len(like) > 0
-    return is_sequence and all(isinstance(x, _rules.Rule) for x in like)
+    return is_sequence and all(
+        isinstance(x, (str, re.Pattern, _rules.Rule)) for x in like
+    )
 
 
 def _is_array(x: Any) -> bool:

@@ -161,7 +161,7 @@ class OffloadConfig:
     """Rules in order, the first that matches decides, and the window they share.
 
     Args:
-      rules: One or more `Rule`.
+      rules: One or more `Rule`; a regex stands for ``Rule(regex)``.
       window_bytes: How many bytes of state may be on the device at once during an
         update; None lets `offload` choose.
 
@@ -181,17 +181,20 @@ class OffloadConfig:
         rules = self.rules
         if not isinstance(rules, Sequence) or isinstance(rules, str):
             raise TypeError(f"rules must be a sequence of Rule, got {rules!r}")
+        made: list[Rule] = []
         for position, rule in enumerate(rules):
-            if not isinstance(rule, Rule):
+            if not isinstance(rule, (Rule, str, re.Pattern)):
                 raise TypeError(
-                    f"rules[{position}] is {rule!r}; it must be an optax_offload.Rule"
+                    f"rules[{position}] is {rule!r}; it must be an optax_offload.Rule "
+                    "or a regex"
                 )
+            made.append(rule if isinstance(rule, Rule) else Rule(rule))
         if not rules:
             raise ValueError(
                 "rules is empty: nothing would be offloaded. Give at least one Rule, "
                 "or leave the optimizer as it is"
             )
-        object.__setattr__(self, "rules", tuple(rules))
+        object.__setattr__(self, "rules", tuple(made))
         if self.window_bytes is not None:
             _check_bytes("window_bytes", self.window_bytes, 1)
 
@@ -206,7 +209,8 @@ class OffloadConfig:
         return dataclasses.replace(self, rules=rules)
 
 
-Rules = str | re.Pattern[str] | Rule | Sequence[Rule] | OffloadConfig
+_OneRule = str | re.Pattern[str] | Rule
+Rules = _OneRule | Sequence[_OneRule] | OffloadConfig
 
 
 def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
@@ -221,7 +225,7 @@ def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
         config = OffloadConfig(rules)
     else:
         raise TypeError(
-            "rules must be a regex, a Rule, a sequence of Rule or an OffloadConfig, "
+            "rules must be a regex, a Rule, a sequence of these or an OffloadConfig, "
             f"got {rules!r}"
         )
     if window_bytes is None:
@@ -301,6 +305,12 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
                 f"is decided by an earlier rule ({first}, "
                 f"{config.rules[first].regex!r}). Put it before that rule, or remove it"
             )
+    if not paths:
+        return (
+            f"{name} matches no leaf. The tree has no leaves. An optimizer without "
+            "state, such as optax.sgd without momentum, has nothing to move: leave "
+            "offload(...) out"
+        )
     remedy = _trees.remedy(compile_pattern(rule.pattern), paths)
     return (
         f"{name} matches no leaf. {remedy}. Patterns match "

@@ -1,8 +1,9 @@
-"""Bytes: their units, read and written."""
+"""What people read: bytes in their units, values that are short at a prompt."""
 
 from __future__ import annotations
 
 import fractions
+import html
 import re
 
 # The unit of the tables that people read.
@@ -28,6 +29,19 @@ def size_text(size_bytes: int) -> str:
     if power == 0:
         return f"{size_bytes} B"
     return f"{size_bytes / 1024**power:.2f} {'KMGT'[power - 1]}iB"
+
+
+class Printed:
+    """A value whose text is for people: a line at a prompt, and whole where printed."""
+
+    def _headline(self) -> str:
+        return str(self).partition("\n")[0]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._headline()}; print it to see all>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def parse_size(text: str) -> int:

@@ -14,7 +14,7 @@ from optax_offload._backward.outside import Outside, gradients, updates_inside
 from optax_offload._backward.rest import Node, rest
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
-from optax_offload._units import size_text
+from optax_offload._units import Printed, size_text
 from optax_offload._update import Schedule, schedule
 
 # What is done with gradients whose update needs all of them first.
@@ -58,8 +58,8 @@ class FusedScan:
                 yield f"{_gradients([f])}, a row at once: {why}"
 
 
-@dataclasses.dataclass(frozen=True)
-class FusedStep:
+@dataclasses.dataclass(frozen=True, repr=False)
+class FusedStep(Printed):
     """What of a step is fused into its backward pass. Print it.
 
     Attributes:

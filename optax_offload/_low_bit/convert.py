@@ -29,7 +29,8 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
       A pytree without encoded leaves.
 
     Raises:
-      ValueError: There are master weights, and no bfloat16 parameter of their path.
+      ValueError: There are master weights, and no parameter of their path, or one that
+        is not bfloat16.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -40,6 +41,7 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
     """
     uppers = {} if params is None else dict(_trees.leaves_with_paths(params))
     without: list[str] = []
+    others: list[str] = []
 
     def decode(keys: Any, x: Any) -> Any:
         if not is_encoded(x):
@@ -53,9 +55,18 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
             if param is None:
                 without.append(path)
                 return x
+            if param.dtype != jnp.bfloat16:
+                others.append(f"{path!r} ({param.dtype})")
+                return x
         return _in_its_memory(lambda x: x.decoded(param), x)
 
     decoded = _trees.map_with_path(decode, state, is_leaf=is_encoded)
+    if others:
+        raise ValueError(
+            "half of each of these is in a bfloat16 parameter, and params has the "
+            f"parameter in another dtype: {', '.join(others)}. Give params in bfloat16, "
+            "as the state was made with; for others leave out codec='bfloat16-remainder'"
+        )
     if without:
         raise ValueError(
             f"{_trees.listed(without)}: half of each is in a bfloat16 parameter, and "
@@ -132,13 +143,16 @@ def low_bit_encode(state: Any, like: Any) -> Any:
 
 
 def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
-    """The parameter whose path is the longest end of the leaf's."""
+    """The parameter of the leaf's shape whose path is the longest end of the leaf's.
+
+    One in bfloat16 if there is any.
+    """
     parts = path.split("/")
-    for start in range(len(parts) + 1):
-        param = params.get("/".join(parts[start:]))
-        if param is not None and param.shape == x.shape and param.dtype == jnp.bfloat16:
-            return param
-    return None
+    tails = ("/".join(parts[start:]) for start in range(len(parts) + 1))
+    found = [p for tail in tails if (p := params.get(tail)) is not None]
+    alike = [p for p in found if p.shape == x.shape]
+    fits = [p for p in alike if p.dtype == jnp.bfloat16]
+    return next(iter([*fits, *alike]), None)
 
 
 def _in_its_memory(fn: Any, x: Any) -> Any:

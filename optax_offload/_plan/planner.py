@@ -22,7 +22,7 @@ from optax_offload._plan.step import Step, StepFactory
 def plan(  # noqa: PLR0913 - keyword-only options
     make_step: Callable[..., Step],
     *args: Any,
-    target: aot.Target,
+    target: aot.Target | str,
     budget_bytes: int | None = None,
     rules: _rules.Rules | None = None,
     codec: str | None = None,
@@ -44,7 +44,8 @@ def plan(  # noqa: PLR0913 - keyword-only options
         ``optax.chain(clip, offload(adamw))``), and builds the optimizer's state with
         it, as in ``oo.eval_shape(tx.init, params)``.
       *args: Further arguments for it.
-      target: What to compile for.
+      target: What to compile for: an `optax_offload.aot.Target`, or its name, such as
+        ``"h100"``, ``"h100:8"`` or ``"v5e:2x4"``.
       budget_bytes: What the step may take on each device: by default the target's
         memory less a reserve, 10 % on a GPU and 2 % on a TPU.
       rules: What is decided already: what goes, and (``memory_kind="device"``) what
@@ -71,7 +72,6 @@ def plan(  # noqa: PLR0913 - keyword-only options
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
-      >>> from optax_offload import aot
       >>> def make_step(offload, target):
       ...     params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.float32)}
       ...     tx = offload(optax.adam(1e-3))
@@ -83,11 +83,12 @@ def plan(  # noqa: PLR0913 - keyword-only options
       ...     x = jax.ShapeDtypeStruct((8, 4096), jnp.float32)
       ...     return oo.Step(step, (params, state, x), donate_argnums=(0, 1))
       >>> found = oo.plan(
-      ...     make_step, target=aot.Target("h100"), budget_bytes=200 * 2**20
+      ...     make_step, target="h100", budget_bytes=200 * 2**20
       ... )  # doctest: +SKIP
       >>> [rule.regex for rule in found.config.rules]  # doctest: +SKIP
       ['\\d+/mu/w']
     """
+    target = aot.Target(target) if isinstance(target, str) else target
     budget_bytes = checked_budget_bytes(budget_bytes, target)
     given = None if rules is None else _rules.as_config(rules)
     factory = StepFactory(make_step, target, args)

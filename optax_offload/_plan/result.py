@@ -12,11 +12,11 @@ from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.cost import Cost
 from optax_offload._plan.patterns import LeafPattern
 from optax_offload._plan.rule_file import rule_file_text
-from optax_offload._units import size_text
+from optax_offload._units import Printed, size_text
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """The rules by which a step fits, what they save and what they cost.
 
     ``str()`` of it is the same for a person.
@@ -173,6 +173,14 @@ class Plan:
             "cost": self.cost.as_dict(),
             "environment": dict(self.environment),
         }
+
+    def _headline(self) -> str:
+        before, after = self.before.used_bytes, self.after.used_bytes
+        leaves = sum(len(pattern.leaves) for pattern in self.moved)
+        return (
+            f"for {self.target.name}, {size_text(self.budget_bytes)} on each device, "
+            f"{leaves} leaves moved, peak {size_text(before)} -> {size_text(after)}"
+        )
 
     def __str__(self) -> str:
         before, after = self.before.parts, self.after.parts

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from optax_offload._units import GIB
+from optax_offload._units import GIB, size_text
 
 # Where the kernel's own files are; tests have others.
 ROOT = Path("/")
@@ -182,10 +182,10 @@ class HostMemory:
             if missing > limit.free_bytes:
                 used = limit.total_bytes - limit.free_bytes
                 messages.append(
-                    f"{missing:,} bytes of host memory ({'; '.join(kinds)}) are still "
-                    f"to be allocated by this process, and the {limit.name} has "
-                    f"{limit.free_bytes:,} left of {limit.total_bytes:,}. "
-                    f"{limit.fix(used + missing)}"
+                    f"{size_text(missing)} of host memory ({'; '.join(kinds)}) are "
+                    f"still to be allocated by this process, and the {limit.name} has "
+                    f"{size_text(limit.free_bytes)} left of "
+                    f"{size_text(limit.total_bytes)}. {limit.fix(used + missing)}"
                 )
         return messages
 
@@ -200,12 +200,13 @@ class HostMemory:
 
     def __str__(self) -> str:
         needs = [
-            f"{kind} of this process: {nbytes:,} bytes, "
-            f"{self.missing_bytes.get(kind, 0):,} of them to be allocated"
+            f"{kind} of this process: {size_text(nbytes)}, "
+            f"{size_text(self.missing_bytes.get(kind, 0))} of them to be allocated"
             for kind, nbytes in self.needed_bytes.items()
         ]
         rooms = [
-            f"{limit.name}: {limit.free_bytes:,} bytes free of {limit.total_bytes:,}"
+            f"{limit.name}: {size_text(limit.free_bytes)} free of "
+            f"{size_text(limit.total_bytes)}"
             for limit in self.limits
         ]
         return "\n".join([*needs, *rooms, *(f"(!) {s}" for s in self.shortages)])

@@ -5,13 +5,15 @@ Only what is shown is decided here; what it means is in `report.py`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from optax_offload._report.rows import Row
-from optax_offload._units import MIB
+from optax_offload._units import MIB, size_text
 
 # Shown for the path of a tree that is one leaf.
 THE_TREE_ITSELF = "(the tree itself)"
@@ -21,25 +23,63 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], host: str) -> str
     """The tables of a report, one below the other.
 
     Args:
-      rows: The leaves, each of which gets a line.
-      totals: Cells of the second table: subtree, kind, and the bytes of each column.
+      rows: The leaves. Those whose paths differ in numbers only, and that are alike in
+        all else, share a line.
+      totals: Cells of the second table: subtree, kind, and the size of each column.
       host: What is said about the host's memory; nothing if it is empty.
     """
-    leaves = [["path", "shape", "dtype", "bytes", "bytes/device"]]
-    leaves[0] += ["planned", "actual", "why"]
-    leaves += [_cells(row) for row in rows]
-    sums = [["subtree", "kind", "bytes", "bytes/device", "bytes/host"], *totals]
-    tables = [table(leaves, right=(3, 4)), table(sums, right=(2, 3, 4))]
+    groups = _alike(rows)
+    header = ["path", "shape", "dtype", "size", "size/device"]
+    leaves = [[*header, "planned", "actual", "why"], *map(_cells, groups)]
+    if len(groups) < len(rows):
+        counts = ["leaves", *(str(len(alike)) for alike in groups)]
+        leaves = [
+            [path, count, *rest]
+            for count, (path, *rest) in zip(counts, leaves, strict=True)
+        ]
+    sums = [["subtree", "kind", "size", "size/device", "size/host"], *totals]
+    tables = [
+        table(leaves, right=(len(leaves[0]) - 5, len(leaves[0]) - 4)),
+        table(sums, right=(2, 3, 4)),
+    ]
     return "\n\n".join([*tables, host] if host else tables)
 
 
-def _cells(row: Row) -> list[str]:
+def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows, those together that differ in the numbers of their paths only."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        words = re.sub(r"\d+", "0", row.path)
+        found.setdefault(dataclasses.replace(row, path=words), []).append(row)
+    return [*found.values()]
+
+
+def _path(alike: Sequence[Row]) -> str:
+    """The path of rows that are alike, with a range for each number that differs."""
+    words = re.split(r"\d+", alike[0].path)
+    columns = zip(*(re.findall(r"\d+", row.path) for row in alike), strict=True)
+    ranges = ["", *map(_range, columns)]
+    return "".join(n + word for n, word in zip(ranges, words, strict=True))
+
+
+def _range(numbers: Sequence[str]) -> str:
+    ordered = sorted(set(numbers), key=int)
+    first, last = ordered[0], ordered[-1]
+    if len(ordered) == 1:
+        return first
+    gaps = int(last) - int(first) >= len(ordered)
+    shown = ",".join(ordered) if gaps and len(ordered) <= 4 else f"{first}..{last}"
+    return f"{{{shown}}}"
+
+
+def _cells(alike: Sequence[Row]) -> list[str]:
+    row = alike[0]
     return [
-        row.path or THE_TREE_ITSELF,
+        _path(alike) or THE_TREE_ITSELF,
         "x".join(map(str, row.shape)) or "scalar",
         row.dtype + (f" ({row.codec})" if row.codec else ""),
-        f"{row.nbytes:,}",
-        f"{row.nbytes_per_device:,}",
+        size_text(sum(row.nbytes for row in alike)),
+        size_text(sum(row.nbytes_per_device for row in alike)),
         row.planned or "-",
         (row.actual or "-") + (" (!)" if row.misplaced else ""),
         row.why,

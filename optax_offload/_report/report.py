@@ -16,15 +16,19 @@ from optax_offload._low_bit import encoded_parts
 from optax_offload._report import host_memory as _host
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
+from optax_offload._units import Printed, size_text
 
 # What a value without a memory kind is filed under.
 NO_KIND = "no memory kind"
 HOST_KINDS = ("pinned_host", "unpinned_host")
 
 
-@dataclasses.dataclass(frozen=True)
-class MemoryReport:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MemoryReport(Printed):
     """Where every leaf of a tree is; ``str()`` of it is a table.
+
+    Leaves whose paths differ in numbers only, as those of layers do, and that are alike
+    in all else, share a line of the table: ``layers_{0..11}/kernel``.
 
     Attributes:
       rows: A row for each leaf, in the order of the tree.
@@ -140,7 +144,7 @@ class MemoryReport:
                 "planned:\n"
                 + "\n".join(
                     f"  {row.path}: planned {row.planned}, is {row.actual} "
-                    f"({row.nbytes} bytes; {row.why})"
+                    f"({size_text(row.nbytes)}; {row.why})"
                     for row in wrong
                 )
                 + "\nMove them with optax_offload.place(tree, rules). If a jitted step "
@@ -149,11 +153,17 @@ class MemoryReport:
             )
         return self
 
+    def _headline(self) -> str:
+        kinds = [f"{size_text(n)} {kind}" for kind, n in self._kinds().items()]
+        wrong = sum(row.misplaced for row in self.rows)
+        misplaced = [f"{wrong} not where planned"] if wrong else []
+        return ", ".join([f"{len(self.rows)} leaves", *kinds, *misplaced])
+
     def __str__(self) -> str:
         parts = self.subtrees()
         named = [*(parts.items() if len(parts) > 1 else ()), ("total", self)]
         totals = [
-            [name, kind, *(f"{nbytes:,}" for nbytes in columns.values())]
+            [name, kind, *map(size_text, columns.values())]
             for name, part in named
             for kind, columns in part._totals_as_dict().items()
         ]

@@ -48,7 +48,13 @@ class Row:
 
     @property
     def misplaced(self) -> bool:
-        """Whether the leaf is not where it was planned."""
+        """Whether the leaf is not where it was planned.
+
+        A value that is no array is in no memory: a step takes it to the device, and a
+        number is too small to count.
+        """
+        if self.actual is None and (self.planned == "device" or not self.shape):
+            return False
         return self.planned not in (None, self.actual)
 
 

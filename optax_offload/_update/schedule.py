@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from optax_offload import _memory
 from optax_offload._jaxpr import described
+from optax_offload._units import Printed, size_text
 from optax_offload._update import branches, groups, sharing, window
 from optax_offload._update.group import Group
 from optax_offload._update.loops import Loop
@@ -49,8 +50,8 @@ class OverWindow(NamedTuple):
     joined: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
-class Straight:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Straight(Printed):
     """An update as an ordered list of stages.
 
     Attributes:
@@ -121,10 +122,10 @@ class Straight:
     def __str__(self) -> str:
         sizes = [group.nbytes for group in self.groups]
         lines = [
-            f"{_groups(len(sizes))} of {sum(sizes)} bytes in all, the largest of "
-            f"{max(sizes, default=0)}",
+            f"{_groups(len(sizes))} of {size_text(sum(sizes))} in all, the largest of "
+            f"{size_text(max(sizes, default=0))}",
             *self._in_few_bits(),
-            f"window of {self.window.nbytes} bytes: {self.window.because}",
+            f"window of {size_text(self.window.nbytes)}: {self.window.because}",
         ]
         lines += map(_line, self.loops)
         if any(loop.rows for loop in self.loops) and _memory.moved_by_kernels():
@@ -140,15 +141,16 @@ class Straight:
         """What crosses the link, where it is less than what it is decoded to."""
         coded = [g for g in self.groups if 0 < g.moved_bytes < g.nbytes]
         if coded:
-            moved = sum(g.moved_bytes for g in coded)
+            decoded = size_text(sum(g.nbytes for g in coded))
+            moved = size_text(sum(g.moved_bytes for g in coded))
             yield (
-                f"{sum(g.nbytes for g in coded)} of these are decoded on the device; "
-                f"{moved} are at rest, and cross the link, in codes of 8 bits"
+                f"{decoded} of these are decoded on the device; {moved} are at rest, "
+                "and cross the link, in codes of 8 bits"
             )
 
 
-@dataclasses.dataclass(frozen=True)
-class Branched:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Branched(Printed):
     """An update that moves its state or keeps it, by a predicate.
 
     Attributes:
@@ -164,7 +166,21 @@ class Branched:
         return tuple(s for each in self.schedules for s in each.straights())
 
     def __str__(self) -> str:
-        return "\n".join(map(str, self.schedules))
+        lines = []
+        for label, each in zip(self._labels(), self.schedules, strict=True):
+            lines += [label, *(f"  {line}" for line in str(each).splitlines())]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        return "a schedule for steps that update the state, and one for those that keep"
+
+    def _labels(self) -> tuple[str, str]:
+        keep, update = "in a step that keeps its state:", "in a step that updates it:"
+        zero, one = (
+            sum(g.nbytes for s in each.straights() for g in s.groups)
+            for each in self.schedules
+        )
+        return (keep, update) if zero <= one else (update, keep)
 
 
 Schedule = Straight | Branched
@@ -212,10 +228,10 @@ def _schedule(update: Update, window_bytes: int | None, version: bool) -> Schedu
 def _line(loop: Loop) -> str:
     groups, sizes = _groups(len(loop.groups)), _range(loop.slice_bytes)
     if not loop.rows:
-        return f"loop that runs once over {groups}, whole, of {sizes} bytes"
+        return f"loop that runs once over {groups}, whole, of {sizes}"
     return (
-        f"loop over {groups}, in {loop.slices} slices of {sizes} "
-        f"bytes, {loop.unroll} to an iteration"
+        f"loop over {groups}, in {loop.slices} slices of {sizes}, "
+        f"{loop.unroll} to an iteration"
     )
 
 
@@ -225,4 +241,6 @@ def _groups(count: int) -> str:
 
 def _range(sizes: Sequence[int]) -> str:
     least, most = min(sizes), max(sizes)
-    return str(most) if least == most else f"{least} to {most}"
+    if least == most:
+        return size_text(most)
+    return f"{size_text(least)} to {size_text(most)}"

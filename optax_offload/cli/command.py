@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Generator
+from importlib import metadata
 from typing import Annotated, Any
 
 try:
@@ -26,7 +27,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import _plan, _rule_files, aot
+from optax_offload import __version__, _plan, _rule_files, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -37,12 +38,23 @@ from optax_offload.cli.factory import load_factory
 
 BAD_INPUT, DOES_NOT_FIT, IDLE_RULE = 2, 3, 4
 
+
+def _examples(*lines: str) -> str:
+    """What `--help` shows below: rich keeps a line where an empty one is before it."""
+    return "\n\n".join(["Examples:", *(f"optax-offload {line}" for line in lines)])
+
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Which optimizer state to keep in host memory so that a step fits, and what "
     "that costs.",
-    epilog="Exit codes: 0 it fits, or all is well; 2 the input is wrong; 3 it does not "
+    epilog=_examples(
+        "fit my_steps:make_step --target h100 --out rules.toml",
+        "explain rules.toml --step my_steps:make_step",
+        "report runs/1/checkpoints",
+    )
+    + "\n\nExit codes: 0 it fits, or all is well; 2 the input is wrong; 3 it does not "
     "fit with all state moved; 4 (explain) a rule decides nothing.",
 )
 _traceback = False
@@ -63,18 +75,41 @@ SetOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of tables.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        versions = [f"{name} {metadata.version(name)}" for name in ("jax", "optax")]
+        print(f"optax-offload {__version__} ({', '.join(versions)})")
+        raise typer.Exit
+
+
 @app.callback()
 def main_options(
     traceback: Annotated[
         bool, typer.Option("--traceback", help="Where an error comes from.")
     ] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="The versions of this, JAX and optax.",
+        ),
+    ] = False,
 ) -> None:
     """Sets what holds for every command."""
+    del version
     global _traceback
     _traceback = traceback
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "fit my_steps:make_step --target h100",
+        "fit my_steps:make_step --target v5e:2x4 --budget 14GiB --out rules.toml",
+        "fit my_steps:make_step --target rtx4090 --allow int8 --set layers=24",
+    )
+)
 def fit(  # noqa: PLR0913 - each parameter is an option
     factory: FactoryArgument,
     target: TargetOption,
@@ -171,7 +206,12 @@ def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> Non
         _plan.check_can_plot()
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "explain rules.toml --step my_steps:make_step",
+        "explain rules.toml --checkpoint runs/1/checkpoints --under opt_state/1",
+    )
+)
 def explain(  # noqa: PLR0913 - each parameter is an option
     rules: Annotated[pathlib.Path, typer.Argument(help="A rule file.")],
     step: Annotated[str | None, typer.Option(help="A step factory.")] = None,
@@ -215,7 +255,12 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         raise typer.Exit(IDLE_RULE)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "report runs/1/checkpoints",
+        "report runs/1/checkpoints/1000 --json",
+    )
+)
 def report(
     checkpoint: Annotated[pathlib.Path, typer.Argument(help="An Orbax checkpoint.")],
     as_json: JsonOption = False,
@@ -230,7 +275,12 @@ def report(
         tables.print_leaves(_out, str(checkpoint), leaves)
 
 
-@app.command()
+@app.command(
+    epilog=_examples(
+        "targets",
+        "targets --json",
+    )
+)
 def targets(as_json: JsonOption = False) -> None:
     """Lists what can be compiled for."""
     if as_json:

@@ -96,6 +96,22 @@ def test_help(invoke):
     assert "--out" in re.sub(r"\x1b\[[\d;]*m", "", invoke("fit", "--help").output)
 
 
+@pytest.mark.parametrize("command", [(), ("fit",), ("explain",), ("report",)])
+def test_help_has_examples(invoke, command):
+    """Each line is one that can be pasted."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", invoke(*command, "--help").output)
+    assert re.search(rf"Examples:\s+optax-offload {(*command, 'fit')[0]} \S", text)
+
+
+def test_version(invoke):
+    """This library's, and of those that a step is traced with."""
+    text = invoke("--version").output
+    assert text == (
+        f"optax-offload {oo.__version__} (jax {jax.__version__}, optax "
+        f"{optax.__version__})\n"
+    )
+
+
 def test_targets(invoke):
     """Every chip, with its memory and its link."""
     rows = json.loads(invoke("targets", "--json").stdout)

@@ -94,8 +94,27 @@ def test_rule_that_matches_nothing_lists_near_paths():
 
 def test_rule_that_matches_nothing_in_an_empty_tree():
     """Without leaves there are no near paths."""
-    with pytest.raises(ValueError, match="The tree has no leaves"):
+    message = (
+        r"The tree has no leaves\. An optimizer without state, such as optax.sgd "
+        r"without momentum, has nothing to move: leave offload\(\.\.\.\) out"
+    )
+    with pytest.raises(ValueError, match=message):
         kinds("a", [])
+
+
+def test_rules_are_a_list_of_strings():
+    """Each a rule of its own; rules and patterns may be among them."""
+    rules = [r".*/mu", oo.Rule(r".*/nu", "device"), re.compile(".*")]
+    wanted = ["pinned_host", "device", "pinned_host"]
+    assert kinds(rules, ["0/mu", "0/nu", "w"]) == wanted
+    assert oo.OffloadConfig(["a"]).rules == (oo.Rule("a"),)
+
+
+def test_rule_without_what_is_before_it_is_proposed():
+    """Patterns match the whole path: `mu/.*` is most often `.*/mu/.*`."""
+    message = r"'mu/\.\*', matches no leaf\. Write '\.\*/mu/\.\*', which matches 1 leaf"
+    with pytest.raises(ValueError, match=message):
+        kinds("mu/.*", ["0/mu/w", "0/nu/w"])
 
 
 def test_rule_in_the_shadow_of_another():
@@ -150,8 +169,12 @@ def test_bad_rule(arguments, error, message):
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        (3, TypeError, "rules must be a regex, a Rule, a sequence of Rule or an Off"),
-        (["a"], TypeError, r"rules\[0\] is 'a'; it must be an optax_offload.Rule"),
+        (3, TypeError, "rules must be a regex, a Rule, a sequence of these or an"),
+        (
+            [3],
+            TypeError,
+            r"rules\[0\] is 3; it must be an optax_offload.Rule or a regex",
+        ),
         ([], ValueError, "rules is empty: nothing would be offloaded"),
     ],
 )

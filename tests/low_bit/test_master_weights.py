@@ -103,6 +103,10 @@ def test_errors_of_master_weights():
     tx = oo.low_bit(tx, oo.Rule("master/.*", codec="bfloat16-remainder"))
     with pytest.raises(ValueError, match=r"'master/embed', .*: half of each is in"):
         tx.update(params, tx.init(params))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
+    message = r"params has the parameter in another dtype: 'master/embed' \(float32\), "
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params), wide)
 
 
 def test_master_weights_are_refused_another_codec():

@@ -44,6 +44,14 @@ def test_errors(make_step, options, error, message):
         oo.plan(make_step, target=H100, **options)
 
 
+def test_target_by_name():
+    """As the command takes it."""
+    with pytest.raises(ValueError, match=r"Target\('h1000'\) names no chip"):
+        oo.plan(adam_step, target="h1000")
+    with pytest.raises(ValueError, match=r"budget_bytes is 0; .*'h100'"):
+        oo.plan(adam_step, target="h100", budget_bytes=0)
+
+
 def test_an_optimizer_that_is_none():
     """The factory's own mistake is that of `offload`."""
     with pytest.raises(TypeError, match="Call it first"):

@@ -127,11 +127,11 @@ def test_shortages():
         ),
     )
     machine, cgroup, plugin = memory.shortages
-    assert machine.startswith(f"{110 * GIB:,} bytes of host memory (pinned_host; unp")
+    assert machine.startswith("110.00 GiB of host memory (pinned_host; unp")
     assert machine.endswith("shard the state over more hosts")
-    assert "the cgroup has 117,037,858,816 left" in cgroup
+    assert "the cgroup has 109.00 GiB left of 150.00 GiB" in cgroup
     assert "docker run --memory=" in cgroup
-    assert plugin.startswith(f"{90 * GIB:,} bytes of host memory (pinned_host) are")
+    assert plugin.startswith("90.00 GiB of host memory (pinned_host) are")
     assert plugin.endswith("export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100")
     assert not host_memory.HostMemory({}, {}, memory.limits).shortages
 

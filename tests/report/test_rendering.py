@@ -20,9 +20,17 @@ def test_columns_are_as_wide_as_their_cells():
 def test_a_row_says_where_a_leaf_is():
     """A misplaced one is marked; what has no path, kind or shape has a word for it."""
     row = Row("", (), "float32", 4000, 4000, 4000, "pinned_host", "device", "rule 0")
-    text = rendering.text([row], [["total", "device", "4,000", "4,000", "4,000"]], "")
+    text = rendering.text(
+        [row], [["total", "device", "3.91 KiB", "3.91 KiB", "3.91 KiB"]], ""
+    )
     line = text.splitlines()[2]
-    for cell in ("(the tree itself)", "scalar", "4,000", "pinned_host", "device (!)"):
+    for cell in (
+        "(the tree itself)",
+        "scalar",
+        "3.91 KiB",
+        "pinned_host",
+        "device (!)",
+    ):
         assert cell in line
     assert "rule 0" in line
     assert rendering.text([], [], "host: 3").endswith("\n\nhost: 3")

@@ -52,7 +52,7 @@ def test_check_names_every_misplaced_leaf():
     report = oo.memory_report(state, ".*")
     message = (
         r"2 of 5 leaves are not where they were planned:\n"
-        r"  0/mu/w: planned pinned_host, is device \(131072 bytes; rule 0 '\.\*'\)\n"
+        r"  0/mu/w: planned pinned_host, is device \(128.00 KiB; rule 0 '\.\*'\)\n"
         r"  0/nu/w: planned pinned_host, is device"
     )
     with pytest.raises(oo.MemoryKindError, match=message):
@@ -71,6 +71,20 @@ def test_out_shardings_without_a_kind_are_caught():
         oo.memory_report(state, ".*").check()
 
 
+@pytest.mark.parametrize("min_bytes", [0, 65536])
+def test_numbers_are_in_no_memory(min_bytes):
+    """A step counter may be a Python or NumPy number: it is not misplaced."""
+    state = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=min_bytes)).init(
+        {"w": jnp.ones((256, 128))}
+    )
+    for count in (3, np.int32(3)):
+        numbers = (state[0]._replace(count=count), *state[1:])
+        oo.memory_report(numbers, oo.Rule(".*", min_bytes=min_bytes)).check()
+    arrays = (state[0]._replace(mu={"w": np.ones((256, 128), np.float32)}), *state[1:])
+    with pytest.raises(oo.MemoryKindError, match="planned pinned_host, is None"):
+        oo.memory_report(arrays, ".*").check()
+
+
 def test_check_without_rules():
     """Where nothing was planned there is nothing to check."""
     with pytest.raises(ValueError, match="nothing was planned: give the rules"):
@@ -82,18 +96,52 @@ def test_the_table():
     tree = {"k": jax.random.key(0), "n": None, "s": 3, "w": np.ones((2, 3), np.float32)}
     leaves, sums = str(oo.memory_report(tree)).split("\n\n")
     lines = leaves.splitlines()
-    assert lines[0].split()[:4] == ["path", "shape", "dtype", "bytes"]
-    assert lines[0].split()[4:] == ["bytes/device", "planned", "actual", "why"]
+    assert lines[0].split()[:4] == ["path", "shape", "dtype", "size"]
+    assert lines[0].split()[4:] == ["size/device", "planned", "actual", "why"]
     assert [line.split()[0] for line in lines[2:]] == ["k", "s", "w"]
     assert lines[4].split()[1] == "2x3"
     assert [line.split() for line in sums.splitlines()[2:]] == [
-        ["k", "device", "8", "8", "8"],
-        ["s", "no", "memory", "kind", "4", "4", "4"],
-        ["w", "no", "memory", "kind", "24", "24", "24"],
-        ["total", "device", "8", "8", "8"],
-        ["total", "no", "memory", "kind", "28", "28", "28"],
+        ["k", "device", *["8", "B"] * 3],
+        ["s", "no", "memory", "kind", *["4", "B"] * 3],
+        ["w", "no", "memory", "kind", *["24", "B"] * 3],
+        ["total", "device", *["8", "B"] * 3],
+        ["total", "no", "memory", "kind", *["28", "B"] * 3],
     ]
     assert str(oo.memory_report({})).splitlines()[0].startswith("path")
+
+
+def test_layers_share_a_line():
+    """Leaves that differ in a number only, and in nothing else that is shown."""
+    params = {f"layers_{i}": {"kernel": jnp.ones((8, 4))} for i in range(12)}
+    params["layers_3"]["kernel"] = jnp.ones((4, 4))
+    tree = {"params": params, "heads_0": jnp.ones(2), "heads_2": jnp.ones(2)}
+    lines = str(oo.memory_report(tree)).split("\n\n")[0].splitlines()
+    assert lines[0].split()[:3] == ["path", "leaves", "shape"]
+    assert [line.split()[:5] for line in lines[2:]] == [
+        ["heads_{0,2}", "2", "2", "float32", "16"],
+        ["params/layers_{0..11}/kernel", "11", "8x4", "float32", "1.38"],
+        ["params/layers_3/kernel", "1", "4x4", "float32", "64"],
+    ]
+
+
+def test_values_at_a_prompt():
+    """A line, of however many leaves; in a notebook all of it."""
+    tree = {f"w_{'x' * i}": jnp.ones((64, 256)) for i in range(40)}
+    report = oo.memory_report(tree, ".*")
+    assert repr(report) == (
+        "<MemoryReport: 40 leaves, 2.50 MiB device, 40 not where planned; print it to "
+        "see all>"
+    )
+    assert report._repr_html_().startswith("<pre>path ")
+    assert "w_xxxx  " in report._repr_html_()
+    schedule = oo.offload(optax.adam(1e-3)).schedule(tree)
+    assert repr(schedule) == (
+        "<Straight: 40 groups of 5.00 MiB in all, the largest of 128.00 KiB; print it "
+        "to see all>"
+    )
+    step = oo.jit(lambda x: x).schedule(tree)
+    assert repr(step).startswith("<FusedStep: nothing is fused")
+    assert step._repr_html_() == f"<pre>{step}</pre>"
 
 
 def test_rules_are_checked_as_for_offload():
@@ -146,7 +194,7 @@ def test_subtrees():
         "params": {"device": 131072 + 512},
     }
     assert list(report.subtrees(4))[1:3] == ["opt_state/1/0/count", "opt_state/1/0/mu"]
-    assert "opt_state    pinned_host  262,144" in str(report)
+    assert "opt_state    pinned_host  256.00 KiB" in str(report)
     with pytest.raises(ValueError, match="depth is 0; it must be at least 1"):
         report.subtrees(0)
 
@@ -222,12 +270,12 @@ def test_too_little_host_memory(shape, tmp_path, monkeypatch):
     (tmp_path / "proc").rmdir()
     machine(tmp_path, free_kib=200)
     message = (
-        r"262,144 bytes of host memory \(pinned_host\) are still to be allocated by "
-        r"this process, and the machine has 204,800 left of 1,024,000\. offload less"
+        r"256\.00 KiB of host memory \(pinned_host\) are still to be allocated by this "
+        r"process, and the machine has 200\.00 KiB left of 1000\.00 KiB\. offload less"
     )
     with pytest.warns(oo.OffloadWarning, match=message):
         report = oo.memory_report(state, ".*")
-    assert "(!) 262,144 bytes" in str(report)
+    assert "(!) 256.00 KiB of" in str(report)
     assert len(report.as_dict()["host"]["shortages"]) == 1
     placed = oo.offload(optax.adam(1e-3)).init(PARAMS)
     there = oo.memory_report(placed, ".*").host
@@ -249,7 +297,7 @@ def test_host_memory_of_shards(tmp_path, monkeypatch):
         return oo.memory_report(template, ".*").host.needed_bytes["pinned_host"]
 
     assert needed(P("x")) == 262144
-    with pytest.warns(oo.OffloadWarning, match="1,048,576 bytes"):
+    with pytest.warns(oo.OffloadWarning, match="1.00 MiB of host"):
         assert needed(P()) == 4 * 262144
 
 

@@ -31,7 +31,7 @@ def test_groups_of_like_rows_share_a_loop():
     # A third slice would make 6 MiB; and the last waits for all others.
     assert loop.waits == (0, 0, *range(1, 6), 7)
     assert not schedule.whole
-    assert "loop over 8 groups, in 3 slices of 2097152 bytes, 1 to an iteration" in str(
+    assert "loop over 8 groups, in 3 slices of 2.00 MiB, 1 to an iteration" in str(
         schedule
     )
 
@@ -44,9 +44,7 @@ def test_leaves_are_whole_where_two_fit():
     assert (loop.slices, loop.rows, loop.unroll) == (1, (), 1)
     assert [g.nbytes for g in loop.groups] == [1024000, 6291456, 6291456, 1024000]
     assert loop.waits == (0, 0, 0, 1)
-    assert "runs once over 4 groups, whole, of 1024000 to 6291456 bytes" in str(
-        schedule
-    )
+    assert "runs once over 4 groups, whole, of 1000.00 KiB to 6.00 MiB" in str(schedule)
 
 
 def test_a_leaf_alone_is_whole_where_two_would_fit():

@@ -178,9 +178,9 @@ def test_summary():
     """What the log says of an update."""
     schedule, _ = plan_of(optax.adam(1e-3), layers(2), window_bytes=1000)
     assert str(schedule) == (
-        "2 groups of 512 bytes in all, the largest of 256\n"
-        "window of 1000 bytes: as asked\n"
-        "loop that runs once over 2 groups, whole, of 256 bytes\n"
+        "2 groups of 512 B in all, the largest of 256 B\n"
+        "window of 1000 B: as asked\n"
+        "loop that runs once over 2 groups, whole, of 256 B\n"
         "2 groups whole: no axis to slice a leaf of shape (8, 4)"
     )
 
@@ -261,4 +261,12 @@ def test_a_branch_has_a_schedule_for_each_version():
     schedule = scheduled(traced(tx, layers(3), path=".*(mu|nu).*"))
     keeps, moves = schedule.straights()
     assert [len(s.groups) for s in (keeps, moves)] == [0, 3]
-    assert str(schedule) == f"{keeps}\n{moves}"
+    lines = str(schedule).splitlines()
+    assert lines[0] == "in a step that keeps its state:"
+    assert lines[1 : 1 + len(str(keeps).splitlines())] == [
+        f"  {line}" for line in str(keeps).splitlines()
+    ]
+    assert f"in a step that updates it:\n  {str(moves).splitlines()[0]}" in str(
+        schedule
+    )
+    assert "print it" in repr(schedule)
