@@ -1,0 +1,469 @@
+"""A random train step of ours against plain `jax.jit`: values, memories, donation.
+
+How far values may differ is not guessed. The plain step is run again from parameters
+that are a millionth of themselves away, and ours may differ from it by a multiple of
+what that changes. Where this is not enough, the plain step is compiled in other ways,
+which round otherwise, and may differ from itself by as much.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from fuzz_programs import Calls, Drawn, Program
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from optax_offload import _memory
+
+STEPS = 2
+# A relative change of parameters. Numbers in few bits change by rounding to another
+# one, and few of them are that near to where that begins.
+NOISE, NOISE_OF_CODECS = 1e-6, 1e-4
+PERTURBED = 3
+# Ours may differ by so many times what noise changes, and by so many units of the last
+# place of a leaf's largest value.
+MULTIPLE, ULPS = 16, 16
+# Of a hundred values of a leaf one may differ by as much as noise changes another one.
+SHARE = 0.01
+# Errors of ours that are right, by what was drawn.
+REFUSALS: list[tuple[Callable[[Drawn, str], bool], str]] = []
+
+
+@functools.cache
+def quick_options() -> dict[str, Any]:
+    """Compiler options with which the CPU's compiler takes a quarter of the time.
+
+    Not every version has them.
+    """
+    options = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0, compiler_options=options)()
+    except Exception:
+        return {}
+    return options
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What became of a seed in one mode.
+
+    Attributes:
+      drawn: What was drawn, with that mode alone.
+      kind: "fused", "not fused", "refused" by an error that is right, "chaotic" where
+        noise changes as much as a step does, "no program" where JAX itself refuses it,
+        or "FAILED".
+      detail: Why.
+    """
+
+    drawn: Drawn
+    kind: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}\n  {self.drawn.text()}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of what a step returned."""
+
+    path: str
+    value: np.ndarray
+    dtype: Any
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What a step did.
+
+    Attributes:
+      leaves: Its results.
+      structure: Their structure.
+      deleted: For each leaf of its arguments, whether it is gone.
+      calls: The values with which its effects were called.
+    """
+
+    leaves: Sequence[Leaf]
+    structure: Any
+    deleted: Sequence[tuple[str, bool]]
+    calls: dict[str, list[float]]
+
+
+class _FailedError(Exception):
+    """Ours is not as the plain one."""
+
+
+def run(drawn: Drawn) -> list[Outcome]:
+    """Compares what was drawn with the plain step, in each of its modes."""
+    program = Program(drawn)
+    quiet = contextlib.ExitStack()
+    with quiet:
+        said = quiet.enter_context(warnings.catch_warnings(record=True))
+        warnings.simplefilter("always")
+        quiet.enter_context(jax.numpy_rank_promotion("allow"))
+        try:
+            ours = _Steps(program, offloaded=True)
+        except Exception as error:
+            detail = f"init: {type(error).__name__}: {_first_line(error)}"
+            return [Outcome(drawn, "FAILED", detail)]
+        try:
+            plain = _Plain(program, ours.init)
+        except (
+            Exception
+        ) as error:  # JAX or optax refuse it: there is no step to compare.
+            return [Outcome(drawn, "no program", _first_line(error))]
+        found = []
+        expected = {_kind_of_warning(w) for w in said}
+        for mode in drawn.modes:
+            del said[:]
+            outcome = _compare(ours, plain, mode)
+            more = {_kind_of_warning(w) for w in said} - expected - {"ours"}
+            if outcome.kind in ("fused", "not fused") and more:
+                outcome = Outcome(outcome.drawn, "FAILED", f"warned: {sorted(more)}")
+            found.append(outcome)
+    return found
+
+
+def _kind_of_warning(w: warnings.WarningMessage) -> str:
+    """What a warning is about; of ours, which may be right, nothing."""
+    if issubclass(w.category, oo.OffloadWarning):
+        return "ours"
+    return f"{w.category.__name__} {str(w.message)[:60]}"
+
+
+class _Steps:
+    """A program with an optimizer, offloaded or plain: its state, and what is run.
+
+    Attributes:
+      init: The state as `init` left it.
+    """
+
+    def __init__(self, program: Program, *, offloaded: bool, like: Any = None):
+        self.program, self.tx = program, program.transformation(offloaded=offloaded)
+        # What does not depend on them is on their devices, too.
+        plain_init = jax.jit(self.tx.init, keep_unused=True)
+        self._init: Any = self.tx.init if offloaded else plain_init
+        self._like = like
+        self.init = self._init(program.params())
+
+    def start(self, noise: float, number: int) -> tuple[Any, Any]:
+        """Parameters and state, in buffers of their own; sharded as others are."""
+        params = self.program.params(noise, number)
+        state = self._init(params) if noise else self.init
+
+        def put(x: Any, like: Any) -> Any:
+            if self.program.mesh is not None and len(like.device_set) == 1:
+                like = NamedSharding(self.program.mesh, P())
+            like = like.with_memory_kind(x.sharding.memory_kind)
+            return jax.device_put(x, like, may_alias=False)
+
+        like = self.init if self._like is None else self._like
+        return params, jax.tree.map(
+            put, state, jax.tree.map(lambda x: x.sharding, like)
+        )
+
+    def jitted(
+        self, jit: Any, step: Any, *, donate: bool = True, **options: Any
+    ) -> Any:
+        """The step, with what was drawn for it."""
+        program = self.program
+        options = {"compiler_options": quick_options()} | options
+        if donate and program.donates:
+            options["donate_argnums"] = program.donates
+        if program.drawn.out_shardings:
+            given = dict(zip(("params", "state"), self.start(0.0, 0), strict=True))
+            shardings = [
+                jax.tree.map(lambda x: x.sharding, given.get(name))
+                for name in program.takes
+                if name != "ref"
+            ]
+            options["out_shardings"] = tuple(shardings)
+        return jit(step, **options)
+
+    def run(self, jitted: Any, noise: float = 0.0, number: int = 0) -> list[Record]:
+        """Some steps, one after the other."""
+        program, given = self.program, self.arguments(noise, number)
+        records = []
+        for _ in range(STEPS):
+            program.calls.values.clear()
+            args = [given[name] for name in program.takes]
+            results = jitted(*args)
+            jax.block_until_ready(results)
+            jax.effects_barrier()
+            read = results
+            if "ref" in program.takes:
+                read = (*results, given["ref"][...])
+            records.append(_record(args, read, program.calls))
+            names = [name for name in program.takes if name != "ref"]
+            found = dict(zip(names, results, strict=True))
+            given |= {name: found[name] for name in ("params", "state")}
+        return records
+
+    def arguments(self, noise: float = 0.0, number: int = 0) -> dict[str, Any]:
+        """What a step takes, by name."""
+        params, state = self.start(noise, number)
+        given = {"params": params, "state": state, "batch": self.program.placed_batch()}
+        if "ref" in self.program.takes:
+            given["ref"] = jax.new_ref(jnp.zeros(()))
+        return given
+
+
+class _Plain:
+    """The plain step's records, and how far they can be trusted."""
+
+    def __init__(self, program: Program, like: Any):
+        self.steps = _Steps(program, offloaded=False, like=like)
+        step = program.step(self.steps.tx)
+        self._jitted = self.steps.jitted(jax.jit, step)
+        self.records = self.steps.run(self._jitted)
+
+    @functools.cached_property
+    def perturbed(self) -> list[list[Record]]:
+        """From parameters a little different."""
+        noise = NOISE_OF_CODECS if self.steps.program.drawn.codec else NOISE
+        return [self.steps.run(self._jitted, noise, n) for n in range(PERTURBED)]
+
+    @functools.cached_property
+    def others(self) -> list[list[Record]]:
+        """Compiled in other ways."""
+        apart = self.steps.program.step(self.steps.tx, apart=True)
+        step = self.steps.program.step(self.steps.tx)
+        precise = quick_options() | {"xla_allow_excess_precision": False}
+        found = [
+            self.steps.jitted(jax.jit, apart),
+            self.steps.jitted(jax.jit, step, compiler_options=precise),
+            self.steps.jitted(jax.jit, step, compiler_options={}),
+        ]
+        return [*self.perturbed, *map(self.steps.run, found)]
+
+
+def _record(args: Sequence[Any], results: Any, calls: Calls) -> Record:
+    leaves, structure = jax.tree_util.tree_flatten_with_path(results)
+    named, _ = jax.tree_util.tree_flatten_with_path(args)
+    return Record(
+        [_leaf(keys, x) for keys, x in leaves],
+        structure,
+        [
+            (jax.tree_util.keystr(keys), x.is_deleted())
+            for keys, x in named
+            if isinstance(x, jax.Array) and type(x).__name__ == "ArrayImpl"
+        ],
+        {tag: sorted(values) for tag, values in calls.values.items()},
+    )
+
+
+def _leaf(keys: Any, x: Any) -> Leaf:
+    dtype, kind = x.dtype, x.sharding.memory_kind
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    value = np.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        value = value.astype(np.float64)
+    return Leaf(jax.tree_util.keystr(keys), value, dtype, kind)
+
+
+def _compare(steps: _Steps, plain: _Plain, mode: str) -> Outcome:
+    """Ours in one mode."""
+    program = steps.program
+    drawn = dataclasses.replace(program.drawn, modes=(mode,))
+    try:
+        _check_init(steps, plain.steps)
+        jitted, scheduled = _in_mode(steps, mode)
+        got = steps.run(jitted)
+        for n, (ours, theirs) in enumerate(zip(got, plain.records, strict=True)):
+            _check_form(program, ours, theirs, steps.init)
+            _check_donated(_donated(program, mode), ours, theirs)
+            try:
+                _check_values(n, ours, theirs, [p[n] for p in plain.perturbed])
+            except _FailedError:
+                _check_values(n, ours, theirs, [p[n] for p in plain.others])
+        given = steps.arguments()
+        text = str(scheduled(*(given[name] for name in program.takes)))
+        if _says_nothing(program, plain):
+            return Outcome(drawn, "chaotic", "noise changes as much as a step")
+        if text.startswith("nothing is fused"):
+            reasons = re.findall("left outside: (.*)", text)
+            asked = mode in ("jit", "False")
+            reasons = ["as asked"] if asked else [*reasons, "no scan"]
+            return Outcome(drawn, "not fused", reasons[0])
+        return Outcome(drawn, "fused")
+    except _FailedError as error:
+        return Outcome(drawn, "FAILED", str(error))
+    except Exception as error:  # Whatever it is, plain JAX does not raise it.
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        for applies, regex in REFUSALS:
+            if applies(drawn, mode) and re.search(regex, str(error)):
+                return Outcome(drawn, "refused", text)
+        return Outcome(drawn, "FAILED", text)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def _in_mode(steps: _Steps, mode: str) -> tuple[Any, Any]:
+    """The step as it is run, and what tells what is fused."""
+    program, step = steps.program, steps.program.step(steps.tx)
+    held: Any = mode.removeprefix("fuse ")
+    held = {"False": False, "jit": False}.get(held, held)
+    ours = steps.jitted(functools.partial(oo.jit, fused_backward=held), step)
+    if mode == "jit" or mode.startswith("fuse "):
+        if held:
+            step = oo.fuse_backward(step, held=held)
+        donate = bool(_donated(program, mode))
+        return steps.jitted(jax.jit, step, donate=donate), ours.schedule
+    return ours, ours.schedule
+
+
+def _donated(program: Program, mode: str) -> Sequence[int]:
+    """The arguments that are donated in a mode, by position."""
+    by_jax = mode == "jit" or mode.startswith("fuse ")
+    if by_jax and (program.drawn.order != "params first" or program.donates != (0, 1)):
+        return ()  # JAX would pair buffers of two memories: `oo.jit` is for that.
+    return program.donates
+
+
+def _check_init(ours: _Steps, plain: _Steps) -> None:
+    """Whether the state is the plain one, where the rules have it."""
+    named = jax.tree_util.tree_flatten_with_path(ours.init)[0]
+    want = jax.tree.leaves(plain.init)
+    exact = ours.program.drawn.wrapped == "inside" and not ours.program.drawn.codec
+    for (keys, x), y in zip(named, want, strict=True):
+        path = jax.tree_util.keystr(keys)
+        nbytes = _memory.movable_nbytes(x)
+        host = nbytes is not None and nbytes >= 8 and x.ndim > 0
+        if exact and x.sharding.memory_kind != ("pinned_host" if host else "device"):
+            raise _FailedError(f"init: {path} is in {x.sharding.memory_kind}")
+        a, b = _leaf(keys, x), _leaf(keys, y)
+        if (a.dtype, a.value.shape) != (b.dtype, b.value.shape):
+            raise _FailedError(f"init: {path} is {a.dtype}{a.value.shape}")
+        if np.max(_away(a.value, b.value), initial=0) > 0:
+            raise _FailedError(f"init: {path} has other values")
+
+
+def _check_form(program: Program, got: Record, want: Record, init: Any) -> None:
+    """Structure, shapes, dtypes, memory kinds, and how often effects ran."""
+    if got.structure != want.structure:
+        raise _FailedError(f"structure: {got.structure} instead of {want.structure}")
+    kinds = {
+        jax.tree_util.keystr(keys): x.sharding.memory_kind
+        for keys, x in jax.tree_util.tree_flatten_with_path(init)[0]
+    }
+    at = f"[{program.takes.index('state')}]"
+    for x, y in zip(got.leaves, want.leaves, strict=True):
+        if (x.dtype, x.value.shape) != (y.dtype, y.value.shape):
+            raise _FailedError(f"{x.path}: {x.dtype}{x.value.shape}, plain {y.dtype}")
+        is_state = x.path.startswith(at)
+        kind = kinds[x.path.removeprefix(at)] if is_state else "device"
+        if x.kind != kind:
+            raise _FailedError(f"{x.path} is in {x.kind}, not in {kind}")
+    if got.calls.keys() != want.calls.keys() or any(
+        len(got.calls[tag]) != len(values) for tag, values in want.calls.items()
+    ):
+        counts = [{t: len(v) for t, v in x.calls.items()} for x in (got, want)]
+        raise _FailedError(f"effects ran {counts[0]} times, plain {counts[1]}")
+
+
+def _check_donated(donates: Sequence[int], got: Record, want: Record) -> None:
+    """What plain deletes is deleted, and nothing that was not donated."""
+    for (path, ours), (_, plain) in zip(got.deleted, want.deleted, strict=True):
+        donated = any(path.startswith(f"[{i}]") for i in donates)
+        if ours and not donated:
+            raise _FailedError(f"argument {path} is deleted, and was not donated")
+        if plain and donated and not ours:
+            raise _FailedError(f"argument {path} is not deleted, but plain deletes it")
+
+
+def _check_values(n: int, got: Record, want: Record, noisy: Iterable[Record]) -> None:
+    """Values, as far as noise allows."""
+    others = list(noisy)
+    for i, (x, y) in enumerate(zip(got.leaves, want.leaves, strict=True)):
+        near, most = _allowed(y, [o.leaves[i] for o in others])
+        away = _away(x.value, y.value)
+        over = int(np.sum(~(away <= near)))
+        if over > max(SHARE * away.size, 1) or np.any(~(away <= most)):
+            raise _FailedError(
+                f"step {n}: {x.path} is {np.max(away):.3g} away in {over} of "
+                f"{away.size} values; {np.median(near):.3g} is allowed"
+            )
+    for tag, values in want.calls.items():
+        noise = max(np.max(_away(o.calls[tag], values)) for o in others)
+        scale = np.max(np.abs(values), initial=0)
+        if np.any(_away(got.calls[tag], values) > MULTIPLE * noise + 1e-5 * scale):
+            raise _FailedError(
+                f"step {n}: effect {tag} with {got.calls[tag]}: {values}"
+            )
+
+
+def _away(x: Any, y: Any) -> np.ndarray:
+    """How far values are away; what is equal, or no number in both, is not."""
+    x, y = np.asarray(x), np.asarray(y)
+    if x.dtype == np.bool_:
+        return (x != y).astype(np.float64)
+    x, y = x.astype(np.float64), y.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        away = np.abs(x - y)
+    return np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, away)
+
+
+def _allowed(want: Leaf, noisy: Sequence[Leaf]) -> tuple[np.ndarray, float]:
+    """How far each value may be away as a rule, and any of them."""
+    if not want.value.size:
+        return np.zeros_like(want.value), 0.0
+    changed = np.max([_away(x.value, want.value) for x in noisy], axis=0)
+    usual = np.percentile(np.nan_to_num(changed, nan=np.inf), 90)
+    units = np.zeros_like(changed)
+    if jnp.issubdtype(want.dtype, jnp.floating):
+        finite = np.abs(np.where(np.isfinite(want.value), want.value, 0))
+        eps = float(jnp.finfo(want.dtype).eps)
+        # A number in few bits is rounded once, as it is stored, whatever else is done.
+        units = eps * finite if eps > 1e-4 else ULPS * eps * np.max(finite)
+        units = np.maximum(units, 1e-37)
+    near = MULTIPLE * (changed + usual) + units
+    return near, float(MULTIPLE * np.max(changed) + np.max(units))
+
+
+def _says_nothing(program: Program, plain: _Plain) -> bool:
+    """Whether noise allows about all that the first step changes of a parameter."""
+    at = f"[{program.takes.index('params')}]"
+    leaves, _ = jax.tree_util.tree_flatten_with_path(program.params())
+    before = {f"{at}{jax.tree_util.keystr(keys)}": x for keys, x in leaves}
+    for i, x in enumerate(plain.records[0].leaves):
+        if x.path in before:
+            near, _ = _allowed(x, [p[0].leaves[i] for p in plain.perturbed])
+            moved = _away(x.value, np.asarray(before[x.path]).astype(np.float64))
+            if np.max(moved) > 0 and np.median(near) > np.max(moved) / 2:
+                return True
+    return False
+
+
+def shrink(outcome: Outcome) -> Iterator[Outcome]:
+    """Simpler programs that fail too, each simpler than the one before."""
+    simplest = Drawn()
+    current = outcome
+    for field in dataclasses.fields(Drawn):
+        if field.name in ("seed", "modes"):
+            continue
+        default = getattr(simplest, field.name)
+        if getattr(current.drawn, field.name) == default:
+            continue
+        simpler = dataclasses.replace(current.drawn, **{field.name: default})
+        try:
+            (found,) = run(simpler)
+        except Exception:  # Not a program that can be drawn.
+            continue
+        if found.kind == "FAILED":
+            current = found
+            yield current

@@ -1,0 +1,614 @@
+"""Random train steps: what a seed draws, and the model, optimizer and step of it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from harness import EVERYTHING, plain
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optimizers import INSIDE, OUTSIDE, Wrap
+
+import optax_offload as oo
+
+VOCABULARY, BATCH = 16, 8
+COMMON = ["adam", "adamw", "sgd_momentum", "lion", "adafactor", "lamb", "multi_steps"]
+COMMON += ["apply_if_finite", "clip_and_schedule", "adam_bfloat16_mu", "muon"]
+# They call the loss themselves, as often as they need: its effects cannot be counted.
+SEARCHES = {"lbfgs", "backtracking"}
+MOMENTS = r".*/(mu|nu)/.*"
+# Those whose moments have a codec.
+ENCODED = ["adam", "adamw", "nadamw", "radam", "clip_and_schedule", "apply_if_finite"]
+# Each with how often it is drawn.
+CHOICES: dict[str, dict[Any, int]] = {
+    "layers": {2: 2, 3: 2, 4: 3, 5: 1, 6: 1},
+    "width": {4: 1, 8: 2, 12: 1},
+    "hidden": {8: 2, 4: 1, 16: 1},
+    "scan": {
+        "forward": 14,
+        "reverse": 4,
+        "unroll": 3,
+        "pairs": 1,
+        "nested": 3,
+        "shared": 3,
+        "two stacks": 4,
+        "fori": 1,
+        "python": 1,
+    },
+    "layer_axis": {0: 9, 1: 1},
+    "body": {"plain": 6, "custom_vjp": 2, "cond": 1, "recurrent": 1, "dropout": 2},
+    "remat": {
+        "none": 5,
+        "layer": 3,
+        "layer, no cse": 1,
+        "layer, dots": 1,
+        "layer, names": 1,
+        "scan": 2,
+        "loss": 2,
+        "layer and loss": 1,
+    },
+    "params": {"float32": 8, "mixed": 2, "bfloat16": 1},
+    "compute": {"float32": 8, "bfloat16": 2},
+    "outside": {"none": 6, "norm": 1, "row": 1, "tied": 1},
+    "frozen": {
+        "none": 10,
+        "stop_gradient": 1,
+        "zero gradients": 1,
+        "set_to_zero": 1,
+        "partition": 1,
+        "masked": 1,
+    },
+    "frozen_leaves": {"layers": 1, "half of layers": 2, "others": 1},
+    "microbatches": {"none": 16, "scan": 2, "python": 2},
+    "effect": {
+        "none": 16,
+        "debug in layer": 1,
+        "debug in loss": 1,
+        "debug in step": 1,
+        "io in step": 1,
+        "ordered io in step": 1,
+    },
+    "ref": {"none": 19, "loss": 1},
+    "results": {
+        "loss": 6,
+        "statistics of layers": 2,
+        "norm of gradients": 1,
+        "gradients": 1,
+        "difference of parameters": 1,
+        "old parameters": 1,
+    },
+    "clip": {"none": 7, "around": 2, "inside": 2},
+    "window": {None: 3, 256: 1, 2048: 1, 2**15: 1},
+    "codec": {
+        None: 14,
+        "int8": 2,
+        "int8-companded": 1,
+        "float8": 1,
+        "bfloat16": 1,
+        "bfloat16-stochastic": 1,
+    },
+    "donated": {"none": 1, "params": 1, "state": 1, "both": 4},
+    "order": {"params first": 3, "state first": 1, "batch first": 1},
+    "devices": {1: 4, 4: 1},
+    "axis_types": {"Auto": 2, "Explicit": 1},
+    "sharded": {"last": 3, "middle": 1, "rows": 1, "no": 1},
+    "constraint": {"none": 4, "gradients": 1, "params": 1},
+    "out_shardings": {False: 3, True: 1},
+}
+MODES = {
+    "jit": 2,
+    "auto": 8,
+    "store": 5,
+    "twice": 5,
+    "leave": 1,
+    "False": 1,
+    "fuse auto": 1,
+    "fuse store": 1,
+    "fuse twice": 1,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a seed draws; the default of each is the simplest."""
+
+    seed: int = 0
+    modes: tuple[str, ...] = ("auto",)
+    optimizer: str = "sgd_momentum"
+    wrapped: str = "inside"
+    layers: int = 3
+    width: int = 4
+    hidden: int = 8
+    scan: str = "forward"
+    layer_axis: int = 0
+    body: str = "plain"
+    remat: str = "none"
+    params: str = "float32"
+    compute: str = "float32"
+    outside: str = "none"
+    frozen: str = "none"
+    frozen_leaves: str = "layers"
+    microbatches: str = "none"
+    effect: str = "none"
+    ref: str = "none"
+    results: str = "loss"
+    clip: str = "none"
+    window: int | None = None
+    codec: str | None = None
+    donated: str = "none"
+    order: str = "params first"
+    devices: int = 1
+    axis_types: str = "Auto"
+    sharded: str = "no"
+    constraint: str = "none"
+    out_shardings: bool = False
+
+    def text(self) -> str:
+        """What is not the default, as the command takes it."""
+        shown = []
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name == "modes":
+                shown.append(f"modes={'+'.join(value)}")
+            elif value != field.default:
+                shown.append(f"{field.name}={value}")
+        return "; ".join(shown)
+
+    @classmethod
+    def of_text(cls, text: str) -> Drawn:
+        """What `text` of it gives."""
+        types = {f.name: f.default for f in dataclasses.fields(cls)}
+        found: dict[str, Any] = {}
+        for part in text.split(";"):
+            name, value = (x.strip() for x in part.split("=", 1))
+            if name == "modes":
+                found[name] = tuple(value.split("+"))
+            elif isinstance(types[name], bool):
+                found[name] = value == "True"
+            elif isinstance(types[name], int) or name == "window":
+                found[name] = None if value == "None" else int(value)
+            else:
+                found[name] = None if value == "None" else value
+        return cls(**found)
+
+
+def draw(seed: int, modes: int = 2) -> Drawn:
+    """What a seed draws, to be run in so many modes."""
+    rng = random.Random(seed)
+
+    def one(weights: dict[Any, int]) -> Any:
+        return rng.choices([*weights], [*weights.values()])[0]
+
+    found = {name: one(weights) for name, weights in CHOICES.items()}
+    found["wrapped"] = one({"inside": 5, "outside": 1})
+    table = INSIDE if found["wrapped"] == "inside" else OUTSIDE
+    if found["wrapped"] == "inside" and rng.random() < 0.6:
+        found["optimizer"] = rng.choice(COMMON)
+    else:
+        found["optimizer"] = rng.choice(sorted(table))
+    left, taken = dict(MODES), []
+    for _ in range(modes):
+        taken.append(one(left))
+        del left[taken[-1]]
+    if found["codec"]:  # Of leaves with 4096 values or more.
+        found |= {"layers": 4, "width": 16, "hidden": 64, "wrapped": "inside"}
+        found["optimizer"] = rng.choice(ENCODED)
+    if found["devices"] == 4:
+        # JAX itself has no ordered effects there, and calls others more than once.
+        found |= {"effect": "none", "ref": "none"}
+        found |= {"layers": 4} if found["sharded"] == "rows" else {}
+    else:
+        found |= {"axis_types": "Auto", "sharded": "no", "constraint": "none"}
+    if found["optimizer"] in SEARCHES:
+        found["effect"] = "none"
+    if found["frozen"] == "none":
+        found["frozen_leaves"] = "layers"
+    if found["scan"] == "nested":  # Two layers to a group.
+        found["layer_axis"] = 0
+    return Drawn(seed=seed, modes=tuple(taken), **found)
+
+
+class Calls:
+    """The calls of effects: how many, and with what."""
+
+    def __init__(self):
+        self.values: dict[str, list[float]] = collections.defaultdict(list)
+
+    def __call__(self, tag: str, x: Any) -> None:
+        self.values[tag].append(float(x))
+
+
+@jax.custom_vjp
+def activation(x: Any) -> Any:
+    """With a derivative of its own."""
+    return jnp.tanh(x)
+
+
+def _forward(x: Any) -> tuple[Any, Any]:
+    y = jnp.tanh(x)
+    return y, y
+
+
+activation.defvjp(_forward, lambda y, g: (g * (1 - y * y),))
+
+
+class Program:
+    """The train step that a seed draws.
+
+    Attributes:
+      drawn: What was drawn.
+      calls: Calls of the step's effects.
+    """
+
+    def __init__(self, drawn: Drawn):
+        self.drawn, self.calls = drawn, Calls()
+        self._rng = np.random.default_rng(drawn.seed)
+        self.mesh: Mesh | None = None
+        if drawn.devices > 1:
+            types = (getattr(AxisType, drawn.axis_types),)
+            devices = jax.devices()[: drawn.devices]
+            self.mesh = Mesh(np.array(devices), ("x",), axis_types=types)
+        self._params = self._make_params()
+        self.batch = self._rng.integers(0, VOCABULARY, (BATCH,), np.int32)
+
+    def _make_params(self) -> Any:
+        """As NumPy arrays in float32."""
+        d = self.drawn
+        layers = {
+            "in": (d.layers, d.width, d.hidden),
+            "out": (d.layers, d.hidden, d.width),
+            "scale": (d.layers, d.width),
+        }
+        if d.scan == "nested":
+            layers = {k: (d.layers, 2, *s[1:]) for k, s in layers.items()}
+        if d.layer_axis:
+            layers = {k: (s[1], s[0], *s[2:]) for k, s in layers.items()}
+        shapes: dict[str, Any] = {
+            "embedding": (VOCABULARY, d.width),
+            "head": (d.width, VOCABULARY),
+            "bias": (VOCABULARY,),
+            "layers": layers,
+        }
+        if d.scan == "two stacks":
+            shapes["more"] = dict(layers)
+
+        def make(shape: tuple[int, ...]) -> Any:
+            return self._rng.normal(size=shape).astype(np.float32) / 3
+
+        return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def params(self, noise: float = 0.0, number: int = 0) -> Any:
+        """The parameters, each value changed by as much of itself at most."""
+        rng = np.random.default_rng(number)
+
+        def make(keys: Any, x: Any) -> Any:
+            if noise:
+                x = x * (1 + noise * rng.uniform(-1, 1, x.shape)).astype(np.float32)
+            of_layers = keys[0].key in ("layers", "more")
+            half = {"float32": False, "bfloat16": True, "mixed": of_layers}
+            x = x.astype(jnp.bfloat16 if half[self.drawn.params] else np.float32)
+            if self.mesh is None:
+                return jax.device_put(x, jax.devices()[0])
+            return jax.device_put(x, NamedSharding(self.mesh, self._spec(keys, x)))
+
+        return jax.tree_util.tree_map_with_path(make, self._params)
+
+    def placed_batch(self) -> Any:
+        """The batch, spread over the devices where shardings follow by themselves."""
+        if self.mesh is None:
+            return jax.device_put(self.batch, jax.devices()[0])
+        spec = P("x") if self.drawn.axis_types == "Auto" else P()
+        return jax.device_put(self.batch, NamedSharding(self.mesh, spec))
+
+    def _spec(self, keys: Any, x: Any) -> P:
+        axis = {"last": x.ndim - 1, "middle": 1, "rows": 0, "no": -1}
+        at = axis[self.drawn.sharded]
+        if x.ndim < 2 or not 0 <= at < x.ndim or x.shape[at] % self.drawn.devices:
+            return P(*[None] * x.ndim)
+        names: list[Any] = [None] * x.ndim
+        names[at] = "x"
+        return P(*names)
+
+    # The model.
+
+    def _whole(self, tree: Any) -> Any:
+        """Parameters as every device uses them, where JAX does not see to that."""
+        if self.mesh is None or self.drawn.axis_types == "Auto":
+            return tree
+        return jax.tree.map(
+            lambda x: jax.sharding.reshard(x, P(*[None] * x.ndim)), tree
+        )
+
+    def _layer(self, h: Any, w: Any, key: Any) -> tuple[Any, Any]:
+        d = self.drawn
+        if d.sharded != "rows":
+            w = self._whole(w)
+        if d.compute == "bfloat16":
+            w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+        x = h.astype(w["in"].dtype)
+        if d.body == "dropout":
+            x = jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0)
+        act = activation if d.body == "custom_vjp" else jnp.tanh
+        if d.remat == "layer, names":
+            x = checkpoint_name(x, "x")
+        if d.body == "recurrent":
+            y, _ = lax.scan(
+                lambda y, _: (act(y @ w["in"] @ w["out"]), None), x, None, 2
+            )
+        elif d.body == "cond":
+            y = lax.cond(
+                jnp.sum(h) > 0,
+                lambda x: act(x @ w["in"]) @ w["out"],
+                lambda x: x @ w["in"] @ w["out"] / 2,
+                x,
+            )
+        else:
+            y = act(x @ w["in"]) @ w["out"]
+        h = h + (y * (1 + w["scale"])[None]).astype(h.dtype)
+        if d.effect == "debug in layer":
+            jax.debug.callback(self.calls, "layer", jnp.sum(h))
+        return h, jnp.mean(h * h)
+
+    def _stack(self, h: Any, layers: Any, keys: Any) -> tuple[Any, Any]:
+        """All layers of a stack."""
+        d = self.drawn
+        if d.sharded == "rows":
+            layers = self._whole(layers)
+        if d.layer_axis:
+            layers = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), layers)
+
+        def body(h: Any, x: Any) -> tuple[Any, Any]:
+            return self._layer(h, *x)
+
+        policies = jax.checkpoint_policies
+        wrap: dict[str, Callable[[Any], Any]] = {
+            "layer": jax.checkpoint,
+            "layer and loss": jax.checkpoint,
+            "layer, no cse": functools.partial(jax.checkpoint, prevent_cse=False),
+            "layer, dots": functools.partial(
+                jax.checkpoint, policy=policies.dots_saveable
+            ),
+            "layer, names": functools.partial(
+                jax.checkpoint, policy=policies.save_only_these_names("x")
+            ),
+        }
+        body = wrap.get(d.remat, lambda f: f)(body)
+        xs = (layers, keys)
+
+        def apply(h: Any, xs: Any) -> tuple[Any, Any]:
+            if d.scan == "python" or (d.scan == "pairs" and d.layers % 2):
+                aux = []
+                for i in range(d.layers):
+                    h, a = body(h, jax.tree.map(lambda x, i=i: x[i], xs))
+                    aux.append(a)
+                return h, jnp.stack(aux)
+            if d.scan == "fori":
+                step = lambda i, h: body(h, jax.tree.map(lambda x: x[i], xs))[0]  # noqa: E731
+                return lax.fori_loop(0, d.layers, step, h), jnp.zeros(d.layers)
+            if d.scan in ("pairs", "nested"):
+                if d.scan == "pairs":
+                    xs = jax.tree.map(lambda x: x.reshape(-1, 2, *x.shape[1:]), xs)
+                return lax.scan(lambda h, x: lax.scan(body, h, x), h, xs)
+            options: dict[str, Any] = {"reverse": d.scan == "reverse"}
+            if d.scan == "unroll":
+                options["unroll"] = 2
+            h, aux = lax.scan(body, h, xs, **options)
+            if d.scan == "shared":
+                h, aux = lax.scan(body, h, xs)
+            return h, aux
+
+        apply = jax.checkpoint(apply) if d.remat == "scan" else apply
+        return apply(h, xs)
+
+    def _loss(self, params: Any, tokens: Any) -> tuple[Any, Any]:
+        d = self.drawn
+        if d.frozen == "stop_gradient":
+            params = self._map_frozen(lax.stop_gradient, params)
+        rest = self._whole({k: params[k] for k in ("embedding", "head", "bias")})
+        given = jax.nn.one_hot(tokens, VOCABULARY)
+        h = given @ rest["embedding"].astype(jnp.float32)
+        shape = (d.layers, 2) if d.scan == "nested" else (d.layers,)
+        key = jax.random.fold_in(jax.random.key(d.seed), jnp.sum(tokens))
+        h, aux = self._stack(h, params["layers"], jax.random.split(key, shape))
+        if "more" in params:
+            h, more = self._stack(h, params["more"], jax.random.split(key, shape))
+            aux = aux + more
+        if d.outside == "tied":
+            logits = h @ rest["embedding"].astype(jnp.float32).T
+        else:
+            logits = h @ rest["head"].astype(jnp.float32)
+        logits = logits + rest["bias"].astype(jnp.float32)[None]
+        loss = -jnp.mean(
+            jnp.sum(jax.nn.log_softmax(logits) * jnp.roll(given, 1, axis=0), axis=1)
+        )
+        first = self._whole(params["layers"]["out"])
+        if d.outside == "norm":
+            loss += 0.01 * jnp.sum(jnp.square(first.astype(jnp.float32)))
+        if d.outside == "row":
+            loss += jnp.mean(jnp.sin(first[0].astype(jnp.float32)))
+        if d.effect == "debug in loss":
+            jax.debug.callback(self.calls, "loss", loss)
+        return loss, aux
+
+    # The optimizer.
+
+    def _is_frozen(self, keys: Any) -> bool:
+        """Whether a parameter stays as it is."""
+        of_layers = keys[0].key in ("layers", "more")
+        which = self.drawn.frozen_leaves
+        if which == "half of layers":
+            return of_layers and keys[1].key == "in"
+        return of_layers == (which == "layers")
+
+    def _map_frozen(self, fn: Callable[[Any], Any], tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(
+            lambda keys, x: fn(x) if self._is_frozen(keys) else x, tree
+        )
+
+    def _freeze(self, inner: Any) -> Any:
+        """An optimizer that leaves some parameters as they are."""
+
+        def mask(frozen: bool) -> Callable[[Any], Any]:
+            return lambda params: jax.tree_util.tree_map_with_path(
+                lambda keys, _: self._is_frozen(keys) == frozen, params
+            )
+
+        if self.drawn.frozen == "set_to_zero":
+            return optax.chain(inner, optax.masked(optax.set_to_zero(), mask(True)))
+        if self.drawn.frozen == "masked":
+            return optax.masked(inner, mask(False))
+        if self.drawn.frozen == "partition":
+            return optax.partition(
+                {True: optax.set_to_zero(), False: inner}, mask(True)
+            )
+        return inner
+
+    def rules(self) -> oo.OffloadConfig:
+        """Everything is offloaded, some of it encoded."""
+        rules = [EVERYTHING]
+        if self.drawn.codec:
+            codec = oo.Rule(MOMENTS, min_bytes=8, optional=True, codec=self.drawn.codec)
+            rules = [codec, EVERYTHING]
+        return oo.OffloadConfig(rules, window_bytes=self.drawn.window)
+
+    def transformation(self, offloaded: bool) -> Any:
+        """The optimizer, offloaded or plain."""
+        d, rules = self.drawn, self.rules()
+
+        def wrap(inner: Any) -> Any:
+            inner = self._freeze(plain(inner))
+            if d.clip == "inside":
+                inner = optax.chain(optax.clip_by_global_norm(0.5), inner)
+            if offloaded:
+                return oo.offload(inner, rules)
+            return oo.low_bit(inner, rules, codec=None) if d.codec else inner
+
+        if d.wrapped == "inside":
+            tx = wrap(INSIDE[d.optimizer]())
+        else:
+            outside: dict[str, Callable[[Wrap], Any]] = OUTSIDE
+            tx = plain(outside[d.optimizer](wrap))
+        if d.clip == "around":
+            tx = optax.chain(optax.clip_by_global_norm(0.5), tx)
+        return optax.with_extra_args_support(tx)
+
+    # The step.
+
+    def _gradients(self, params: Any, tokens: Any) -> tuple[Any, Any, Any]:
+        d = self.drawn
+        loss = jax.checkpoint(self._loss) if "loss" in d.remat else self._loss
+        compute = jax.value_and_grad(loss, has_aux=True)
+        if d.microbatches == "none":
+            (value, aux), grads = compute(params, tokens)
+            return value, aux, grads
+        halves = tokens.reshape(2, -1)
+        if d.microbatches == "python":
+            found = [compute(params, half) for half in halves]
+            grads = jax.tree.map(lambda a, b: (a + b) / 2, found[0][1], found[1][1])
+            return (found[0][0][0] + found[1][0][0]) / 2, found[1][0][1], grads
+
+        def one(total: Any, half: Any) -> tuple[Any, Any]:
+            (value, aux), grads = compute(params, half)
+            return jax.tree.map(lambda a, b: a + b / 2, total, grads), (value, aux)
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, (value, aux) = lax.scan(one, zeros, halves)
+        return jnp.mean(value), aux, grads
+
+    def step(self, tx: Any, *, apart: bool = False) -> Callable[..., Any]:
+        """A train step with an optimizer; if asked, in parts to the compiler."""
+        d = self.drawn
+
+        def step(*args: Any) -> Any:
+            given = dict(zip(self.takes, args, strict=True))
+            params, state = given["params"], given["state"]
+            tokens = given["batch"]
+            value, aux, grads = self._gradients(params, tokens)
+            if apart:
+                grads = lax.optimization_barrier(grads)
+            if d.frozen == "zero gradients":
+                grads = self._map_frozen(jnp.zeros_like, grads)
+            if d.constraint == "gradients":
+                grads = self._constrained(grads)
+            updates, state = tx.update(
+                grads,
+                state,
+                params,
+                value=value,
+                grad=grads,
+                value_fn=lambda p: self._loss(p, tokens)[0],
+            )
+            new = optax.apply_updates(params, updates)
+            if d.constraint == "params":
+                new = self._constrained(new)
+            count = functools.partial(self.calls, "step")
+            if d.effect == "debug in step":
+                jax.debug.callback(count, value)
+            if d.effect == "io in step":
+                io_callback(count, None, optax.global_norm(new))
+            if d.effect == "ordered io in step":
+                io_callback(count, None, value, ordered=True)
+            if "ref" in given:
+                given["ref"][...] = given["ref"][...] * 2 + value
+            more: dict[str, Callable[[], Any]] = {
+                "loss": lambda: value,
+                "statistics of layers": lambda: (value, aux),
+                "norm of gradients": lambda: (value, optax.global_norm(grads)),
+                "gradients": lambda: grads,
+                "difference of parameters": lambda: jax.tree.map(
+                    lambda a, b: a - b, new, params
+                ),
+                "old parameters": lambda: params,
+            }
+            results = {"params": new, "state": state, "batch": more[d.results]()}
+            return tuple(results[name] for name in self.takes if name != "ref")
+
+        return step
+
+    def _constrained(self, tree: Any) -> Any:
+        """With shardings that the step asks for, the parameters' own."""
+        assert self.mesh is not None
+        mesh = self.mesh
+
+        def constrain(keys: Any, x: Any) -> Any:
+            sharding = NamedSharding(mesh, self._spec(keys, x))
+            if self.drawn.axis_types == "Explicit":
+                return jax.sharding.reshard(x, sharding)
+            return lax.with_sharding_constraint(x, sharding)
+
+        return jax.tree_util.tree_map_with_path(constrain, tree)
+
+    @property
+    def takes(self) -> Sequence[str]:
+        """The arguments in their order, which is that of the results."""
+        orders = {
+            "params first": ["params", "state", "batch"],
+            "state first": ["state", "params", "batch"],
+            "batch first": ["batch", "state", "params"],
+        }
+        return orders[self.drawn.order] + ["ref"] * (self.drawn.ref != "none")
+
+    @property
+    def donates(self) -> tuple[int, ...]:
+        """The positions of the arguments that are donated."""
+        names = {
+            "none": (),
+            "params": ("params",),
+            "state": ("state",),
+            "both": ("params", "state"),
+        }
+        return tuple(
+            i for i, x in enumerate(self.takes) if x in names[self.drawn.donated]
+        )

@@ -1,0 +1,207 @@
+"""What each slicing rule refuses: an optimizer that would come out wrong otherwise.
+
+Its state has sixteen rows, and its new state mixes them in one equation. So it is
+updated whole; taken row by row it would be another optimizer.
+"""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+
+import optax_offload as oo
+
+ROWS, WIDTH = 16, 128
+
+
+def in_body(fn):
+    """In a loop, where what an equation takes is followed back to its origin."""
+    return lambda s, g: lax.fori_loop(0, 2, lambda _, c: c / 2 + fn(c, g), s)
+
+
+def gathered(operand, indices, offset_dims, collapsed, index_map, sizes, **batching):
+    """A gather, by its dimension numbers."""
+    numbers = lax.GatherDimensionNumbers(offset_dims, collapsed, index_map, **batching)
+    return lax.gather(operand, indices, numbers, sizes)
+
+
+def diagonal(s, g):
+    """Of matrices that are paired by their rows, at places of other rows."""
+    places = jnp.argsort(g[:, :, :1], axis=1)
+    return gathered(
+        s,
+        places,
+        (2,),
+        (0,),
+        (0,),
+        (1, 1, WIDTH),
+        operand_batching_dims=(1,),
+        start_indices_batching_dims=(0,),
+    )
+
+
+ROW_LOCAL = "row-local"
+# For each refusal the function of the state and the gradient, both (16, 16, 128),
+# whose result is added to half of the state; and the equation that has to be named.
+REFUSED = {
+    "add": (lambda s, g: s + jnp.swapaxes(s, 0, 1), "add"),
+    "sort": (lambda s, g: jnp.sort(s, axis=0), "sort"),
+    "sort, followed back": (in_body(lambda c, g: jnp.sort(g, axis=0)), "sort"),
+    "concatenate": (
+        lambda s, g: lax.slice_in_dim(jnp.concatenate([s, g]), 8, 24),
+        "concatenate",
+    ),
+    "concatenate, followed back": (
+        in_body(lambda c, g: jnp.concatenate([g[:1], g[2:], g[1:2]])),
+        "concatenate",
+    ),
+    "slice": (lambda s, g: s[2:3] + g, "slice"),
+    "dynamic_slice": (
+        lambda s, g: lax.dynamic_slice(s, (2, 0, 0), (1, ROWS, WIDTH)) + g,
+        "dynamic_slice",
+    ),
+    "dynamic_update_slice": (
+        lambda s, g: lax.dynamic_update_slice(s, g[:2], (1, 0, 0)),
+        "dynamic_update_slice",
+    ),
+    "iota": (
+        in_body(lambda c, g: lax.broadcasted_iota(jnp.float32, c.shape, 0)),
+        "iota",
+    ),
+    "gather of rows": (lambda s, g: s[jnp.argsort(g[:, 0, 0])], "gather"),
+    "gather at places in rows": (
+        lambda s, g: jnp.take_along_axis(s, jnp.argsort(g, axis=0), axis=0),
+        "gather",
+    ),
+    "gather of paired rows": (diagonal, "gather"),
+    "dot_general, summed": (
+        lambda s, g: jnp.einsum("nij,nkl->kil", s, g),
+        "dot_general",
+    ),
+    "dot_general, paired otherwise": (
+        lambda s, g: jnp.einsum("nij,knj->nik", s, s) @ g[0],
+        "dot_general",
+    ),
+    "dot_general, followed back": (
+        in_body(lambda c, g: jnp.einsum("aij,baj->bai", g, g) @ g[0]),
+        "dot_general",
+    ),
+    "random_bits": (
+        in_body(lambda c, g: jax.random.normal(jax.random.key(0), c.shape)),
+        "random_bits",
+    ),
+    "reshape": (
+        lambda s, g: jnp.swapaxes(s.reshape(8, ROWS, -1), 0, 1).reshape(s.shape),
+        "reshape",
+    ),
+    "reduce_sum": (lambda s, g: jnp.sum(s, axis=0)[:, None] + g, "reduce_sum"),
+    "argmax": (
+        lambda s, g: jnp.argmax(s, axis=0)[:, None].astype(jnp.float32) + g,
+        "argmax",
+    ),
+    "unstack": (lambda s, g: jnp.unstack(s)[2][:, None] + g, "unstack|slice"),
+    "stack, followed back": (
+        in_body(lambda c, g: jnp.stack([g[i] for i in [1, 0, *range(2, ROWS)]])),
+        "stack|concatenate",
+    ),
+    "cumsum": (lambda s, g: jnp.cumsum(s, axis=0), "cumsum"),
+    "cumsum, followed back": (
+        in_body(lambda c, g: jnp.cumsum(g, axis=0)),
+        "cumsum",
+    ),
+    "rev": (lambda s, g: s[::-1], "rev"),
+    "split": (lambda s, g: jnp.concatenate(lax.split(s, (8, 8))[::-1]), "split"),
+    "top_k": (
+        lambda s, g: jnp.moveaxis(lax.top_k(jnp.moveaxis(s, 0, 2), ROWS)[0], 2, 0),
+        "top_k",
+    ),
+    "pad": (lambda s, g: lax.pad(s, 0.0, [(1, -1, 0), (0, 0, 0), (0, 0, 0)]), "pad"),
+    "scan": (
+        lambda s, g: lax.scan(lambda c, x: (c + x, c), jnp.zeros((ROWS, WIDTH)), s)[1],
+        "scan",
+    ),
+    "a carry that turns": (
+        in_body(lambda c, g: jnp.swapaxes(c, 0, 1)),
+        "add",
+    ),
+    "no rule": (
+        lambda s, g: lax.reduce_window(
+            s, 0.0, lax.add, (3, 1, 1), (1, 1, 1), [(1, 1), (0, 0), (0, 0)]
+        ),
+        r"reduce_window\w*",
+    ),
+}
+
+
+SHAPE = (ROWS, ROWS, WIDTH)
+LEAF = np.linspace(-1, 1, ROWS * ROWS * WIDTH, dtype=np.float32).reshape(SHAPE)
+
+
+def optimizer(functions):
+    """Half of the state and what a leaf's function makes of it is the new state."""
+
+    def update(grads, state, params=None):
+        new = {k: s / 2 + functions[k](s, grads[k]) for k, s in state.items()}
+        return jax.tree.map(lambda s: -0.1 * s, new), new
+
+    return optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.sin(3000 * p), params), update
+    )
+
+
+@functools.cache
+def updated():
+    """The schedule, what it warned of, and update and state, ours and the plain ones.
+
+    All leaves are in one program, and each is large enough to be sliced.
+    """
+    functions = {k: fn for k, (fn, _) in REFUSED.items()} | {ROW_LOCAL: row_local}
+    params = dict.fromkeys(functions, LEAF)
+    grads = dict.fromkeys(functions, np.cos(5000 * LEAF))
+    plain = optimizer(functions)
+    rule = oo.Rule(".*", min_bytes=8, slice_axis=0)
+    tx = oo.offload(plain, rule, window_bytes=2**14)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        got = jax.jit(tx.update)(grads, tx.init(params))
+    want = jax.jit(lambda p: plain.update(grads, plain.init(p)))(params)
+    return str(tx.schedule(params)), [str(w.message) for w in said], got, want
+
+
+def assert_as_plain(name):
+    """The update and the state of a leaf, against those of the plain optimizer."""
+    _, _, got, want = updated()
+    for x, y in zip(got, want, strict=True):
+        size = float(jnp.max(jnp.abs(y[name])))
+        np.testing.assert_allclose(x[name], y[name], rtol=1e-5, atol=1e-5 * size)
+
+
+def row_local(s, g):
+    """What mixes no rows."""
+    return jnp.cumsum(s, axis=1) + g
+
+
+def test_rows_are_taken_one_by_one():
+    """Where nothing mixes them: in slices of two."""
+    text, said, _, _ = updated()
+    assert "loop over 1 group, in 8 slices" in text
+    assert not any(f"'{ROW_LOCAL}'" in message for message in said)
+    assert_as_plain(ROW_LOCAL)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    """Updated whole, because of this equation, and so it is right."""
+    _, said, _, _ = updated()
+    why = REFUSED[name][1]
+    assert any(
+        re.search(rf"'{name}'.*cannot be updated in slices \({why}\)", message)
+        for message in said
+    )
+    assert_as_plain(name)
