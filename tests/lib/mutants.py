@@ -1,0 +1,402 @@
+"""Small mistakes in the engine, each of which a test has to find. Run by hand.
+
+`python tests/lib/mutants.py` makes each mistake in a copy of the tree, runs the tests
+that are to find it until the first one fails, and prints a table. ``--only`` takes
+parts of names. A mutant whose text is not in its file any more is an error: it is to be
+written for what stands there now.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+COPIED = ("optax_offload", "tests", "examples", "configs", "docs", "pyproject.toml")
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
+PYTEST += ("-m", "not aot and not slow")
+RULES = "_update/slicing_rules"
+REFUSED = "tests/update/test_refused_rows.py"
+MODELS = "tests/backward/test_fused_models.py"
+OPTIMIZERS = "tests/backward/test_fused_optimizers.py"
+LEFT = "tests/backward/test_left_outside.py"
+LATE = "tests/backward/test_delayed_rows.py"
+LOWERED = "tests/system/test_lowered.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+      file: The file of the package that has it.
+      old: The text that is replaced; it is there once.
+      new: What it is replaced by.
+      tests: The tests that are to find it.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = {
+    # Rows in the scan.
+    "rows in the wrong order": Mutant(
+        "_backward/body.py",
+        "self._scan.length - 1 - number if reverse else number",
+        "number",
+        (f"{MODELS}::test_three_steps[scan]",),
+    ),
+    "a late row one off": Mutant(
+        "_backward/body.py",
+        "state.delayed, number - 1)",
+        "state.delayed, number)",
+        (LATE,),
+    ),
+    "the last late row one off": Mutant(
+        "_backward/body.py",
+        "last = scan.length - 1",
+        "last = scan.length - 2",
+        (LATE,),
+    ),
+    "rows that are late stored too early": Mutant(
+        "_backward/body.py",
+        "found = self._iteration(number, state, buffers, together=True)",
+        "found = self._iteration(number, state, given(state), together=True)",
+        (LATE,),
+    ),
+    "new values read for old ones": Mutant(
+        "_backward/body.py",
+        "before, buffers = buffers, dict(buffers)",
+        "before = buffers = dict(buffers)",
+        (f"{MODELS}::test_one_update_reads_what_another_replaces",),
+    ),
+    "a dropped store": Mutant(
+        "_backward/body.py",
+        "for v in self._work.kept:",
+        "for v in ():",
+        (f"{MODELS}::test_three_steps[layers used twice]", LEFT),
+    ),
+    "gradients that wait stored in the wrong row": Mutant(
+        "_backward/body.py",
+        """            row = _memory.transfer(row, "pinned_host")
+            buffers[v] = _put(buffers[v], row, i, 0)""",
+        """            row = _memory.transfer(row, "pinned_host")
+            buffers[v] = _put(buffers[v], row, number, 0)""",
+        (f"{LATE}::test_gradients_that_wait",),
+    ),
+    "no barrier between what leaves together": Mutant(
+        "_backward/body.py",
+        "if len(leave) < 2:",
+        "if len(leave) < 200:",
+        (LOWERED, LATE),
+    ),
+    # What is summed up.
+    "sums that begin with one": Mutant(
+        "_backward/sums.py",
+        '{"add": 0, "mul": 1',
+        '{"add": 1, "mul": 1',
+        (f"{LATE}::test_gradients_that_wait",),
+    ),
+    "a largest value that begins with the largest": Mutant(
+        "_backward/sums.py",
+        'least = by == "max"',
+        'least = by == "min"',
+        (LEFT, f"{OPTIMIZERS}::test_five_steps[host-adamw]"),
+    ),
+    "a product of other axes summed up": Mutant(
+        "_backward/rows.py",
+        "return [a, b] if right[left.index(axes[a])] == axes[b] else []",
+        "return [a, b]",
+        (LEFT,),
+    ),
+    # What is moved into the scan.
+    "a gradient that another scan adds to": Mutant(
+        "_backward/plan.py",
+        "if not self._taken.isdisjoint(c.results):",
+        "if False:",
+        (f"{MODELS}::test_three_steps[layers used twice]",),
+    ),
+    "old parameters gone before the second run": Mutant(
+        "_backward/plan.py",
+        "now, held = (), tuple(all_fused)",
+        "pass",
+        (LATE, LEFT, f"{OPTIMIZERS}::test_gradients_that_have_to_wait[twice-lamb]"),
+    ),
+    "a value read after it is replaced": Mutant(
+        "_backward/plan.py",
+        "        self._check_old_values(found, all_fused)\n",
+        "",
+        (LEFT, "tests/backward/test_parts.py"),
+    ),
+    "what a later scan gives taken for known": Mutant(
+        "_backward/rows.py",
+        "late = i in self._later or not self.late.isdisjoint(operands)",
+        "late = not self.late.isdisjoint(operands)",
+        (f"{MODELS}::test_encoder_and_decoder",),
+    ),
+    "the next argument of another type replaced": Mutant(
+        "_backward/plan.py",
+        "x for x in free if _type(x) == _type(v) and rows.axes[x] == rows.axes[v]",
+        "x for x in free if rows.axes[x] == rows.axes[v]",
+        (f"{OPTIMIZERS}::test_five_steps[host-adamw]", LEFT),
+    ),
+    # Loops over slices.
+    "one slice for all of an iteration": Mutant(
+        "_update/loop.py",
+        "for n in (number * loop.unroll + i for i in range(loop.unroll))",
+        "for n in (number * loop.unroll + 0 for i in range(loop.unroll))",
+        ("tests/update/test_stream.py",),
+    ),
+    "the rest of the rows at the wrong place": Mutant(
+        "_update/loops.py",
+        "group.rows - self.slices * rows, self.slices * rows)",
+        "group.rows - self.slices * rows, 0)",
+        ("tests/update/test_loops.py",),
+    ),
+    "no barrier between what is stored and the next load": Mutant(
+        "_update/loop.py",
+        "if load_after or self._handed:",
+        "if False:",
+        (f"{LOWERED}::test_lowered_text_is_what_it_was[fsdp_4]",),
+    ),
+    "no barrier between read and replace": Mutant(
+        "_update/loop.py",
+        "return lax.optimization_barrier(x) if replaced else x",
+        "return x",
+        (LOWERED, "tests/update/test_stream.py"),
+    ),
+    "the other branch of a predicate": Mutant(
+        "_update/branches.py",
+        "for value in (0, 1))",
+        "for value in (1, 0))",
+        ("tests/update/test_branches.py",),
+    ),
+    "a window counted twice": Mutant(
+        "_update/window.py",
+        "while inside > window_bytes and first < k:",
+        "while inside > 2 * window_bytes and first < k:",
+        ("tests/update/test_window.py",),
+    ),
+    "slices along a sharded axis": Mutant(
+        "_update/slicing.py",
+        "if aval.sharding.spec[axis] is not None:",
+        "if False:",
+        ("tests/update/test_slicing.py",),
+    ),
+    "a value whole and by rows": Mutant(
+        "_update/slicing.py",
+        "if any(v in self.axes for v in self._whole_to.get(id(e), ())):",
+        "if False:",
+        ("tests/update/test_slicing.py",),
+    ),
+    # Buffers.
+    "donation across memories": Mutant(
+        "_jit/donation.py",
+        "return buffer.type, buffer.kind, buffer.sharding if partitioned else None",
+        "return buffer.type, buffer.sharding if partitioned else None",
+        ("tests/jit/test_donation.py",),
+    ),
+    "a wrong alias": Mutant(
+        "_jit/donation.py",
+        "aliases[argument.position] = result.position",
+        "aliases[argument.position] = free[-1].position",
+        ("tests/jit/test_donation.py",),
+    ),
+    # Low bits.
+    "codes one off": Mutant(
+        "_low_bit/dynamic_map.py",
+        "return jnp.where(x < 0, 127 - at, 127 + at).astype(jnp.uint8)",
+        "return jnp.where(x < 0, 127 - at, 126 + at).astype(jnp.uint8)",
+        ("tests/low_bit/test_codecs.py",),
+    ),
+    "a positive value encoded as zero": Mutant(
+        "_low_bit/codecs.py",
+        "vanished = (codes == self.zero) & (x > 0) & (low >= 0)[..., None]",
+        "vanished = (codes == self.zero) & (x < 0) & (low >= 0)[..., None]",
+        ("tests/low_bit/test_codecs.py",),
+    ),
+    # What slicing rules refuse.
+    "rule: operands with rows along two axes": Mutant(
+        f"{RULES}/registry.py",
+        "    if len(found) != 1:",
+        "    if not found:",
+        (REFUSED,),
+    ),
+    "rule: a primitive without a rule": Mutant(
+        f"{RULES}/registry.py",
+        "return RULES.get(e.primitive.name, _REFUSED)",
+        'return RULES.get(e.primitive.name, RULES["add"])',
+        (REFUSED,),
+    ),
+    "rule: a sort of the rows": Mutant(
+        f"{RULES}/elementwise.py",
+        'if e.params["dimension"] == only(ins, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: a sort of the rows, followed back": Mutant(
+        f"{RULES}/elementwise.py",
+        'if e.params["dimension"] == only(outs, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: an iota along the rows": Mutant(
+        f"{RULES}/indexing.py",
+        'if e.params["dimension"] == only(outs, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: an update of some rows": Mutant(
+        f"{RULES}/indexing.py",
+        """if any(x is not None for x in ins[2:]) or (
+            shape(e.invars[1])[axis] != rows.count
+        ):""",
+        "if any(x is not None for x in ins[2:]):",
+        (REFUSED,),
+    ),
+    "rule: a gather of rows": Mutant(
+        f"{RULES}/indexing.py",
+        "if operand in gone or operand in numbers.start_index_map:",
+        "if operand in gone:",
+        (REFUSED,),
+    ),
+    "rule: a gather of paired rows": Mutant(
+        f"{RULES}/indexing.py",
+        "if indices not in (None, wanted):",
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: a product over the rows": Mutant(
+        f"{RULES}/products.py",
+        """        if ins[side] not in batch[side]:
+            raise NotRowLocalError(e.primitive.name)
+""",
+        """        if ins[side] not in batch[side]:
+            return Axes([*ins], [0])
+""",
+        (REFUSED,),
+    ),
+    "rule: a product of rows with other rows": Mutant(
+        f"{RULES}/products.py",
+        "if ins[1 - side] not in (None, axes[1 - side]):",
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: random bits from one key": Mutant(
+        f"{RULES}/random.py",
+        "return axis if axis < keys else None",
+        "return axis",
+        (REFUSED,),
+    ),
+    "rule: a reshape that mixes rows": Mutant(
+        f"{RULES}/shapes.py",
+        "return next((i for i in places if math.prod(sizes[:i]) == before), None)",
+        "return next(places, None)",
+        (REFUSED,),
+    ),
+    "rule: a sum over the rows": Mutant(
+        f"{RULES}/shapes.py",
+        "return None if axis in removed else axis - sum(d < axis for d in removed)",
+        "return axis - sum(d < axis for d in removed)",
+        (REFUSED,),
+    ),
+    "rule: a sum of all rows before": Mutant(
+        f"{RULES}/shapes.py",
+        "return None if axis in self.along(e) else axis",
+        "return axis",
+        (REFUSED,),
+    ),
+    "rule: a scan over the rows": Mutant(
+        f"{RULES}/bodies.py",
+        """    if axis + by < 0:
+        raise NotRowLocalError(e.primitive.name)
+""",
+        """    if axis + by < 0:
+        return None
+""",
+        (REFUSED,),
+    ),
+}
+
+
+def text_of(mutant: Mutant) -> str:
+    """The file with the mistake in it.
+
+    Raises:
+      ValueError: What is to be replaced is not there, or more than once.
+    """
+    text = (ROOT / "optax_offload" / mutant.file).read_text()
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.file} has this {count} times: {mutant.old!r}")
+    return text.replace(mutant.old, mutant.new)
+
+
+def killer(mutant: Mutant) -> tuple[str, str]:
+    """The test that finds a mistake, or why none does."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy = pathlib.Path(directory)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+            else:
+                shutil.copy(ROOT / name, copy / name)
+        (copy / "optax_offload" / mutant.file).write_text(text_of(mutant))
+        paths = [str(copy), str(copy / "tests" / "lib")]
+        done = subprocess.run(
+            [*PYTEST, *mutant.tests],
+            cwd=copy,
+            env=os.environ
+            | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return "SURVIVED", ""
+    found = re.search(
+        r"^(?:FAILED|ERROR) (?:\S+/)?([^ ].*?)(?: - |$)", done.stdout, re.M
+    )
+    if done.returncode != 1 or not found:  # Not a test that failed.
+        return "ERROR", done.stdout[-300:] + done.stderr[-300:]
+    return "killed", found[1]
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of names")
+    parser.add_argument("--check", action="store_true", help="only that they apply")
+    options = parser.parse_args()
+    chosen = {k: m for k, m in MUTANTS.items() if any(x in k for x in options.only)}
+    for mutant in chosen.values():
+        text_of(mutant)
+    if options.check:
+        print(f"all {len(chosen)} apply")
+        return 0
+    print("| mutant | file | | by |\n| --- | --- | --- | --- |")
+    survived = 0
+    for name, mutant in chosen.items():
+        start = time.monotonic()
+        outcome, by = killer(mutant)
+        survived += outcome != "killed"
+        shown = f"`{by}`" if outcome == "killed" else by
+        print(f"| {name} | `{mutant.file}` | {outcome} | {shown} |", flush=True)
+        print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
+    print(f"\n{len(chosen) - survived} of {len(chosen)} killed")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
