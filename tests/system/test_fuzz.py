@@ -1,0 +1,47 @@
+"""Random train steps against plain `jax.jit`; `tests/lib/fuzz.py` runs any number."""
+
+import dataclasses
+
+import pytest
+from fuzz_compare import run
+from fuzz_programs import CHOICES, Drawn, draw
+
+from optax_offload._backward import body
+
+QUICK, ALL = 20, 140
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(n, marks=[] if n < QUICK else [pytest.mark.slow])
+        for n in range(ALL)
+    ],
+)
+def test_as_plain_jit(seed):
+    """One program of each seed: values, dtypes, memory kinds, donation, effects."""
+    (found,) = run(draw(seed, modes=1))
+    if found.kind in ("chaotic", "no program"):
+        pytest.skip(f"{found.kind}: {found.detail}")
+    assert found.kind in ("fused", "not fused", "refused"), str(found)
+
+
+SMALL = Drawn(donated="both", effect="debug in step", clip="around")
+
+
+def test_a_mistake_is_found(monkeypatch):
+    """Rows in the wrong order are; without a mistake there is nothing to find."""
+    (found,) = run(SMALL)
+    assert found.kind == "fused", str(found)
+    monkeypatch.setattr(body._Loop, "_position", lambda self, number: number)
+    (found,) = run(SMALL)
+    assert found.kind == "FAILED"
+    assert "away in" in found.detail
+
+
+def test_what_is_printed_can_be_run_again():
+    """Every choice is a field, and the text of what was drawn has all of it."""
+    fields = {field.name for field in dataclasses.fields(Drawn)}
+    assert {*CHOICES} | {"seed", "modes", "optimizer", "wrapped"} == fields
+    for seed in range(200):
+        assert Drawn.of_text(draw(seed).text()) == draw(seed)
