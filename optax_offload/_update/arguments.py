@@ -71,18 +71,20 @@ def note_arguments(
       The arguments to go on with, and a cell for each leaf that needs one, by position.
     """
     leaves, structure = jax.tree.flatten(args)
-    cells = {
-        i: Cell()
+    # Random keys are on the device only, and a note would count as a use of them.
+    noted = [
+        i
         for i, x in enumerate(leaves)
         if isinstance(x, jax.Array)
+        and _memory.movable_nbytes(x) is not None
         and (on_device or _memory.on_host(x))
-        and is_unknown(jax.typeof(x))
-    }
-    for i, x in enumerate(leaves):
-        from_host = isinstance(x, jax.Array) and _memory.on_host(x)
-        if isinstance(x, jax.Array) and (on_device or from_host):
-            told = functools.partial(tell, i) if tell and from_host else None
-            leaves[i] = _note.bind(x, cell=cells.get(i), tell=told)
+    ]
+    cells = {i: Cell() for i in noted if is_unknown(jax.typeof(leaves[i]))}
+    for i in noted:
+        told = (
+            functools.partial(tell, i) if tell and _memory.on_host(leaves[i]) else None
+        )
+        leaves[i] = _note.bind(leaves[i], cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
 
 
@@ -226,7 +228,7 @@ def _crossing_pair(main: Any, i: int) -> str:
     # What JAX calls them: their paths in the call and in what it returns.
     location = main.entry_block.arguments[i].location
     name = getattr(location, "name_str", "") or f"argument {i}"
-    other: Any = result[_NAME] if _NAME in result else None
+    other: Any = {a.name: a.attr for a in result}.get(_NAME)
     other = ir.StringAttr(other).value if other else f"result {j}"
     return (
         f"{name} ({_kind(argument)}) and {other} ({_kind(result)}), "
