@@ -57,8 +57,16 @@ CAUSES = (
     "jitted init or step: make them with optax_offload.state_shardings, or jit the "
     "step with optax_offload.jit\n"
     "- a device_put of the trainer's own: give it those shardings\n"
+    "- an eager jax.lax.with_sharding_constraint or equinox.filter_shard: give it "
+    "those shardings, or call it within jit, where it moves nothing\n"
+    "- jax.pmap and flax.jax_utils.replicate, whose results are on the device: jit a "
+    "step over arrays that are sharded along a leading axis\n"
     "- a checkpoint restored without memory kinds: restore with a template of "
     "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
     "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
+    "- nothing, where its memory_kind is pinned_host: some checkpoint libraries make "
+    "such arrays on one device, and JAX types them as device values. A step that has "
+    "them as arguments takes them; for a loop, a branch or a jit within it: "
+    "state = optax_offload.place(state, state)\n"
     'For a first step after such a restore: offload(..., on_misplaced="move")'
 )

@@ -180,7 +180,7 @@ def like_those_given(
         first = next((shardings for shardings in found if shardings), set())
         return next(iter(first)) if len(first) == 1 else None
 
-    return _matched(match, leaves, {shape for _, shape in known})
+    return _matched(match, leaves, {shape for _, shape in known}, _for_scales)
 
 
 def _tails(path: str) -> list[str]:
@@ -216,7 +216,7 @@ def shardings_like(
                 known.setdefault((_trees.path_string(keys), x.shape), sharding)
 
     match = _by_longest_tail(known)
-    return _matched(match, leaves, {shape for _, shape in known})
+    return _matched(match, leaves, {shape for _, shape in known}, _for_scales)
 
 
 def arguments_like(
@@ -224,17 +224,15 @@ def arguments_like(
 ) -> list[int | None]:
     """Gives each leaf the argument that it goes with, as a position among all leaves.
 
-    As `shardings_like`, for arguments whose sharding is not known yet. The scales of an
-    encoded leaf have another shape, and go with none.
+    As `shardings_like`, for arguments whose sharding is not known yet.
     """
     known: dict[tuple[str, tuple[int, ...]], int] = {}
     flat = [kx for arg in args for kx in jax.tree_util.tree_flatten_with_path(arg)[0]]
     for i, (keys, x) in enumerate(flat):
         known.setdefault((_trees.path_string(keys), jnp.shape(x)), i)
     match = _by_longest_tail(known)
-    return [
-        match(_trees.encoded_leaf(path) or path, aval.shape) for path, aval in leaves
-    ]
+    shapes = {shape for _, shape in known}
+    return _matched(match, leaves, shapes, lambda position, _: position)
 
 
 def _by_longest_tail(
@@ -252,16 +250,17 @@ def _by_longest_tail(
 
 
 def _matched(
-    match: Callable[[str, tuple[int, ...]], Sharding | None],
+    match: Callable[[str, tuple[int, ...]], T | None],
     leaves: Sequence[tuple[str, Any]],
     shapes: set[tuple[int, ...]],
-) -> list[Sharding | None]:
+    for_part: Callable[[T, tuple[int, ...]], T],
+) -> list[T | None]:
     """What matches each leaf; what matches the leaf that it is an encoded part of.
 
-    Codes have the shape of the leaf, scales a shorter last axis.
+    Codes and scales have the shape of the leaf but for a shorter last axis.
     """
 
-    def matched(path: str, shape: tuple[int, ...]) -> Sharding | None:
+    def matched(path: str, shape: tuple[int, ...]) -> T | None:
         found = match(path, shape)
         leaf = _trees.encoded_leaf(path)
         if found is not None or leaf is None or not shape:
@@ -271,7 +270,7 @@ def _matched(
         )
         candidates = (match(leaf, s) for s in like)
         found = next((s for s in candidates if s is not None), None)
-        return found and _for_scales(found, shape)
+        return None if found is None else for_part(found, shape)
 
     return [matched(path, aval.shape) for path, aval in leaves]
 

@@ -332,8 +332,12 @@ def test_state_that_came_on_the_device_is_an_error(jitted):
     update = jax.jit(tx.update) if jitted else tx.update
     with pytest.raises(oo.MemoryKindError, match=MISPLACED) as error:
         update(PARAMS, optax.adam(1e-3).init(PARAMS), PARAMS)
-    for remedy in ("state_shardings", "place(", "eval_shape", 'on_misplaced="move"'):
-        assert remedy in str(error.value)
+    causes = "pmap", "replicate", "with_sharding_constraint", "filter_shard"
+    for said in (
+        *("state_shardings", "place(", "eval_shape", 'on_misplaced="move"'),
+        *causes,
+    ):
+        assert said in str(error.value)
 
 
 def test_state_that_came_on_the_device_may_be_moved():

@@ -23,6 +23,7 @@ silently in the other memory. So such a program is refused before it runs.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -50,10 +51,12 @@ class Cell:
 
     Attributes:
       sharding: An attribute of the program; None where it does not say.
+      mesh: The mesh of its type, whose axes have sizes.
     """
 
-    def __init__(self):
+    def __init__(self, mesh: Any):
         self.sharding: Any = None
+        self.mesh = mesh
 
 
 def note_arguments(
@@ -79,11 +82,11 @@ def note_arguments(
         and _memory.movable_nbytes(x) is not None
         and (on_device or _memory.on_host(x))
     ]
-    cells = {i: Cell() for i in noted if is_unknown(jax.typeof(leaves[i]))}
+    types = {i: jax.typeof(leaves[i]) for i in noted}
+    cells = {i: Cell(t.sharding.mesh) for i, t in types.items() if is_unknown(t)}
     for i in noted:
-        told = (
-            functools.partial(tell, i) if tell and _memory.on_host(leaves[i]) else None
-        )
+        from_host = _memory.on_host(leaves[i])
+        told = functools.partial(tell, i) if tell and from_host else None
         leaves[i] = _note.bind(leaves[i], cell=cells.get(i), tell=told)
     return jax.tree.unflatten(structure, leaves), cells
 
@@ -244,12 +247,25 @@ def _lower_constrain(
     sharding: Any = sdy.TensorShardingAttr(cell.sharding)
     if axis is not None and _axes_of(sharding, axis):
         return [y]  # Of rows that are spread over devices a slice is none of these.
+    last = len(ctx.avals_in[0].shape) - 1
+    if last >= 0:
+        parts = math.prod(cell.mesh.shape[name] for name in _axes_of(sharding, last))
+        if ctx.avals_in[0].shape[last] % parts:
+            sharding = _with_whole_rows(sharding)  # Scales of an encoded leaf.
     return [sdy.ShardingConstraintOp(y, sharding).result]
 
 
-def _axes_of(sharding: Any, dimension: int) -> int:
-    """How many mesh axes a dimension is spread over."""
-    return len(sdy.DimensionShardingAttr(sharding.dimension_shardings[dimension]).axes)
+def _axes_of(sharding: Any, dimension: int) -> list[str]:
+    """The mesh axes that a dimension is spread over."""
+    spread = sdy.DimensionShardingAttr(sharding.dimension_shardings[dimension])
+    return [sdy.AxisRefAttr(axis).name for axis in spread.axes]
+
+
+def _with_whole_rows(sharding: Any) -> Any:
+    """The sharding with the last dimension spread over no devices."""
+    dimensions = [*sharding.dimension_shardings]
+    dimensions[-1] = sdy.DimensionShardingAttr.get([], is_closed=True)
+    return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dimensions)
 
 
 def _primitive(name: str, lower: Any) -> jex.Primitive:

@@ -290,5 +290,5 @@ def test_lists_are_taken_as_jax_takes_them():
     assert kinds(given) == ["device", "pinned_host"]
     both = {"in_shardings": [replicated] * 2, "out_shardings": [replicated] * 2}
     for jit in (jax.jit, oo.jit):
-        with pytest.raises(ValueError, match="pjit out_shardings tree"):
+        with pytest.raises(ValueError, match="prefix pytree pjit out_shardings has"):
             jit(add, **both)(host, x)
