@@ -10,7 +10,8 @@ the CPU client ends the process, and on a GPU the result silently is in host mem
 When the function's body is lowered, all is known: what is donated, and the kind of each
 argument and result. Both, and JAX's pairs, are attributes of the program's main
 function. So the step begins with one more equation, `pair_donations`, which is nothing
-in the program: lowering it looks at the pairs, and where one is of two kinds makes all anew.
+in the program: lowering it looks at the pairs, and where one is of two kinds makes all
+anew.
 A program that needs none of this is the one that `jax.jit` makes, letter for letter,
 and calls cost nothing, as they would if leaves were put into another order for JAX.
 """

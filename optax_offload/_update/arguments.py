@@ -231,8 +231,7 @@ def _crossing_pair(main: Any, i: int) -> str:
     # What JAX calls them: their paths in the call and in what it returns.
     location = main.entry_block.arguments[i].location
     name = getattr(location, "name_str", "") or f"argument {i}"
-    other: Any = {a.name: a.attr for a in result}.get(_NAME)
-    other = ir.StringAttr(other).value if other else f"result {j}"
+    other = ir.StringAttr(result[_NAME]).value if _NAME in result else f"result {j}"
     return (
         f"{name} ({_kind(argument)}) and {other} ({_kind(result)}), "
         f"each {main.type.inputs[i]}"

@@ -278,7 +278,7 @@ def test_jaxs_own_errors_of_shardings():
 
 
 def test_lists_are_taken_as_jax_takes_them():
-    """A list of in_shardings stands for a tuple; one of out_shardings is JAX's error."""
+    """Of in_shardings one stands for a tuple; of out_shardings it is JAX's error."""
     replicated = NamedSharding(mesh_of(), P())
     host = jax.device_put(jnp.ones((8, 8)), replicated.with_memory_kind("pinned_host"))
 
