@@ -221,10 +221,10 @@ class _Taken:
             moved = e.replace(invars=[read(a) for a in e.invars], outvars=results)
             names.update(zip(e.outvars, results, strict=True))
             self.equations.append(moved)
-            if e.outvars[0] in dropped:
-                predicate, value = dropped[e.outvars[0]]
-                chosen = self._zero_if(read(predicate), value, results[0])
-                names[e.outvars[0]] = chosen
+            for v, result in zip(e.outvars, results, strict=True):
+                if v in dropped:
+                    predicate, value = dropped[v]
+                    names[v] = self._zero_if(read(predicate), value, result)
         results = [
             self._moved(read(a), output.memory_kind)
             for a, output in zip(flat.outvars, what.update.outputs, strict=True)

@@ -1,6 +1,7 @@
 """Effects, refs, transformations and leak checks: as of a step that is not fused."""
 
 import collections
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +149,7 @@ EFFECTS = {
         lambda calls: optax.chain(CLIP, optax.adam(0.1), calls.in_update("update")),
         ["late"],
         "twice",
-        "the scan runs twice",
+        "times, for a norm of a norm",
     ),
     "in a scan that would run twice": (
         lambda calls: optax.chain(CLIP, calls.in_update("update"), optax.adam(0.1)),
@@ -169,18 +170,26 @@ def test_each_effect_is_had_as_often_as_without(name):
     counts = collections.Counter(calls)
     tx = offloaded(tx)
     step = oo.jit(step_with_effects(calls, tx, places), fused_backward=held)
-    got = calls.of(step, tx)
+    refused = pytest.warns(oo.OffloadWarning, match=said)
+    with refused if "has to wait" in said else contextlib.nullcontext():
+        got = calls.of(step, tx)
     assert collections.Counter(calls) == counts
     assert all(n % 2 == 0 or "first" in x or "again" in x for x, n in counts.items())
     np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-6)
     assert said in str(step.schedule(got, tx.init(got), X))
 
 
-@pytest.mark.parametrize("held", ["auto", "store", "twice"])
+ASKED = ("asked", "rate", "asked again")
+
+
+@pytest.mark.parametrize("held", ["auto", "twice"])
 def test_ordered_effects_are_in_their_order(held):
-    """Also of what waits, and of an answer that the updates take before the scan."""
+    """Also of what waits, and of an answer that the updates take before the scan.
+
+    JAX keeps callbacks in order, and what is asked, but not one among the other.
+    """
     calls = Calls()
-    clipped = held != "auto"
+    clipped = held == "twice"
     tx = optax.chain(CLIP, optax.adam(0.1)) if clipped else optax.adam(0.1)
 
     def body(h, w):
@@ -193,23 +202,24 @@ def test_ordered_effects_are_in_their_order(held):
         if clipped:
             calls.note("norm", optax.tree.norm(grads), ordered=True)
         calls.note("last before", ordered=True)
+        calls.ask("asked", ordered=True)
         rate = calls.ask("rate", ordered=True)
         updates, state = tx.update(grads, state, params)
         updates = jax.tree.map(lambda u: u * rate, updates)
         params = optax.apply_updates(params, updates)
         calls.note("first after", ordered=True)
+        calls.ask("asked again", ordered=True)
         calls.note("new", optax.tree.norm(params), ordered=True)
         lax.cond(rate > 0, lambda: calls.note("in a cond", ordered=True), lambda: None)
         return params, state
 
     want = calls.of(jax.jit(step), tx)
-    order = list(calls)
+    order = sorted(calls, key=ASKED.__contains__)
     fused = oo.jit(step, fused_backward=held)
     got = calls.of(fused, tx)
-    assert calls == order
+    assert sorted(calls, key=ASKED.__contains__) == order
     np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-6)
-    said = str(fused.schedule(got, tx.init(got), X))
-    assert (NEVER in said) == (held != "store")
+    assert NEVER in str(fused.schedule(got, tx.init(got), X))
 
 
 def test_gradients_do_not_wait_on_the_host_beside_ordered_effects():
