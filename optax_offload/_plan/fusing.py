@@ -54,6 +54,7 @@ def fused(step: Step, target: aot.Target) -> Fused | None:
 def state_at_once(step: Step, target: aot.Target) -> int:
     """The bytes of state that a step loads at once, as it is: see `Fused`."""
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
-        if hasattr(step.fn, "schedule"):
-            return step.fn.schedule(*step.args).state_at_once_bytes
+        its_own = getattr(step.fn, "schedule", None)
+        if its_own is not None:
+            return its_own(*step.args).state_at_once_bytes
         return plan_of(jax.make_jaxpr(step.fn)(*step.args), False).state_at_once_bytes

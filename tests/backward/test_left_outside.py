@@ -438,7 +438,7 @@ def test_a_reason_where_nothing_is_fused():
             return params, state, None
 
         even = jnp.sum(tokens) % 2 == 0
-        return lax.cond(even, lambda *p: step(*p, tokens), skip, params, state)
+        return lax.cond(even, lambda p, s: step(p, s, tokens), skip, params, state)
 
     assert said(if_even).endswith("the update is in a cond")
 
