@@ -227,7 +227,9 @@ def pinned_bytes_of_this_process() -> int:
     )
 
 
-def set_memory_kind(tree: T, pattern: str | re.Pattern[str], memory_kind: str) -> T:
+def set_memory_kind(
+    tree: T, pattern: str | re.Pattern[str], memory_kind: _rules.MemoryKind
+) -> T:
     """Replaces the memory kind of the leaves whose path matches.
 
     It can be applied again and again, for other patterns and kinds. Leaves that do

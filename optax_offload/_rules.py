@@ -5,21 +5,23 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from optax_offload import _trees
 
-MEMORY_KINDS = ("device", "pinned_host", "unpinned_host")
+MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
+MEMORY_KINDS: tuple[str, ...] = get_args(MemoryKind)
 DEFAULT_MIN_BYTES = 64 * 1024
 # What `_low_bit` has a codec for.
-CODEC_NAMES = (
+CodecName = Literal[
     "int8",
     "int8-companded",
     "float8",
     "bfloat16",
     "bfloat16-stochastic",
     "bfloat16-remainder",
-)
+]
+CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
 
 
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -43,7 +45,7 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     return re.compile(compiled.pattern, compiled.flags | re.DOTALL)
 
 
-def check_memory_kind(memory_kind: str) -> None:
+def check_memory_kind(memory_kind: object) -> None:
     """Raises a ValueError that names the kinds there are."""
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
@@ -109,12 +111,12 @@ class Rule:
     """
 
     pattern: str | re.Pattern[str]
-    memory_kind: str = "pinned_host"
+    memory_kind: MemoryKind = "pinned_host"
     _: dataclasses.KW_ONLY
     min_bytes: int = DEFAULT_MIN_BYTES
     slice_axis: int | Literal["auto"] | None = "auto"
     optional: bool = False
-    codec: str | None = None
+    codec: CodecName | None = None
     signed: bool | None = None
     update_on: Literal["device"] = "device"
 
@@ -222,7 +224,8 @@ def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
     if isinstance(rules, OffloadConfig):
         config = rules
     elif isinstance(rules, Sequence):
-        config = OffloadConfig(rules)
+        # It takes a regex for a rule, and has rules only.
+        config = OffloadConfig(cast("Sequence[Rule]", rules))
     else:
         raise TypeError(
             "rules must be a regex, a Rule, a sequence of these or an OffloadConfig, "

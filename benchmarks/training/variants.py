@@ -98,7 +98,7 @@ def in_float32(inner: Any) -> optax.GradientTransformation:
     return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
 
 
-def with_codec(codec: str) -> Variant:
+def with_codec(codec: Any) -> Variant:
     """Both moments in a format."""
     return Variant(lambda adamw: oo.low_bit(adamw, MOMENTS, codec))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import jax
 import numpy as np
@@ -17,12 +17,13 @@ from optax_offload._backward.plan import plan, refusals
 from optax_offload._backward.step import take_apart
 from optax_offload._errors import warn
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref)
 
 
-def fuse_backward(
-    step: Callable[..., Any], *, held: Held = "auto"
-) -> Callable[..., Any]:
+def fuse_backward(step: Callable[P, R], *, held: Held = "auto") -> Callable[P, R]:
     """Moves updates into the backward pass, so that gradients never exist.
 
     Where layers are scanned (`nn.scan`, `nnx.scan`, `lax.scan`), the backward pass is a
@@ -69,9 +70,10 @@ def fuse_backward(
       'pinned_host'
     """
     check_held(held, "held")
+    untyped: Callable[..., Any] = step
 
     @functools.wraps(step)
-    def fused(*args: Any, **kwargs: Any) -> Any:
+    def fused(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, structure = jax.tree.flatten((args, kwargs))
         traced = [i for i, x in enumerate(leaves) if isinstance(x, _ARRAYS)]
 
@@ -80,7 +82,7 @@ def fuse_backward(
             for i, x in zip(traced, values, strict=True):
                 given[i] = x
             args, kwargs = jax.tree.unflatten(structure, given)
-            return step(*args, **kwargs)
+            return untyped(*args, **kwargs)
 
         values = [leaves[i] for i in traced]
         closed, shape = jax.make_jaxpr(flat, return_shape=True)(*values)

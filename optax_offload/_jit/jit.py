@@ -6,7 +6,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.core
@@ -24,11 +24,34 @@ from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
 from optax_offload._jit.kinds import Kinds, check_on_device
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # What `jax.jit` is told to trace a function, and to say which leaves are donated.
 _OF_TRACING = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _SHARDINGS = ("in_shardings", "out_shardings")
 
 
+@overload
+def jit(
+    fun: Callable[P, R],
+    /,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    fused_backward: Held | Literal[False] = "auto",
+    **jit_kwargs: Any,
+) -> _Jitted[P, R]: ...
+@overload
+def jit(
+    fun: None = None,
+    /,
+    *,
+    donate_argnums: int | Sequence[int] = (),
+    donate_argnames: str | Iterable[str] = (),
+    fused_backward: Held | Literal[False] = "auto",
+    **jit_kwargs: Any,
+) -> _Decorator: ...
 def jit(
     fun: Callable[..., Any] | None = None,
     /,
@@ -114,12 +137,20 @@ def jit(
     return _Jitted(fun, options, fused_backward)
 
 
-class _Jitted:
+class _Decorator(Protocol):
+    """What `jit` returns without a function."""
+
+    def __call__(self, fun: Callable[P, R], /) -> _Jitted[P, R]:
+        """The function, jitted."""
+        ...
+
+
+class _Jitted(Generic[P, R]):
     """A function jitted by `jit`."""
 
     def __init__(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[P, R],
         options: Mapping[str, Any],
         held: Held | Literal[False],
     ):
@@ -132,7 +163,7 @@ class _Jitted:
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
         self._nested = _Variants(fun, nested, None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
         variants = self._nested if _compat.tracing() else self._outermost
         try:

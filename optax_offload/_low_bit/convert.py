@@ -64,8 +64,9 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
     if others:
         raise ValueError(
             "half of each of these is in a bfloat16 parameter, and params has the "
-            f"parameter in another dtype: {', '.join(others)}. Give params in bfloat16, "
-            "as the state was made with; for others leave out codec='bfloat16-remainder'"
+            f"parameter in another dtype: {', '.join(others)}. Give params in "
+            "bfloat16, as the state was made with; others have no use for "
+            "codec='bfloat16-remainder'"
         )
     if without:
         raise ValueError(

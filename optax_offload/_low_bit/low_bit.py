@@ -21,7 +21,7 @@ from optax_offload._low_bit.master_weights import master_paths
 
 
 def low_bit(
-    inner: Any, rules: _rules.Rules, codec: str | None = "int8"
+    inner: Any, rules: _rules.Rules, codec: _rules.CodecName | None = "int8"
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps chosen state of an optimizer in few bits between its updates.
 
@@ -86,7 +86,7 @@ class _LowBit:
 
     inner: optax.GradientTransformationExtraArgs
     config: _rules.OffloadConfig
-    codec: str | None
+    codec: _rules.CodecName | None
 
     def init(self, params: optax.Params) -> optax.OptState:
         """As of `optax.GradientTransformation`."""

@@ -28,7 +28,7 @@ class Leaf:
     nbytes_per_device: int
     slice_axis: int | None
     stacked: bool
-    codec: str | None = None
+    codec: _rules.CodecName | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LeafPattern:
     leaves: tuple[Leaf, ...]
 
     @property
-    def codec(self) -> str | None:
+    def codec(self) -> _rules.CodecName | None:
         """The format of those that a plan encodes; None where it encodes none."""
         return next((leaf.codec for leaf in self.leaves if leaf.codec), None)
 

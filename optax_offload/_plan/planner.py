@@ -25,7 +25,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     target: aot.Target | str,
     budget_bytes: int | None = None,
     rules: _rules.Rules | None = None,
-    codec: str | None = None,
+    codec: _rules.CodecName | None = None,
     link_bytes_per_second: float | None = None,
     progress: Progress = lambda _: None,
 ) -> Plan:

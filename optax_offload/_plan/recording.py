@@ -33,7 +33,7 @@ class RecordedOptimizer(NamedTuple):
 def record(
     factory: StepFactory,
     given: _rules.OffloadConfig | None = None,
-    codec: str | None = None,
+    codec: _rules.CodecName | None = None,
 ) -> tuple[RecordedOptimizer, ...]:
     """Calls a step factory, and notes the state of each optimizer.
 
@@ -87,7 +87,7 @@ def record(
 
 
 def _codecs(
-    state: Any, given: _rules.OffloadConfig | None, codec: str | None
+    state: Any, given: _rules.OffloadConfig | None, codec: _rules.CodecName | None
 ) -> _rules.OffloadConfig | None:
     """The rules with a codec: those given, then one for moments that are left."""
     rules = list(given.made_lenient().rules) if given else []
@@ -99,7 +99,7 @@ def _codecs(
 
 
 def _joined(
-    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: str | None
+    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: _rules.CodecName | None
 ) -> list[Leaf]:
     """With codes and scales as one leaf again, which one rule moves."""
     found: dict[str, Leaf] = {}

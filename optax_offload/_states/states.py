@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import jax
 from jax.sharding import Sharding
@@ -20,7 +20,8 @@ from optax_offload._states.progress import logger
 
 T = TypeVar("T")
 
-KINDS = ("pinned_host", "unpinned_host", "disk")
+Kind = Literal["pinned_host", "unpinned_host", "disk"]
+KINDS: tuple[str, ...] = get_args(Kind)
 
 # The copies that are waited for when the next one starts: enough to hide the latency
 # of a transfer, and little beside a state.
@@ -33,7 +34,7 @@ def offload_states(  # noqa: PLR0913 - the public contract
     tree: T,
     include: _rules.Rules = ".*",
     *,
-    memory_kind: str = "pinned_host",
+    memory_kind: Kind = "pinned_host",
     directory: str | os.PathLike[str] | None = None,
     donate: bool = True,
     block: bool = False,

@@ -14,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Generator
 from importlib import metadata
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 try:
     import typer
@@ -27,7 +27,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _plan, _rule_files, aot
+from optax_offload import __version__, _plan, _rule_files, _rules, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -153,7 +153,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 target=Target(target),
                 budget_bytes=None if budget is None else parse_size(budget),
                 rules=None if rules is None else _rule_files.load_config(rules),
-                codec=allow,
+                codec=cast("_rules.CodecName | None", allow),
                 link_bytes_per_second=link,
                 progress=progress,
             )

@@ -1,6 +1,7 @@
 """What is left outside of the backward pass, and why; what is fused nevertheless."""
 
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def step_of(tx, finish, gradients=None):
     return step
 
 
-def check(finish, tx=None, held="auto", gradients=None, place="host"):
+def check(finish, tx=None, held: Any = "auto", gradients=None, place="host"):
     """Compares two steps with the plain one's; returns what the schedule says."""
     tx = tx or optax.adamw(1e-2)
     want = train(jax.jit(step_of(tx, finish, gradients)), tx, steps=2)

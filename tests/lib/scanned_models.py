@@ -16,7 +16,7 @@ import optax_offload as oo
 
 LAYERS = 4
 BATCH = jnp.arange(8) * 5 % 32
-DONATED = {"donate_argnums": (0, 1)}
+DONATED: dict[str, Any] = {"donate_argnums": (0, 1)}
 
 
 def make_params() -> Any:

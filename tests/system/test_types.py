@@ -1,0 +1,90 @@
+# pyright: strict, reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""What a type checker knows of users' code: pyright fails where it knows less.
+
+Each function runs too. A comment that ignores an error is itself an error where pyright
+finds none, so that wrong uses are known to be found.
+"""
+
+from collections.abc import Callable
+from typing import Any, assert_type
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_offload as oo
+
+X = jnp.ones(3)
+
+
+def step(x: jax.Array, scale: float = 2.0) -> tuple[jax.Array, float]:
+    """A step with a default, and two results."""
+    return x * scale, scale
+
+
+def test_jit_keeps_the_signature():
+    """As a call, and as a decorator with options and without."""
+    jitted = oo.jit(step, donate_argnames=())
+    assert_type(jitted(X, scale=1.0), tuple[jax.Array, float])
+    assert_type(jitted.lower(X), jax.stages.Lowered)
+    assert_type(jitted.trace(X), jax.stages.Traced)
+    _ = str(jitted.schedule(jax.ShapeDtypeStruct((3,), jnp.float32)))
+
+    @oo.jit
+    def bare(x: jax.Array) -> jax.Array:
+        return x + 1
+
+    @oo.jit(fused_backward="twice", static_argnames="n")
+    def decorated(x: jax.Array, n: int) -> jax.Array:
+        return x * n
+
+    assert_type(bare(X), jax.Array)
+    assert_type(decorated(X, n=2), jax.Array)
+    with pytest.raises(TypeError, match="'m'"):
+        decorated(X, m=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match="fused_backward is 'both'; it must be one of"):
+        oo.jit(step, fused_backward="both")  # pyright: ignore
+
+
+def test_fuse_backward_keeps_the_signature():
+    """It is a function like the step."""
+    fused = oo.fuse_backward(step, held="store")
+    assert_type(fused(X), tuple[jax.Array, float])
+    takes: Callable[[jax.Array], tuple[jax.Array, float]] = fused
+    del takes
+
+
+def test_trees_keep_their_type():
+    """What moves a tree returns such a tree."""
+    tree = {"w": X}
+    assert_type(oo.set_memory_kind(tree, "w", "pinned_host"), dict[str, jax.Array])
+    assert_type(oo.offload_states(tree, donate=False), dict[str, jax.Array])
+    assert_type(oo.place(tree, "w"), dict[str, jax.Array])
+
+
+def test_names_are_literals():
+    """A wrong one is found before it runs, and still when it runs."""
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+        oo.Rule(".*", "host")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
+        oo.Rule(".*", codec="int4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
+        oo.low_bit(optax.adam(1.0), ".*", "int4")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+        oo.set_memory_kind(X, ".*", "host")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="memory_kind is 'device'; offload_states mov"):
+        oo.offload_states(X, memory_kind="device")  # pyright: ignore
+    with pytest.raises(ValueError, match="held is 'both'; it must be one of"):
+        oo.fuse_backward(step, held="both")  # pyright: ignore[reportArgumentType]
+    kinds: list[Any] = [oo.Rule(".*", "device").memory_kind]
+    assert kinds == ["device"]
+
+
+def test_rules_are_text_or_rules():
+    """One, or a list of either."""
+    for rules in ("a", oo.Rule("a"), ["a", "b"], [oo.Rule("a"), "b"]):
+        assert oo.offload(optax.adam(1.0), rules)
+    with pytest.raises(TypeError, match="rules must be a regex, a Rule"):
+        oo.offload(optax.adam(1.0), 3)  # pyright: ignore[reportArgumentType]
