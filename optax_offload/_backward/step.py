@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.ref
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
