@@ -313,7 +313,8 @@ def _replaced(
 
 def _type(v: jex.Var) -> tuple[object, ...]:
     aval: Any = v.aval
-    return aval.shape, aval.dtype, _memory.kind_of_type(aval)
+    spec = tuple(aval.sharding.spec)
+    return aval.shape, aval.dtype, spec, _memory.kind_of_type(aval)
 
 
 def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
 from optax_offload import _jaxpr
@@ -45,6 +46,13 @@ def a_key(x):
 def named(names, make):
     """An example for each of some names."""
     return {name: make(name) for name in names.split()}
+
+
+def constrained(x, *spec):
+    """A value with a constraint on how it is sharded over two devices."""
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("x",), kinds, devices=jax.devices()[:2])
+    return lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P(*spec)))
 
 
 def numpy_name(name):
@@ -87,6 +95,8 @@ EXAMPLES = {
     "threefry2x32": lambda x: threefry2x32_p.bind(
         *[bits_of(i * x).astype(jnp.uint32) for i in range(4)]
     ),
+    "name": lambda x: checkpoint_name(x, "rows"),
+    "sharding_constraint": lambda x: constrained(x, "x"),
     "optimization_barrier": lambda x: lax.optimization_barrier((x, x + 1))[1],
     "concatenate": lambda x: jnp.concatenate([x, 2 * x], axis=1),
     "dot_general": lambda x: x @ jnp.swapaxes(2 * x, 0, 1),
@@ -129,8 +139,9 @@ EXAMPLES = {
     )[1],
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
 }
-# Never in a jaxpr, not in every version of JAX, or made others by vmap: see below.
-ABSENT = {"stop_gradient", "pjit", "stack", "unstack"}
+# Never in a jaxpr, not in every version of JAX, made others by vmap (see below), or of
+# a mesh in Explicit mode (`tests/backward/test_placement.py`).
+ABSENT = {"stop_gradient", "pjit", "stack", "unstack", "reshard"}
 ABSENT |= {"dynamic_slice", "dynamic_update_slice"}
 
 
@@ -232,6 +243,8 @@ def test_every_rule_has_an_example():
         (lambda x: jnp.unstack(x)[0], "unstack"),
         (lambda x: x[jnp.array([3, 1])], "gather"),
         (lambda x: lax.sort(x, dimension=0), "sort"),
+        (lambda x: constrained(x, "x"), "sharding_constraint along the axis"),
+        (lambda x: constrained(x, None), None),
         (lambda x: x + lax.iota(jnp.float32, 6)[:, None], None),
         (lambda x: jnp.linalg.cholesky(x @ x.T), "dot_general"),
     ],
