@@ -312,7 +312,9 @@ def constrained(flat: Flat, v: jex.Var, x: Any) -> Any:
     ):
         return x
     (x,) = jax.core.eval_jaxpr(
-        jex.Jaxpr((), [*e.invars], e.outvars, [e], debug_info=flat.debug_info), (), x
+        jex.Jaxpr((), variables(e.invars), e.outvars, [e], debug_info=flat.debug_info),
+        (),
+        x,
     )
     return x
 

@@ -140,7 +140,7 @@ EXAMPLES = {
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
 }
 # Never in a jaxpr, not in every version of JAX, made others by vmap (see below), or of
-# a mesh in Explicit mode (`tests/backward/test_placement.py`).
+# a mesh in Explicit mode (`tests/backward/test_fused_placement.py`).
 ABSENT = {"stop_gradient", "pjit", "stack", "unstack", "reshard"}
 ABSENT |= {"dynamic_slice", "dynamic_update_slice"}
 
