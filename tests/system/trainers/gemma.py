@@ -1,26 +1,18 @@
-"""Flax's gemma example: an NNX model, split, in a TrainState made under jit."""
+"""Flax's gemma example: an nnx.Optimizer made within a mesh, and a jitted step."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pattern
 from flax import nnx
-from flax.training import train_state
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-
-
-class TrainState(train_state.TrainState):
-    """With the model's graph."""
-
-    graphdef: Any
 
 
 class Model(nnx.Module):
@@ -34,24 +26,16 @@ class Model(nnx.Module):
         return self.dense(x)
 
 
-def setup_initial_state(tx: Any, mesh: Any, second_line: bool) -> tuple[Any, Any]:
-    """The state, sharded as its metadata says, and its shardings."""
+def train_step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
+    """A step of `jax.jit`, which hands all state back."""
+    graph, params = nnx.split(model)
 
-    @jax.jit
-    def sharded_init() -> TrainState:
-        graphdef, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
-        state = TrainState.create(
-            apply_fn=graphdef.apply, params=params, tx=tx, graphdef=graphdef
-        )
-        state = jax.tree.map(jnp.asarray, state)
-        return jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state))
+    def loss_fn(params: Any) -> jax.Array:
+        return pattern.loss_of(nnx.merge(graph, params)(x))
 
-    with jax.set_mesh(mesh):
-        state = sharded_init()
-        state_sharding = nnx.get_named_sharding(state, mesh)
-        if second_line:
-            state_sharding = oo.state_shardings(sharded_init)
-    return state, state_sharding
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    optimizer.update(model, grads)
+    return nnx.state((model, optimizer)), loss
 
 
 class Trainer(pattern.Trainer):
@@ -60,36 +44,40 @@ class Trainer(pattern.Trainer):
     under = "opt_state"
 
     def __init__(self, setup: pattern.Setup):
-        mesh = pattern.mesh("fsdp")
-        tx = setup.offload(optax.adamw(1e-2), pattern.RULES)
-        state, sharding = setup_initial_state(tx, mesh, setup.second_line)
+        rules = pattern.RULES
+        self._mesh = pattern.mesh("fsdp")
+        with jax.set_mesh(self._mesh):
+            model = Model(nnx.Rngs(0))
+            tx = setup.offload(optax.adamw(1e-2), rules)
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         self._path = setup.directory / "checkpoint"
         if self._path.exists():
+            target = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
             with ocp.StandardCheckpointer() as checkpointer:
-                state = checkpointer.restore(self._path, state)
-        self._state = state
-        self._step = jax.jit(
-            self._train_step,
-            in_shardings=(sharding, NamedSharding(mesh, P("fsdp"))),
-            out_shardings=(sharding, None),
-            donate_argnums=0,
-        )
-
-    @staticmethod
-    def _train_step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
-        def loss_fn(params: Any) -> jax.Array:
-            return pattern.loss_of(nnx.merge(state.graphdef, params)(x))
-
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
+                checkpoint = checkpointer.restore(self._path, target)
+            nnx.update(model, checkpoint["model"])
+            nnx.update(optimizer, checkpoint["optimizer"])
+        if setup.second_line:
+            nnx.update(
+                optimizer, oo.place(nnx.state(optimizer), rules, under="opt_state")
+            )
+        self._model, self._optimizer = model, optimizer
+        self._step = jax.jit(train_step, donate_argnames=("model", "optimizer"))
 
     def step(self, x: jax.Array) -> jax.Array:
-        self._state, loss = self._step(self._state, x)
+        x = jax.device_put(x, NamedSharding(self._mesh, P("fsdp")))
+        with jax.set_mesh(self._mesh):
+            state, loss = self._step(self._model, self._optimizer, x)
+        nnx.update((self._model, self._optimizer), state)
         return loss
 
     def state(self) -> Any:
-        return self._state
+        return nnx.state(self._optimizer)
 
     def save(self) -> None:
+        states = {
+            "model": nnx.state(self._model),
+            "optimizer": nnx.state(self._optimizer),
+        }
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(self._path, self._state)
+            checkpointer.save(self._path, states)

@@ -1,4 +1,4 @@
-"""MaxText's get_abstract_state, setup_initial_state, step and restore.
+"""MaxText's abstract states, how they are set up, step and restore, of both paths.
 
 Its own ``optimizer_memory_host_offload`` stays off.
 """
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pattern
+from flax import nnx
 from flax.linen import spmd
 from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
@@ -125,6 +126,99 @@ class Trainer(pattern.Trainer):
     def step(self, x: jax.Array) -> jax.Array:
         self._state, metrics = self._step(self._state, x)
         return metrics["loss"]
+
+    def state(self) -> Any:
+        return self._state
+
+    def save(self) -> None:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(self._path, self._state)
+
+
+class NnxModel(nnx.Module):
+    """One layer, sharded over its inputs."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
+        self.dense = nnx.Linear(pattern.IN, pattern.OUT, kernel_init=kernel, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.dense(x)
+
+
+class TrainStateNnx(nnx.Module):
+    """A model and its optimizer."""
+
+    def __init__(self, model: NnxModel, optimizer: nnx.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+
+def get_abstract_state_nnx(
+    mesh: Any, nnx_init_trainstate_fn: Any, second_line: bool
+) -> tuple[Any, Any]:
+    """A template to restore, and the shardings."""
+    _, abstract_state = nnx.split(nnx.eval_shape(nnx_init_trainstate_fn))
+    state_mesh_shardings = nnx.get_named_sharding(abstract_state, mesh)
+    if second_line:
+        state_mesh_shardings = oo.state_shardings(
+            lambda: nnx.state(nnx_init_trainstate_fn()), shardings=state_mesh_shardings
+        )
+    template = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        abstract_state,
+        state_mesh_shardings,
+    )
+    return template, state_mesh_shardings
+
+
+class NnxTrainer(pattern.Trainer):
+    """As with `pure_nnx: true`."""
+
+    under = "optimizer/opt_state"
+
+    def __init__(self, setup: pattern.Setup):
+        mesh, tx = pattern.mesh("fsdp"), get_optimizer(setup)
+
+        def create_train_state_fn() -> TrainStateNnx:
+            # Shardings are given when it is jitted.
+            with nnx.use_eager_sharding(False):
+                model = NnxModel(nnx.Rngs(0))
+            return TrainStateNnx(model, nnx.Optimizer(model, tx, wrt=nnx.Param))
+
+        template, shardings = get_abstract_state_nnx(
+            mesh, create_train_state_fn, setup.second_line
+        )
+        self._path = setup.directory / "items"
+        if self._path.exists():
+            with ocp.StandardCheckpointer() as checkpointer:
+                state = checkpointer.restore(self._path, template)
+        else:
+            state = jax.jit(
+                lambda: nnx.state(create_train_state_fn()), out_shardings=shardings
+            )()
+        self._state = state
+        graphdef = nnx.graphdef(nnx.eval_shape(create_train_state_fn))
+        self._step = jax.jit(
+            functools.partial(self._train_step, graphdef),
+            in_shardings=(shardings, NamedSharding(mesh, P("fsdp"))),
+            out_shardings=(shardings, None),
+            donate_argnums=0,
+        )
+
+    @staticmethod
+    def _train_step(graphdef: Any, state: Any, x: jax.Array) -> Any:
+        train_state = nnx.merge(graphdef, state)
+
+        def loss_fn(model: NnxModel) -> jax.Array:
+            return pattern.loss_of(model(x))
+
+        loss, grads = nnx.value_and_grad(loss_fn)(train_state.model)
+        train_state.optimizer.update(train_state.model, grads)
+        return nnx.state(train_state), loss
+
+    def step(self, x: jax.Array) -> jax.Array:
+        self._state, loss = self._step(self._state, x)
+        return loss
 
     def state(self) -> Any:
         return self._state

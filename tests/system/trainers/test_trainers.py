@@ -4,7 +4,6 @@ Each module beside this one is a trainer, written anew in the manner of a public
 docs/trainers.md has the lines that each needs.
 """
 
-import contextlib
 import pathlib
 import re
 
@@ -30,6 +29,7 @@ TRAINERS = {
     "levanter": levanter.Trainer,
     "lm1b": lm1b.Trainer,
     "maxtext": maxtext.Trainer,
+    "maxtext, pure_nnx": maxtext.NnxTrainer,
     "nanodo": nanodo.Trainer,
     "tunix": tunix.Trainer,
 }
@@ -61,18 +61,6 @@ def check(trainer):
     assert report.totals["pinned_host"] >= 2 * 4 * pattern.IN * pattern.OUT
 
 
-@contextlib.contextmanager
-def forgotten(name):
-    """What a user sees who has only wrapped the optimizer."""
-    if name == "gemma":  # Its init leaves state on the host, and JAX sees the rest.
-        with pytest.raises(ValueError, match=r"Memory kinds passed to jax\.jit does"):
-            yield
-    else:
-        told = r"(?s)came to update on the device.*state_shardings.*\.jit.*\.place"
-        with pytest.raises(oo.MemoryKindError, match=told):
-            yield
-
-
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trains_saves_and_resumes(name, tmp_path):
     """The losses of the plain trainer, and the kinds planned, also after a restart."""
@@ -100,7 +88,8 @@ def test_trains_saves_and_resumes(name, tmp_path):
 @pytest.mark.parametrize("name", TRAINERS)
 def test_without_the_second_line(name, tmp_path):
     """It is told when the step is traced, at the first or after a restart."""
-    with forgotten(name):
+    told = r"(?s)came to update on the device.*state_shardings.*\.jit.*\.place"
+    with pytest.raises(oo.MemoryKindError, match=told):
         trainer = make(name, tmp_path, second_line=False)
         train(trainer, range(1))
         trainer.save()

@@ -6,6 +6,7 @@ restore templates of metadata: neither knows memory kinds.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -106,20 +107,25 @@ class PeftTrainer:
             restored = checkpointer.restore(self._path, template)
         nnx.update((self.model, self.optimizer), restored)
 
-    def jit_train_and_eval_step(self) -> Any:
+    def jit_train_and_eval_step(self, *, cache_nnx_graph: bool = False) -> Any:
+        """What is cached is as the first call asks for."""
         if self._jitted is None:
             state = nnx.state(self.optimizer, nnx.optimizer.OptState)
             nnx.update(self.optimizer, shard(state, self._mesh))
-            self._jitted = nnx.jit(
+            step = nnx.jit(
                 self._train_step, donate_argnames=("optimizer", "accumulator")
             )
+            held = step, self.model, self.optimizer, self.accumulator
+            if cache_nnx_graph:
+                self._jitted = functools.partial(nnx.cached_partial(*held))
+            else:
+                self._jitted = functools.partial(*held)
         return self._jitted
 
     def train(self, x: jax.Array, is_update_step: bool) -> jax.Array:
-        step = self.jit_train_and_eval_step()
-        return step(
-            self.model, self.optimizer, self.accumulator, x, jnp.asarray(is_update_step)
-        )
+        step = self.jit_train_and_eval_step(cache_nnx_graph=True)
+        assert step.func.jitted_fn._cache_size() >= 0
+        return step(x, jnp.asarray(is_update_step))
 
     @staticmethod
     def _train_step(
@@ -168,7 +174,7 @@ class Trainer(pattern.Trainer):
                 warnings.simplefilter("ignore", oo.OffloadWarning)
                 trainer = PeftTrainer(model, tx, mesh, setup.directory / "checkpoint")
             if setup.second_line:
-                trainer.jit_train_and_eval_step()
+                trainer.jit_train_and_eval_step(cache_nnx_graph=True)
                 opt_state = nnx.state(trainer.optimizer, nnx.optimizer.OptState)
                 nnx.update(
                     trainer.optimizer, oo.place(opt_state, rules, under="opt_state")
