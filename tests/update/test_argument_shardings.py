@@ -171,26 +171,6 @@ def test_such_state_in_a_loop_is_refused():
     assert after.trace.sharding.memory_kind == "pinned_host"
 
 
-def test_such_state_in_a_loop_is_refused():
-    """There nothing but its type says where it is; the message says what mends it."""
-    tx = oo.offload(optax.trace(0.9), oo.Rule(".*", min_bytes=0))
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-    trace = jax.make_array_from_callback((8, 8), one, lambda i: np.ones((8, 8))[i])
-    state = optax.TraceState(trace)
-
-    @jax.jit
-    def steps(state):
-        def body(state, _):
-            return tx.update(jnp.ones((8, 8)), state)[1], None
-
-        return jax.lax.scan(body, state, length=2)[0]
-
-    with pytest.raises(oo.MemoryKindError, match=r"place\(state, state\)"):
-        steps(state)
-    after = steps(oo.place(state, state))
-    assert after.trace.sharding.memory_kind == "pinned_host"
-
-
 def test_tangents_of_such_state():
     """They are beside it."""
     tx = oo.offload(optax.trace(0.9), oo.Rule(".*", min_bytes=0))
