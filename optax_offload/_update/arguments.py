@@ -118,6 +118,11 @@ def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
     return y if cell is None else _constrain.bind(y, cell=cell, axis=axis)
 
 
+def cell_of(cells: Mapping[int, Cell], i: int | None) -> Cell | None:
+    """The cell of an input, if it is one and has one."""
+    return None if i is None else cells.get(i)
+
+
 def is_noted(e: jex.JaxprEqn) -> bool:
     """Whether an equation only notes what the program says of its operand."""
     return e.primitive is _note
@@ -246,10 +251,11 @@ def _lower_constrain(
     sharding: Any = sdy.TensorShardingAttr(cell.sharding)
     if axis is not None and _axes_of(sharding, axis):
         return [y]  # Of rows that are spread over devices a slice is none of these.
-    last = len(ctx.avals_in[0].shape) - 1
+    aval: Any = ctx.avals_in[0]
+    last = len(aval.shape) - 1
     if last >= 0:
         parts = math.prod(cell.mesh.shape[name] for name in _axes_of(sharding, last))
-        if ctx.avals_in[0].shape[last] % parts:
+        if aval.shape[last] % parts:
             sharding = _with_whole_rows(sharding)  # Scales of an encoded leaf.
     return [sdy.ShardingConstraintOp(y, sharding).result]
 

@@ -57,7 +57,7 @@ def run_loop(
     kinds = tuple(update.outputs[k].memory_kind for k in outputs)
     # Whose shardings are told apart by the program alone, is not like another.
     own = tuple(cells.get(i) for group in loop.groups for i in group.loads)
-    own += tuple(cells.get(update.outputs[k].like) for k in outputs)
+    own += tuple(arguments.cell_of(cells, update.outputs[k].like) for k in outputs)
     signature = loop.signature(update.flat), kinds, own
     traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
     results = traced(*(env[v] for v in inputs))
@@ -161,7 +161,7 @@ class _Loop:
             return self._env[self.flat.invars[alias]]
         aval: Any = self.flat.outvars[k].aval
         output = self.update.outputs[k]
-        cell = self.cells.get(output.like) if output.stored else None
+        cell = arguments.cell_of(self.cells, output.like) if output.stored else None
         return arguments.constrain(jnp.zeros(aval.shape, aval.dtype), cell, None)
 
 
@@ -222,7 +222,8 @@ class _Slice:
             if rows is not None:
                 axis = self.group.in_rows.axes[_var(flat.outvars[k])]
             if output.stored:
-                cell = self._loop.cells.get(output.like if alias is None else alias)
+                source = output.like if alias is None else alias
+                cell = arguments.cell_of(self._loop.cells, source)
                 y = arguments.constrain(y, cell, axis)
             if output.holds_codes and output.stored:
                 y = _tpu_layout.constrain(y, _var(flat.outvars[k]).aval)

@@ -114,7 +114,7 @@ def _run_group(
     group: Group,
     env: Env,
     tokens: list[Any],
-    cells: Mapping[int | None, Cell],
+    cells: Mapping[int, Cell],
 ) -> tuple[dict[int, Any], list[Any], list[Any]]:
     """Loads, computes and stores one group once the tokens are there.
 
@@ -141,7 +141,7 @@ def _run_group(
         output = update.outputs[k]
         source = update.in_place(k)
         if output.stored:
-            cell = cells.get(output.like if source is None else source)
+            cell = arguments.cell_of(cells, output.like if source is None else source)
             x = arguments.constrain(x, cell, None)
         done[k] = _memory.transfer(x, output.memory_kind)
     stored = [
