@@ -102,7 +102,7 @@ def offload(
 
       on_misplaced: what ``update`` does with state that the rules have in host memory
         and that comes to it on the device: something moved it there, so that offloading
-        is undone. ``"raise"`` says so; ``"move"``, for the first step after a checkpoint
+        is undone. ``"raise"`` says so; ``"move"``, for a first step after a checkpoint
         was restored without memory kinds, warns and moves it to the host in that step.
       update_on: where updates are computed: ``"device"``. ``"host"``, its own
         processor, is refused with the reason.
@@ -360,7 +360,7 @@ def _placed(config: _rules.OffloadConfig, state: Any) -> list[tuple[str, str, st
 def _misplaced(
     update: Update, config: _rules.OffloadConfig, state: Any
 ) -> dict[int, str]:
-    """State that by its type should have come from the host and did not, by position."""
+    """State that by its type is not on the host and should be: paths by position."""
     planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
     # State whose first update widens its dtype may have been too small to go before.
     return {
