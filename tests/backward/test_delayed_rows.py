@@ -1,6 +1,7 @@
 """Rows that the next iteration stores: which they are, and that none goes astray."""
 
 import collections
+import re
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +72,26 @@ def test_gradients_that_wait(held):
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
     step = oo.jit(make_step(tx, loss), fused_backward=held, **DONATED)
     assert ulps(train(step, tx, params, steps=3), want) <= BOUND
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_late_rows_with_every_jax(reverse, monkeypatch):
+    """Those of the CPU are right, whether or not a version's are worth it on a GPU.
+
+    What leaves the device in an iteration does so together (F65), and what only the
+    rest of the step takes is computed before the scan (F67).
+    """
+    monkeypatch.setattr(_compat, "STORES_OVERLAP", True)
+    params, loss = make_params(5), make_loss(reverse=reverse)
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), **DONATED)
+    got = train(step, tx, params, steps=3)
+    assert ulps(got, want) <= BOUND
+    text = step.lower(*got[:2], BATCH).as_text()
+    row = re.escape("tensor<1x24x16xf32>")
+    assert re.search(rf"optimization_barrier .*: {row}, {row}$", text, re.M)
+    assert re.search(r"optimization_barrier .* tensor<16x32xf32>", text)
 
 
 def delayed(tx, length):

@@ -29,7 +29,7 @@ MODELS = "tests/backward/test_fused_models.py"
 OPTIMIZERS = "tests/backward/test_fused_optimizers.py"
 LEFT = "tests/backward/test_left_outside.py"
 LATE = "tests/backward/test_delayed_rows.py"
-LOWERED = "tests/system/test_lowered.py"
+STREAM = "tests/update/test_stream.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,25 +55,25 @@ MUTANTS = {
         "_backward/body.py",
         "self._scan.length - 1 - number if reverse else number",
         "number",
-        (f"{MODELS}::test_three_steps[scan]",),
+        (f"{MODELS}::test_one_update_reads_what_another_replaces",),
     ),
     "a late row one off": Mutant(
         "_backward/body.py",
         "state.delayed, number - 1)",
         "state.delayed, number)",
-        (LATE,),
+        (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "the last late row one off": Mutant(
         "_backward/body.py",
         "last = scan.length - 1",
         "last = scan.length - 2",
-        (LATE,),
+        (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "rows that are late stored too early": Mutant(
         "_backward/body.py",
         "found = self._iteration(number, state, buffers, together=True)",
         "found = self._iteration(number, state, given(state), together=True)",
-        (LATE,),
+        (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "new values read for old ones": Mutant(
         "_backward/body.py",
@@ -85,7 +85,7 @@ MUTANTS = {
         "_backward/body.py",
         "for v in self._work.kept:",
         "for v in ():",
-        (f"{MODELS}::test_three_steps[layers used twice]", LEFT),
+        (f"{LEFT}::test_what_else_a_step_does[a gradient]",),
     ),
     "gradients that wait stored in the wrong row": Mutant(
         "_backward/body.py",
@@ -99,7 +99,7 @@ MUTANTS = {
         "_backward/body.py",
         "if len(leave) < 2:",
         "if len(leave) < 200:",
-        (LOWERED, LATE),
+        (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     # What is summed up.
     "sums that begin with one": Mutant(
@@ -112,13 +112,16 @@ MUTANTS = {
         "_backward/sums.py",
         'least = by == "max"',
         'least = by == "min"',
-        (LEFT, f"{OPTIMIZERS}::test_five_steps[host-adamw]"),
+        (f"{LEFT}::test_what_else_a_step_does[other sums]",),
     ),
     "a product of other axes summed up": Mutant(
         "_backward/rows.py",
         "return [a, b] if right[left.index(axes[a])] == axes[b] else []",
         "return [a, b]",
-        (LEFT,),
+        (
+            f"{LEFT}::test_where_gradients_come_from",
+            f"{LEFT}::test_what_else_a_step_does",
+        ),
     ),
     # What is moved into the scan.
     "a gradient that another scan adds to": Mutant(
@@ -131,32 +134,35 @@ MUTANTS = {
         "_backward/plan.py",
         "now, held = (), tuple(all_fused)",
         "pass",
-        (LATE, LEFT, f"{OPTIMIZERS}::test_gradients_that_have_to_wait[twice-lamb]"),
+        (f"{LEFT}::test_norms_of_clipped_updates", f"{LATE}::test_gradients_that_wait"),
     ),
     "a value read after it is replaced": Mutant(
         "_backward/plan.py",
         "        self._check_old_values(found, all_fused)\n",
         "",
-        (LEFT, "tests/backward/test_parts.py"),
+        (f"{LEFT}::test_what_else_a_step_does[old parameters used]",),
     ),
     "what a later scan gives taken for known": Mutant(
         "_backward/rows.py",
         "late = i in self._later or not self.late.isdisjoint(operands)",
         "late = not self.late.isdisjoint(operands)",
-        (f"{MODELS}::test_encoder_and_decoder",),
+        (f"{MODELS}::test_encoder_and_decoder[True]",),
     ),
     "the next argument of another type replaced": Mutant(
         "_backward/plan.py",
         "x for x in free if _type(x) == _type(v) and rows.axes[x] == rows.axes[v]",
         "x for x in free if rows.axes[x] == rows.axes[v]",
-        (f"{OPTIMIZERS}::test_five_steps[host-adamw]", LEFT),
+        (
+            f"{LEFT}::test_last_gradients_as_state",
+            f"{OPTIMIZERS}::test_five_steps[host-adamw]",
+        ),
     ),
     # Loops over slices.
     "one slice for all of an iteration": Mutant(
         "_update/loop.py",
         "for n in (number * loop.unroll + i for i in range(loop.unroll))",
         "for n in (number * loop.unroll + 0 for i in range(loop.unroll))",
-        ("tests/update/test_stream.py",),
+        (f"{STREAM}::test_stages_give_the_plain_values[slices]",),
     ),
     "the rest of the rows at the wrong place": Mutant(
         "_update/loops.py",
@@ -168,13 +174,13 @@ MUTANTS = {
         "_update/loop.py",
         "if load_after or self._handed:",
         "if False:",
-        (f"{LOWERED}::test_lowered_text_is_what_it_was[fsdp_4]",),
+        (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),
     "no barrier between read and replace": Mutant(
         "_update/loop.py",
         "return lax.optimization_barrier(x) if replaced else x",
         "return x",
-        (LOWERED, "tests/update/test_stream.py"),
+        (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),
     "the other branch of a predicate": Mutant(
         "_update/branches.py",
@@ -205,13 +211,17 @@ MUTANTS = {
         "_jit/donation.py",
         "return buffer.type, buffer.kind, buffer.sharding if partitioned else None",
         "return buffer.type, buffer.sharding if partitioned else None",
-        ("tests/jit/test_donation.py",),
+        (
+            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+        ),
     ),
     "a wrong alias": Mutant(
         "_jit/donation.py",
         "aliases[argument.position] = result.position",
         "aliases[argument.position] = free[-1].position",
-        ("tests/jit/test_donation.py",),
+        (
+            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+        ),
     ),
     # Low bits.
     "codes one off": Mutant(

@@ -1,5 +1,7 @@
 """What carries out a schedule does what stands there, and gives the plain values."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,3 +88,28 @@ def test_versions_run_by_their_predicate():
     bad = jax.tree.map(lambda x: x.at[0, 0].set(jnp.nan), params)
     _, _, results = carried_out(tx, bad, state, path=".*(mu|nu).*")
     assert float(jnp.abs(results[0]).max()) == 0.0, "a rejected update is zero"
+
+
+def test_what_is_replaced_is_read_before():
+    """What holds a load back, and what is read apart from what replaces it (F02, F09).
+
+    Without these barriers values are the same, and compilers keep or copy more.
+    """
+    tx, params = optax.adam(1e-2), parameters(*[(64, 256)] * 3)
+    options = {"slice_axis": 0, "path": ".*mu.*"}
+    update, state = traced(tx, params, **options), tx.init(params)
+    planned = schedule(update, 2**16)
+
+    def fn(*args):
+        placed = [
+            _memory.transfer(x, "pinned_host") if i.on_host else x
+            for x, i in zip(args, update.inputs, strict=True)
+        ]
+        return run(update, planned, placed)
+
+    text = jax.jit(fn).lower(*jax.tree.leaves((params, state, params))).as_text()
+    barriers = re.findall(r"= stablehlo.optimization_barrier .*", text)
+    slices = [x for x in barriers if x.endswith(": tensor<32x256xf32>")]
+    assert len(slices) == len(params)  # Of `nu`, which is on the device.
+    # Between three groups: two loads, and the store of the second one.
+    assert len(barriers) == len(slices) + 3
