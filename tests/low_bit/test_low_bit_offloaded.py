@@ -283,13 +283,15 @@ def clipped_steps(held, windows=(None, None)):
         return optax.apply_updates(params, updates), state
 
     step = oo.fuse_backward(step, held=held)
-    return jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512)))
+    closed = jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512)))
+    (form,) = closed.jaxpr.eqns
+    return form.params["jaxprs"][0]
 
 
 def test_codes_whose_gradients_wait_are_counted_as_decoded():
     """By the window, which is the least of those that were asked for."""
-    closed = clipped_steps("store", (2**22, 2**21))
-    found = (e.params["what"] for e in closed.eqns if "what" in e.params)
+    step = clipped_steps("store", (2**22, 2**21))
+    found = (e.params["what"] for e in step.eqns if "what" in e.params)
     (what,) = (x for x in found if x.update.loads)  # Counters are on the device.
     assert what.window_bytes == 2**21
     (planned,) = schedule(what.update, what.window_bytes).straights()
@@ -305,8 +307,8 @@ def test_codes_whose_gradients_wait_are_counted_as_decoded():
 @pytest.mark.parametrize("window_bytes", [None, 2**19])
 def test_codes_that_a_scan_stores_keep_their_layout(window_bytes):
     """A TPU's compiler would turn their axes, and could not write a row of them."""
-    closed = clipped_steps("twice", (window_bytes,) * 2)
-    *_, scan = (e for e in closed.eqns if e.primitive.name == "scan")
+    step = clipped_steps("twice", (window_bytes,) * 2)
+    *_, scan = (e for e in step.eqns if e.primitive.name == "scan")
     body = scan.params["jaxpr"].jaxpr
     producers = {v: e for e in body.eqns for v in e.outvars}
     stored = [
