@@ -1,7 +1,12 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
 from optax_offload._backward import fuse_backward
-from optax_offload._errors import MemoryKindError, OffloadError, OffloadWarning
+from optax_offload._errors import (
+    CodecError,
+    MemoryKindError,
+    OffloadError,
+    OffloadWarning,
+)
 from optax_offload._jit import jit
 from optax_offload._low_bit import (
     low_bit,
@@ -22,6 +27,7 @@ from optax_offload._states import offload_states, reload_states
 from optax_offload._templates import eval_shape
 
 __all__ = [
+    "CodecError",
     "MemoryKindError",
     "MemoryReport",
     "OffloadConfig",

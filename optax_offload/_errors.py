@@ -49,6 +49,10 @@ class MemoryKindError(RuntimeError):
     """State is not where it was planned to be."""
 
 
+class CodecError(RuntimeError):
+    """State is not in the form that its rule names: in its codec, or in none."""
+
+
 # What was seen to undo offloading, and what mends it.
 CAUSES = (
     "Something moved it there, and offloading is undone. What does that, and what "

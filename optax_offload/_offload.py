@@ -14,7 +14,7 @@ import optax
 from optax_offload import _compat, _memory, _rules, _templates, _trees
 from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
 from optax_offload._extra_args import Static, as_transformation, split
-from optax_offload._low_bit import low_bit, warn_of_blocks
+from optax_offload._low_bit import as_rules_say, warn_of_blocks
 from optax_offload._update import (
     Deferred,
     Schedule,
@@ -101,9 +101,10 @@ def offload(
         on the device by itself.
 
       on_misplaced: what ``update`` does with state that the rules have in host memory
-        and that comes to it on the device: something moved it there, so that offloading
-        is undone. ``"raise"`` says so; ``"move"``, for a first step after a checkpoint
-        was restored without memory kinds, warns and moves it to the host in that step.
+        and that comes to it on the device, since something moved it there and undid
+        offloading; and with state in another form than its rule's ``codec``, as of an
+        older checkpoint. ``"raise"`` says so; ``"move"``, for the first step after a
+        restore, warns and moves or converts it in that step.
       update_on: where updates are computed: ``"device"``. ``"host"``, its own
         processor, is refused with the reason.
 
@@ -117,6 +118,7 @@ def offload(
       ValueError: a rule, ``on_misplaced`` or ``update_on`` is wrong; or, from
         ``init``, a rule matches no leaf.
       MemoryKindError: from ``update``, state is not where the rules have it.
+      CodecError: from ``update``, state is not in the form that the rules name.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -129,12 +131,11 @@ def offload(
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
     inner = check_inner(inner)
-    if any(rule.codec for rule in config.rules):
-        inner = low_bit(inner, config, codec=None)
     if on_misplaced not in ("raise", "move"):
         raise ValueError(
             f"on_misplaced is {on_misplaced!r}; it must be 'raise' or 'move'"
         )
+    inner = as_rules_say(inner, config, on_misplaced)
     core = _Offloading(inner, config, on_misplaced)
     return Offloaded(core.init, core.update)
 

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from optax_offload import _compat, _flax_metadata, _memory, _rules, _templates, _trees
+from optax_offload._low_bit import codecs_named, converted, in_other_forms
 
 T = TypeVar("T")
 
@@ -36,7 +37,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         - the rules that `offload` was given: a regex, a `Rule`, a sequence of them or
           an `OffloadConfig`. Arrays keep their sharding. NumPy arrays get that of an
           array in the state of the same shape whose path ends alike, or are
-          replicated.
+          replicated. What is in another form than its rule's ``codec`` is encoded, or
+          decoded: a state of `low_bit` takes rules that name its codecs.
       under: With rules, the path of the state they are for, such as ``"opt_state/1"``
         in a ``TrainState``. What is not under it is left as it is.
 
@@ -47,7 +49,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
     Raises:
       ValueError: ``state`` has another structure, other shapes or other dtypes than
         ``like``; all such leaves are named. Or ``like`` does not say where a leaf
-        belongs, a leaf is on disk, or a rule matches nothing.
+        belongs, a leaf is on disk, or a rule matches nothing, or a value is none that
+        the codec of its rule can hold.
       TypeError: A leaf is traced, or ``like`` has a `PartitionSpec`.
 
     Example:
@@ -62,6 +65,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
     leaves = _trees.leaves_with_paths(state)
     _check_values(leaves)
     if _are_rules(like):
+        state = _in_form(state, leaves, like, under)
+        leaves = _trees.leaves_with_paths(state)
         belongs = _by_rules(leaves, like, under)
     elif under:
         raise ValueError(f"under={under!r} says where rules begin: give the rules")
@@ -116,20 +121,43 @@ def _by_rules(
         for path, x in (leaves[i] for i in inside)
     ]
     placements = _rules.place(_rules.as_config(rules), sizes)
-    arrays = [(i, path, x) for i, (path, x) in enumerate(leaves) if _is_array(x)]
-    kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
-    nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)
-    rest = _templates.replicated(kept)
-    shardings = {
-        i: own or near or rest
-        for (i, _, _), own, near in zip(arrays, kept, nearby, strict=True)
-    }
+    shardings = _shardings_of(leaves)
     belongs: list[Sharding | None] = [None] * len(leaves)
     for i, placement in zip(inside, placements, strict=True):
         if i in shardings:
             path, kind = leaves[i][0], placement.memory_kind
             belongs[i] = _memory.with_kind(path, shardings[i], kind)
     return belongs
+
+
+def _shardings_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, Sharding]:
+    """Those of arrays; of NumPy's those of an array like it, or replicated."""
+    arrays = [(i, path, x) for i, (path, x) in enumerate(leaves) if _is_array(x)]
+    kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
+    nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)
+    rest = _templates.replicated(kept)
+    return {
+        i: own or near or rest
+        for (i, _, _), own, near in zip(arrays, kept, nearby, strict=True)
+    }
+
+
+def _in_form(
+    state: Any, leaves: Sequence[tuple[str, Any]], rules: _rules.Rules, under: str
+) -> Any:
+    """The state, encoded as rules say."""
+    config = _rules.as_config(rules).made_lenient()
+    others = in_other_forms(state, codecs_named(state, config, under=under))
+    paths = {x.path for x in others}
+    # What is encoded is sharded as its values were.
+    shardings = _shardings_of(leaves)
+    placed = [
+        _placed(path, x, _memory.with_kind(path, shardings[i], "device"))
+        if path in paths and not isinstance(x, jax.Array)
+        else x
+        for i, (path, x) in enumerate(leaves)
+    ]
+    return converted(jax.tree.unflatten(jax.tree.structure(state), placed), others)
 
 
 def _by_example(

@@ -25,6 +25,7 @@ PARAMS = {"w": jnp.ones((256, 128)), "b": jnp.ones(128)}
 def test_public_names():
     """The documented list, no more."""
     assert set(oo.__all__) == {
+        "CodecError",
         "MemoryKindError",
         "MemoryReport",
         "OffloadConfig",

@@ -1,18 +1,28 @@
 """State at rest in few bits."""
 
 from optax_offload._low_bit.codecs import CODECS, codec_of
-from optax_offload._low_bit.convert import low_bit_decode, low_bit_encode
+from optax_offload._low_bit.convert import (
+    converted,
+    low_bit_decode,
+    low_bit_encode,
+)
 from optax_offload._low_bit.encoded import Encoded, encoded_parts
+from optax_offload._low_bit.forms import OtherForm, codecs_named, in_other_forms
 from optax_offload._low_bit.known_fields import moments
-from optax_offload._low_bit.low_bit import low_bit, warn_of_blocks
+from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
 from optax_offload._low_bit.master_weights import master_weights
 from optax_offload._low_bit.stochastic_round import stochastic_round
 
 __all__ = [
     "CODECS",
     "Encoded",
+    "OtherForm",
+    "as_rules_say",
     "codec_of",
+    "codecs_named",
+    "converted",
     "encoded_parts",
+    "in_other_forms",
     "low_bit",
     "low_bit_decode",
     "low_bit_encode",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from optax_offload import _memory, _trees
+from optax_offload._low_bit import forms
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 
@@ -39,12 +41,19 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
       >>> oo.low_bit_decode(state)[0].mu["w"].dtype
       dtype('float32')
     """
+    return decoded_at(state, params)
+
+
+def decoded_at(
+    state: Any, params: Any, keys_of: Collection[tuple[Any, ...]] | None = None
+) -> Any:
+    """As `low_bit_decode`, of the leaves with these keys; None for all."""
     uppers = {} if params is None else dict(_trees.leaves_with_paths(params))
     without: list[str] = []
     others: list[str] = []
 
     def decode(keys: Any, x: Any) -> Any:
-        if not is_encoded(x):
+        if not is_encoded(x) or (keys_of is not None and keys not in keys_of):
             return x
         if isinstance(x.codes, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.codes.sharding)
@@ -135,12 +144,45 @@ def low_bit_encode(state: Any, like: Any) -> Any:
             f"{_trees.listed(others)}: encoded already, and not as in like. Decode the "
             "state first: low_bit_encode(low_bit_decode(state), like)"
         )
+    _check_held(lost)
+    return jax.tree.unflatten(structure, found)
+
+
+def converted(state: Any, others: Sequence[forms.OtherForm]) -> Any:
+    """A state whose leaves in other forms are in those that their rules name.
+
+    Raises:
+      ValueError: A value is none that its codes can hold, or half of it is in a
+        parameter.
+    """
+    state = decoded_at(state, None, {x.keys for x in others})
+    named = {x.keys: x for x in others}
+    lost: list[str] = []
+
+    def encode(keys: Any, x: Any) -> Any:
+        other = named.get(keys)
+        if other is None or other.codec is None:
+            return x
+
+        def fn(x: Any) -> tuple[Any, Any]:
+            new = forms.in_form(jnp.asarray(x), other.codec, other.path)
+            return new, _holds(new, x) if is_encoded(new) else True
+
+        new, holds = _in_its_memory(fn, x)
+        lost.extend([other.path] * (not holds))
+        return new
+
+    state = _trees.map_with_path(encode, state, is_leaf=is_encoded)
+    _check_held(lost)
+    return state
+
+
+def _check_held(lost: Sequence[str]) -> None:
     if lost:
         raise ValueError(
             f"{_trees.listed(lost)}: values that are infinite or NaN, or negative "
             "where the codec has no sign (Rule(..., signed=True) gives it one)"
         )
-    return jax.tree.unflatten(structure, found)
 
 
 def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:

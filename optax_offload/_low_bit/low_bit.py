@@ -12,12 +12,11 @@ import optax
 from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
-from optax_offload._errors import OffloadWarning
+from optax_offload._errors import CodecError, OffloadWarning
 from optax_offload._extra_args import as_transformation
-from optax_offload._low_bit import codecs, known_fields
-from optax_offload._low_bit.convert import low_bit_decode
+from optax_offload._low_bit import codecs, forms
+from optax_offload._low_bit.convert import decoded_at
 from optax_offload._low_bit.encoded import Encoded, is_encoded
-from optax_offload._low_bit.master_weights import master_paths
 
 
 def low_bit(
@@ -35,7 +34,7 @@ def low_bit(
     - ``"int8"``: 256 values that lie closer around zero, a float32 scale for every
       256 (Dettmers et al. 2021, arXiv 2110.02861). 1.016 bytes a value. For every 128
       or 64 where the last axis, as of attention heads, has no more.
-    - ``"int8-companded"``: a float16 scale for every 32, arithmetic alone
+    - ``"int8-companded"``: a scale of 16 bits for every 32, arithmetic alone
       (arXiv 2602.23349). 1.06 bytes.
     - ``"float8"``: e4m3, a float32 scale for every 256. 1.016 bytes.
     - ``"bfloat16"``, ``"bfloat16-stochastic"``: rounded to nearest, or by chance.
@@ -45,8 +44,10 @@ def low_bit(
     axis (on each device, as far as is known) no multiple of 64 is, keep their dtype.
     `memory_report` says which are encoded.
 
-    A value that is infinite or NaN, or negative where there is no sign, makes its whole
-    block infinite or NaN when it is decoded: nothing is clipped to what codes can hold.
+    Finite values stay finite. In a block without negative ones, as of second moments,
+    no value above zero becomes zero. A value that is infinite or NaN, or negative where
+    there is no sign, makes its whole block infinite or NaN when it is decoded: nothing
+    is clipped to what codes can hold.
 
     Args:
       inner: any optax transformation.
@@ -65,6 +66,8 @@ def low_bit(
       ValueError: ``codec`` is none of the above; or, from ``init``, a rule matches no
         leaf, or asks for a remainder of what are no master weights, or for less
         than that of what are parameters (as in ``optax.contrib.schedule_free``).
+      CodecError: from ``update``, state is in another form than its rule names, as of a
+        checkpoint in float32.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -80,6 +83,29 @@ def low_bit(
     return optax.GradientTransformationExtraArgs(core.init, core.update)
 
 
+def as_rules_say(
+    inner: optax.GradientTransformationExtraArgs,
+    config: _rules.OffloadConfig,
+    on_misplaced: str,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose state is in the forms that rules name, or an error.
+
+    Args:
+      inner: The optimizer.
+      config: The rules.
+      on_misplaced: What an update does with state in other forms: ``"raise"`` or
+        ``"move"``.
+    """
+    mend = (
+        "Convert it: state = optax_offload.place(state, rules). For a first step after "
+        'a checkpoint in that form: offload(..., on_misplaced="move")'
+    )
+    core = _LowBit(inner, config, None, on_misplaced, mend)
+    return optax.GradientTransformationExtraArgs(
+        core.init if core.encodes else inner.init, core.update
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class _LowBit:
     """An optimizer and its rules: what the two functions of a transformation share."""
@@ -87,6 +113,16 @@ class _LowBit:
     inner: optax.GradientTransformationExtraArgs
     config: _rules.OffloadConfig
     codec: _rules.CodecName | None
+    on_misplaced: str = "raise"
+    mend: str = (
+        "Convert it: state = optax_offload.low_bit_encode(optax_offload."
+        "low_bit_decode(state, params), optax_offload.eval_shape(tx.init, params))"
+    )
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a rule names a codec."""
+        return any(rule.codec or self.codec for rule in self.config.rules)
 
     def init(self, params: optax.Params) -> optax.OptState:
         """As of `optax.GradientTransformation`."""
@@ -112,63 +148,78 @@ class _LowBit:
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         """As of `optax.GradientTransformationExtraArgs`."""
-        decoded = low_bit_decode(state, params)
-        updates, new = self.inner.update(updates, decoded, params, **extra_args)
         leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+        if not (self.encodes or any(is_encoded(x) for _, x in leaves)):
+            return self.inner.update(updates, state, params, **extra_args)
+        named = forms.codecs_named(state, self.config.made_lenient(), self.codec)
+        others = forms.in_other_forms(state, named)
+        if others:
+            kept = self._kept_by_inner(updates if params is None else params)
+            others = [x for x in others if x.keys not in kept]
+            named = {k: codec for k, codec in named.items() if k not in kept}
+        if others:
+            self._tell_of(others)
+        elsewhere = {x.keys for x in others}
         # By their keys: two leaves can have the same path.
-        before = {keys: x for keys, x in leaves if is_encoded(x)}
+        before = {
+            keys: x
+            for keys, x in leaves
+            if is_encoded(x) and keys in named and keys not in elsewhere
+        }
+        decoded = decoded_at(state, params, named)
+        updates, new = self.inner.update(updates, decoded, params, **extra_args)
 
         def encode(keys: Any, x: Any) -> Any:
-            old = before.get(keys)
-            if old is None:
+            if is_encoded(x):
                 return x
-            return Encoded.of(x, old.codec, _trees.path_string(keys), old.step)
+            path, old = _trees.path_string(keys), before.get(keys)
+            if old is None:
+                return forms.in_form(x, named.get(keys), path)
+            return Encoded.of(x, old.codec, path, old.step)
 
-        return updates, _trees.map_with_path(encode, new)
+        new = _trees.map_with_path(encode, new, is_leaf=is_encoded)
+        return updates, new
+
+    def _kept_by_inner(self, params: Any) -> set[Any]:
+        """The keys of the leaves that the optimizer inside keeps encoded itself."""
+        state = jax.eval_shape(self.inner.init, params)
+        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+        return {keys for keys, x in leaves if is_encoded(x)}
+
+    def _tell_of(self, others: list[forms.OtherForm]) -> None:
+        """Raises or warns of leaves in another form than their rule names."""
+        came = (
+            "state came to update in another form than its rule names: "
+            f"{forms.described(others)}"
+        )
+        if self.on_misplaced == "move":
+            warnings.warn(
+                f"{came}. This step converts it, and the next one is compiled once "
+                "more",
+                OffloadWarning,
+                stacklevel=2,
+            )
+        else:
+            raise CodecError(f"{came}. {self.mend}")
 
     def _init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
-        leaves, structure = _trees.flatten_with_path(state)
-        paths = [_trees.path_string(keys) for keys, _ in leaves]
-        never_negative = known_fields.never_negative(state)
-        masters = master_paths(state)
-        parameters = known_fields.parameters(state) | masters
-        sizes = [_memory.movable_nbytes(x) for _, x in leaves]
-        placements = _rules.place(self.config, list(zip(paths, sizes, strict=True)))
-        encoded: list[Any] = []
-        strangers: list[str] = []
-        lossy: list[str] = []
-        for path, (_, x), placed in zip(paths, leaves, placements, strict=True):
-            rule = placed.rule
-            name = rule and (rule.codec or self.codec)
-            if rule is None or name is None:
-                encoded.append(x)
-                continue
-            signed = rule.signed
-            codec = codecs.codec_of(
-                name, path not in never_negative if signed is None else signed
-            )
-            codec = codec.fitting(x)
-            whole = codec.why_not(x) is not None
-            if isinstance(codec, codecs.Bfloat16Remainder):
-                if path not in masters:
-                    strangers.append(path)
-            elif path in parameters and not whole:
-                lossy.append(path)
-            encoded.append(x if whole else Encoded.of(_unfolded(x), codec, path))
-        if strangers:
+        named = forms.codecs_named(state, self.config, self.codec)
+        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+        twice = [_trees.path_string(k) for k, x in leaves if is_encoded(x) and named[k]]
+        if twice:
             raise ValueError(
-                f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it is for "
-                "the weights that optax_offload.master_weights keeps, at .*master/.*"
+                f"{_trees.listed(twice)}: encoded already, by a low_bit inside of this "
+                "one. Name the codec of a leaf in the rules of one of them"
             )
-        if lossy:
-            raise ValueError(
-                f"a codec for {_trees.listed(lossy)}: these are parameters, and what "
-                "rounding changes of them is no less than an update. Give rules that "
-                "leave them out; 'bfloat16-remainder' is exact, for the weights that "
-                "optax_offload.master_weights keeps"
-            )
-        return jax.tree.unflatten(structure, encoded)
+
+        def encode(keys: Any, x: Any) -> Any:
+            codec = named[keys]
+            if codec is None or not forms.can_be(x, codec):
+                return x
+            return forms.in_form(_unfolded(x), codec, _trees.path_string(keys))
+
+        return _trees.map_with_path(encode, state, is_leaf=is_encoded)
 
 
 def warn_of_blocks(state: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from optax_offload import _memory, _rules, _trees
-from optax_offload._errors import MemoryKindError, OffloadWarning
-from optax_offload._low_bit import encoded_parts
+from optax_offload._errors import CodecError, MemoryKindError, OffloadWarning
+from optax_offload._low_bit import codecs_named, encoded_parts, in_other_forms
 from optax_offload._report import host_memory as _host
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
@@ -124,18 +124,29 @@ class MemoryReport(Printed):
         return {kind or NO_KIND: nbytes for kind, nbytes in self.totals.items()}
 
     def check(self) -> MemoryReport:
-        """Raises unless every leaf is where it was planned.
+        """Raises unless every leaf is where it was planned, and in the form planned.
 
         Returns:
           The report itself.
 
         Raises:
           MemoryKindError: leaves are elsewhere; the message names all of them.
+          CodecError: leaves are not in the codec that their rule names, or are in one
+            where it names none; the message names all of them.
           ValueError: the report was made without rules, so that nothing was planned.
         """
         if self.rows and all(row.planned is None for row in self.rows):
             raise ValueError(
                 "nothing was planned: give the rules, memory_report(tree, rules)"
+            )
+        others = [row for row in self.rows if row.named]
+        if others:
+            raise CodecError(
+                f"{len(others)} of {len(self.rows)} leaves are in another form than "
+                "their rule names:\n"
+                + "\n".join(f"  {row.path}: {row.named}" for row in others)
+                + "\nConvert them, and move what is not where it was planned, with "
+                "optax_offload.place(tree, rules)"
             )
         wrong = [row for row in self.rows if row.misplaced]
         if wrong:
@@ -208,8 +219,9 @@ def memory_report(
     leaves = _trees.leaves_with_paths(tree)
     placements = _placements(leaves, rules, under)
     formats = encoded_parts(tree)
+    named = _in_other_forms(tree, rules, under)
     rows = [
-        row_of(path, x, placement, formats.get(path))
+        row_of(path, x, placement, formats.get(path), named.get(path))
         for (path, x), placement in zip(leaves, placements, strict=True)
     ]
     host = _host_memory(rows, [x for _, x in leaves])
@@ -240,6 +252,21 @@ def _placements(
     placed = iter(_rules.place(_rules.as_config(rules), sizes))
     elsewhere = _rules.Placement("", f"not under {under!r}")
     return [next(placed) if i in inside else elsewhere for i in range(len(leaves))]
+
+
+def _in_other_forms(
+    tree: Any, rules: _rules.Rules | None, under: str
+) -> dict[str, str]:
+    """What the rules say of leaves in another form, and of the parts of such."""
+    if rules is None:
+        return {}
+    config = _rules.as_config(rules).made_lenient()
+    others = in_other_forms(tree, codecs_named(tree, config, under=under))
+    said = {x.path: f"{x.form}, where the rules say {x.named}" for x in others}
+    parts = {
+        f"{path}/{part}": said[path] for path in said for part in _trees.ENCODED_PARTS
+    }
+    return said | parts
 
 
 def _host_memory(rows: list[Row], leaves: list[Any]) -> _host.HostMemory:

@@ -33,6 +33,8 @@ class Row:
       why: What decided where the leaf was planned.
       codec: The format that the leaf is a part of, and what it stands for, such as
         "int8 of float32"; None for what is as it is.
+      named: What the rules say of its form where it has another, such as "float32,
+        where the rules say int8"; None where it is as they say.
     """
 
     path: str
@@ -45,6 +47,7 @@ class Row:
     actual: str | None
     why: str
     codec: str | None = None
+    named: str | None = None
 
     @property
     def misplaced(self) -> bool:
@@ -59,7 +62,11 @@ class Row:
 
 
 def row_of(
-    path: str, x: Any, placement: _rules.Placement, codec: str | None = None
+    path: str,
+    x: Any,
+    placement: _rules.Placement,
+    codec: str | None = None,
+    named: str | None = None,
 ) -> Row:
     """The row of a leaf: an array, a `jax.ShapeDtypeStruct` or a Python number."""
     nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
@@ -74,6 +81,7 @@ def row_of(
         actual=_memory.memory_kind_of(x),
         why=placement.why + _why_not_encoded(x, placement, codec),
         codec=codec,
+        named=named,
     )
 
 
@@ -82,7 +90,7 @@ def _why_not_encoded(x: Any, placement: _rules.Placement, codec: str | None) -> 
     if codec is not None or wanted is None or not hasattr(x, "dtype"):
         return ""
     why_not = codec_of(wanted).fitting(x).why_not(x)
-    return f"; not {wanted}: {why_not or 'low_bit was not given this rule'}"
+    return f"; not {wanted}: {why_not or 'state of before this rule'}"
 
 
 def _sizes(x: Any) -> tuple[int, int, int]:

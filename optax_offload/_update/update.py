@@ -171,7 +171,7 @@ def trace(
     state_types = [a.aval for a in flat.outvars[updates:]]
     kinds = ["device"] * updates
     kinds += _state_kinds(config, paths[updates:], state_types)
-    aliases = _aliases(args, updates, len(state_types), state)
+    aliases = _aliases(args, updates, paths[updates:], state)
     with_types = list(zip(paths, (a.aval for a in flat.outvars), strict=True))
     likes = _templates.arguments_like(with_types, args)
     outputs = [
@@ -205,20 +205,20 @@ def _holds_codes(path: str, aval: Any) -> bool:
 
 
 def _aliases(
-    args: tuple[Any, ...], updates: int, outputs_of_state: int, state: Any
+    args: tuple[Any, ...], updates: int, paths_of_state: list[str], state: Any
 ) -> list[int | None]:
     """The argument that each output replaces: its gradient, or the state before.
 
     Arguments are (updates, state, ...), outputs (updates, state).
     """
     gradients = len(jax.tree.leaves(args[0]))
-    before = len(jax.tree.leaves(state))
+    before = [path for path, _ in _trees.leaves_with_paths(state)]
     of_updates: list[int | None] = [None] * updates
     if updates == gradients:
         of_updates = [*range(updates)]
-    of_state: list[int | None] = [None] * outputs_of_state
-    if before == outputs_of_state:
-        of_state = [gradients + i for i in range(before)]
+    of_state: list[int | None] = [None] * len(paths_of_state)
+    if before == paths_of_state:  # Not where a codec comes or goes.
+        of_state = [gradients + i for i in range(len(before))]
     return [*of_updates, *of_state]
 
 

@@ -1,0 +1,153 @@
+"""The form that rules name for each leaf of a state, and the leaves in another form."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_offload import _rules, _trees
+from optax_offload._low_bit import codecs, known_fields
+from optax_offload._low_bit.encoded import Encoded, is_encoded
+from optax_offload._low_bit.master_weights import master_paths
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherForm:
+    """A leaf that is not in the form that its rule names.
+
+    Attributes:
+      keys: Where it is in its tree.
+      path: The same as rules see it.
+      form: The form that it has.
+      named: The form that its rule names.
+      codec: The codec of that form, None for none.
+    """
+
+    keys: tuple[Any, ...]
+    path: str
+    form: str
+    named: str
+    codec: codecs.Codec | None
+
+
+def codecs_named(
+    state: Any,
+    config: _rules.OffloadConfig,
+    codec: _rules.CodecName | None = None,
+    *,
+    under: str = "",
+) -> dict[tuple[Any, ...], codecs.Codec | None]:
+    """The codec that rules name for each leaf, by the leaf's keys; None for none.
+
+    Args:
+      state: A tree, of which some leaves may be encoded.
+      config: The rules.
+      codec: The format for rules that name none.
+      under: The path of the state that the rules are for. Other leaves are left out.
+
+    Raises:
+      ValueError: A rule matches nothing, or its codec is not for what it matches.
+    """
+    leaves, structure = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    fields = jax.tree.unflatten(structure, range(len(leaves)))
+    masters = master_paths(fields)
+    parameters = known_fields.parameters(fields) | masters
+    never_negative = known_fields.never_negative(fields)
+    prefix = under and under + "/"
+    inside = [
+        (keys, path, x)
+        for keys, x in leaves
+        if (path := _trees.path_string(keys)).startswith(prefix)
+    ]
+    paths = [path.removeprefix(prefix) for _, path, _ in inside]
+    # Sizes say where a leaf is kept, and not how.
+    placements = _rules.place(config, [(path, None) for path in paths])
+    named: dict[tuple[Any, ...], codecs.Codec | None] = {}
+    strangers: list[str] = []
+    lossy: list[str] = []
+    for (keys, path, x), placed in zip(inside, placements, strict=True):
+        rule = placed.rule
+        name = rule and (rule.codec or codec)
+        if rule is None or name is None:
+            named[keys] = None
+            continue
+        signed = path not in never_negative if rule.signed is None else rule.signed
+        named[keys] = of_leaf = codecs.codec_of(name, signed)
+        if isinstance(of_leaf, codecs.Bfloat16Remainder):
+            strangers += [path] * (path not in masters)
+        elif path in parameters:
+            lossy += [path] * (is_encoded(x) or can_be(x, of_leaf))
+    if strangers:
+        raise ValueError(
+            f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it is for "
+            "the weights that optax_offload.master_weights keeps, at .*master/.*"
+        )
+    if lossy:
+        raise ValueError(
+            f"a codec for {_trees.listed(lossy)}: these are parameters, and what "
+            "rounding changes of them is no less than an update. Give rules that "
+            "leave them out; 'bfloat16-remainder' is exact, for the weights that "
+            "optax_offload.master_weights keeps"
+        )
+    return named
+
+
+def in_other_forms(
+    state: Any, named: Mapping[tuple[Any, ...], codecs.Codec | None]
+) -> list[OtherForm]:
+    """The leaves that are encoded otherwise than named, or are and should not be."""
+    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    found: list[OtherForm] = []
+    for keys, x in leaves:
+        codec = named.get(keys)
+        if keys not in named or _is_in(x, codec):
+            continue
+        form = _name(x.codec) if is_encoded(x) else str(np.dtype(x.dtype))
+        wanted = "no codec" if codec is None else _name(codec)
+        path = _trees.path_string(keys)
+        found.append(OtherForm(keys, path, form, wanted, codec))
+    return found
+
+
+def described(others: Sequence[OtherForm]) -> str:
+    """The leaves, those of like forms together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for x in others:
+        groups.setdefault((x.form, x.named), []).append(x.path)
+    return "; ".join(
+        f"{_trees.listed(paths)} in {form}, where the rules say {named}"
+        for (form, named), paths in groups.items()
+    )
+
+
+def in_form(x: Any, codec: codecs.Codec | None, path: str) -> Any:
+    """A value, encoded if it can be: in the largest blocks that divide its last axis.
+
+    Args:
+      x: The value.
+      codec: The format; None for none.
+      path: The leaf's path.
+    """
+    if codec is None or not can_be(x, codec):
+        return x
+    return Encoded.of(x, codec.fitting(x), path)
+
+
+def _is_in(x: Any, codec: codecs.Codec | None) -> bool:
+    if not is_encoded(x):
+        return codec is None or not can_be(x, codec)
+    # In whatever blocks: what divides a last axis depends on how it is sharded.
+    return (type(x.codec), x.codec.signed) == (type(codec), codec and codec.signed)
+
+
+def can_be(x: Any, codec: codecs.Codec) -> bool:
+    """Whether a value can be encoded so, in some blocks."""
+    return hasattr(x, "dtype") and codec.fitting(x).why_not(x) is None
+
+
+def _name(codec: codecs.Codec) -> str:
+    return codec.name + ("" if codec.signed else " without a sign")
