@@ -106,8 +106,10 @@ def in_other_forms(
         codec = named.get(keys)
         if keys not in named or _is_in(x, codec):
             continue
-        form = _name(x.codec) if is_encoded(x) else str(np.dtype(x.dtype))
-        wanted = "no codec" if codec is None else _name(codec)
+        form = x.codec.name if is_encoded(x) else str(np.dtype(x.dtype))
+        wanted = "no codec" if codec is None else codec.name
+        if form == wanted:
+            form, wanted = _with_sign(x.codec), _with_sign(codec)
         path = _trees.path_string(keys)
         found.append(OtherForm(keys, path, form, wanted, codec))
     return found
@@ -149,5 +151,5 @@ def can_be(x: Any, codec: codecs.Codec) -> bool:
     return hasattr(x, "dtype") and codec.fitting(x).why_not(x) is None
 
 
-def _name(codec: codecs.Codec) -> str:
-    return codec.name + ("" if codec.signed else " without a sign")
+def _with_sign(codec: Any) -> str:
+    return f"{codec.name} {'with' if codec.signed else 'without'} a sign"
