@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.training import low_bit
+from benchmarks.training import largest_step, low_bit
 from benchmarks.training.tasks import TASKS, photograph
 from benchmarks.training.variants import (
     VARIANTS,
@@ -100,3 +100,11 @@ def test_rows_compare_runs_of_a_seed():
     for loss in (float("nan"), 100.0):
         lost = low_bit.row("int8", [of[0], run | {"loss": loss}], of)
         assert lost["ratio"] is None
+
+
+def test_the_largest_step_is_measured():
+    """The first step of Adam is a learning rate, in each format."""
+    for codec in ("float32", "int8"):
+        largest, loss = largest_step.train(codec, 1, 0.5, seed=0, steps=1)
+        assert largest == pytest.approx(1, rel=1e-3)
+        assert np.isfinite(loss)
