@@ -108,7 +108,7 @@ def restarted(arguments: list[str]) -> int:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="as 0:1000")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--modes", type=int, default=2, help="of each seed")

@@ -55,7 +55,7 @@ MUTANTS = {
         "_backward/body.py",
         "self._scan.length - 1 - number if reverse else number",
         "number",
-        (f"{MODELS}::test_one_update_reads_what_another_replaces",),
+        (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
     ),
     "a late row one off": Mutant(
         "_backward/body.py",
@@ -79,7 +79,7 @@ MUTANTS = {
         "_backward/body.py",
         "before, buffers = buffers, dict(buffers)",
         "before = buffers = dict(buffers)",
-        (f"{MODELS}::test_one_update_reads_what_another_replaces",),
+        (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
     ),
     "a dropped store": Mutant(
         "_backward/body.py",
@@ -277,8 +277,12 @@ MUTANTS = {
     ),
     "rule: a gather of rows": Mutant(
         f"{RULES}/indexing.py",
-        "if operand in gone or operand in numbers.start_index_map:",
-        "if operand in gone:",
+        """        if not whole or e.params["slice_sizes"][operand] != rows.count:
+""",
+        """        if whole and operand in numbers.start_index_map:
+            return Axes([*ins], [0])
+        if not whole or e.params["slice_sizes"][operand] != rows.count:
+""",
         (REFUSED,),
     ),
     "rule: a gather of paired rows": Mutant(
@@ -385,7 +389,7 @@ def killer(mutant: Mutant) -> tuple[str, str]:
 
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[""], help="parts of names")
     parser.add_argument("--check", action="store_true", help="only that they apply")
     options = parser.parse_args()
