@@ -132,12 +132,15 @@ class _Loop:
             values, _ = lax.optimization_barrier(([env[v] for v in whole], number))
             env = {**env, **dict(zip(whole, values, strict=True))}
         rows_of = loop.rows or [None] * len(loop.groups)
+        at = self._position
         slices = [
             [
-                _Slice(self, group, env, rows, self._position(n * (rows or 0)))
+                _Slice(
+                    self, group, env, rows, at((number * loop.unroll + i) * (rows or 0))
+                )
                 for group, rows in zip(loop.groups, rows_of, strict=True)
             ]
-            for n in (number * loop.unroll + i for i in range(loop.unroll))
+            for i in range(loop.unroll)
         ]
         for step in loop.steps:
             part = loop.groups[step.group].parts[step.part]
