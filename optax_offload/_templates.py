@@ -227,7 +227,7 @@ def arguments_like(
     As `shardings_like`, for arguments whose sharding is not known yet.
     """
     known: dict[tuple[str, tuple[int, ...]], int] = {}
-    flat = [kx for arg in args for kx in jax.tree_util.tree_flatten_with_path(arg)[0]]
+    flat = [kx for arg in args for kx in _trees.flatten_with_path(arg)[0]]
     for i, (keys, x) in enumerate(flat):
         known.setdefault((_trees.path_string(keys), jnp.shape(x)), i)
     match = _by_longest_tail(known)

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,7 +132,7 @@ def step_with_effects(calls, tx, places=()):
 
 
 CLIP = optax.clip_by_global_norm(0.1)
-EFFECTS = {
+EFFECTS: dict[str, Any] = {
     "in the step": (lambda calls: optax.adam(0.1), ["forward"], "auto", NEVER),
     "in an update": (
         lambda calls: optax.chain(calls.in_update("update"), optax.adam(0.1)),

@@ -1,5 +1,7 @@
 """Steps that say where values are: in host memory, or sharded over devices."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +17,7 @@ LAYERS = jnp.linspace(-0.3, 0.3, 4 * 16 * 16).reshape(4, 16, 16)
 NEVER = "1 gradient of 1.00 KiB never on the device whole"
 
 
-def as_plain(make, tx, params, said=NEVER, fuse="auto"):
+def as_plain(make, tx, params, said=NEVER, fuse: Any = "auto"):
     """Compares a fused step with the plain one: values, memory kinds and shardings."""
     # JAX cannot make zeros like an array in host memory.
     state = tx.init(oo.set_memory_kind(params, ".*", "device"))

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -288,7 +289,7 @@ def test_lists_are_taken_as_jax_takes_them():
     x = jax.device_put(jnp.ones((8, 8)), replicated)
     given = oo.jit(add, in_shardings=[replicated, replicated])(host, x)
     assert kinds(given) == ["device", "pinned_host"]
-    both = {"in_shardings": [replicated] * 2, "out_shardings": [replicated] * 2}
+    both: Any = {"in_shardings": [replicated] * 2, "out_shardings": [replicated] * 2}
     for jit in (jax.jit, oo.jit):
         with pytest.raises(ValueError, match="prefix pytree pjit out_shardings has"):
             jit(add, **both)(host, x)
