@@ -44,8 +44,6 @@ def jit(
 ) -> _Jitted[P, R]: ...
 @overload
 def jit(
-    fun: None = None,
-    /,
     *,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Iterable[str] = (),
