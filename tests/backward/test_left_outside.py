@@ -86,6 +86,10 @@ FINISHES = {
         lambda g, u, p, q: products([g["layers"]["in"], p["layers"]["in"]]),
         [f"{BOTH} never"],
     ),
+    "products with other rows": (
+        lambda g, u, p, q: jnp.einsum("lij,ilj->", *[g["layers"]["in"][:, :4]] * 2),
+        ["1 gradient of 6.00 KiB left outside: dot_general needs all of it at once"],
+    ),
     "norm printed": (
         lambda g, u, p, q: jax.debug.callback(lambda x: None, optax.tree.norm(g)),
         [f"{BOTH} never"],

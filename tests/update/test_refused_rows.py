@@ -31,19 +31,20 @@ def gathered(operand, indices, offset_dims, collapsed, index_map, sizes, **batch
     return lax.gather(operand, indices, numbers, sizes)
 
 
-def diagonal(s, g):
-    """Of matrices that are paired by their rows, at places of other rows."""
-    places = jnp.argsort(g[:, :, :1], axis=1)
-    return gathered(
+def paired(s, g):
+    """Each row at places that its column of indices says, which other rows have."""
+    places = jnp.argsort(s[:, :, :1], axis=1)
+    taken = gathered(
         s,
         places,
         (2,),
-        (0,),
-        (0,),
+        (1,),
+        (1,),
         (1, 1, WIDTH),
-        operand_batching_dims=(1,),
-        start_indices_batching_dims=(0,),
+        operand_batching_dims=(0,),
+        start_indices_batching_dims=(1,),
     )
+    return jnp.swapaxes(taken, 0, 1)
 
 
 ROW_LOCAL = "row-local"
@@ -79,13 +80,13 @@ REFUSED = {
         lambda s, g: jnp.take_along_axis(s, jnp.argsort(g, axis=0), axis=0),
         "gather",
     ),
-    "gather of paired rows": (diagonal, "gather"),
+    "gather of paired rows": (paired, "gather"),
     "dot_general, summed": (
         lambda s, g: jnp.einsum("nij,nkl->kil", s, g),
         "dot_general",
     ),
     "dot_general, paired otherwise": (
-        lambda s, g: jnp.einsum("nij,knj->nik", s, s) @ g[0],
+        lambda s, g: lax.dot_general(s, s, (((2,), (2,)), ((0,), (1,)))) @ g[0],
         "dot_general",
     ),
     "dot_general, followed back": (
