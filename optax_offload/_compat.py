@@ -28,7 +28,7 @@ COPIES_AT_POSITIONS = jax.__version_info__ >= (0, 11, 1)
 # What has a nested jit be inlined when it is traced, as ``inline=True`` did before JAX
 # 0.12: there it is inlined when it is lowered, and by then its operands are not seen to
 # be arguments of the program.
-INLINE_EARLY: Any = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True
+INLINE_EARLY: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

@@ -45,7 +45,7 @@ def loss_of(params: Any, x: Any, target: Any, key: Any, dropout: float) -> jax.A
     return jnp.mean((jax.nn.relu(h @ params["c"]) @ params["d"] - x @ target) ** 2)
 
 
-def train(codec: str, batch: int, dropout: float, seed: int, steps: int) -> Any:
+def train(codec: Any, batch: int, dropout: float, seed: int, steps: int) -> Any:
     """The largest step, in learning rates, and the mean of the last losses."""
     tx: Any = optax.adam(LEARNING_RATE)
     if codec != "float32":

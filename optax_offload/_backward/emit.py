@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from optax_offload._backward.platforms import in_form
 from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
 from optax_offload._backward.step import constrained
-from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
+from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._jaxpr import (
     Flat,
     dependents,
@@ -88,7 +87,7 @@ def _warn(plan: FusedStep) -> None:
         some = [*each.now, *stored] if each.way == "store" else each.fused
         for over in each.over_window(some):
             message = f"fused into the backward pass over the window: {over}"
-            warnings.warn(message, OffloadWarning, stacklevel=2)
+            warn(message)
 
 
 class _Run:

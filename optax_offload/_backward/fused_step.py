@@ -45,6 +45,16 @@ class FusedScan:
         """All that is fused."""
         return (*self.now, *self.held)
 
+    @property
+    def noun(self) -> str:
+        """What its scan stacks: a forward scan stacks statistics, such as means."""
+        return "gradient" if self.scan.is_backward else "stacked result"
+
+    def gradients(self, fused: Sequence[Fused]) -> str:
+        """How many gradients some of these are, and of how many bytes."""
+        count = sum(len(f.component.gradients) for f in fused)
+        return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
+
     def in_parts(self, f: Fused) -> int | None:
         """In how many parts a row is updated; None if it is whole."""
         stored = f in self.held and self.way == "store"
@@ -55,7 +65,7 @@ class FusedScan:
         for f in fused:
             if self.in_parts(f) is None and (f.parts or f.whole_because):
                 why = f.whole_because or "its gradient waits in host memory"
-                yield f"{_gradients([f])}, a row at once: {why}"
+                yield f"{self.gradients([f])}, a row at once: {why}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -158,22 +168,22 @@ def candidates(step: Step) -> list[int]:
 
 def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
     yield (
-        f"backward scan of {each.scan.length} iterations: "
-        f"{_gradients(each.fused)} never on the device whole"
+        f"{'backward ' * each.scan.is_backward}scan of {each.scan.length} iterations: "
+        f"{each.gradients(each.fused)} never on the device whole"
     )
     if each.now:
-        yield f"  updated with their rows: {_gradients(each.now)}{_moved(each.now)}"
+        yield f"  updated with their rows: {each.gradients(each.now)}{_moved(each.now)}"
     for f in each.fused:
         count = each.in_parts(f)
         if count is not None:
-            yield f"  over the window: {_gradients([f])}, a row in {count} parts"
+            yield f"  over the window: {each.gradients([f])}, a row in {count} parts"
     yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
     if each.held and each.way == "store":
         nbytes = sum(f.gradient_bytes for f in each.held)
         loads = passes.stored(each.held)
         often = f" {_times(loads)}, for a norm of a norm" if loads > 1 else ""
         yield (
-            f"  need all gradients first: {_gradients(each.held)}: stored to host "
+            f"  need all gradients first: {each.gradients(each.held)}: stored to host "
             f"memory, and loaded with their state{often}: {size_text(nbytes)} more "
             f"each way{_moved(each.held)}"
         )
@@ -181,7 +191,7 @@ def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
         again = passes.twice(each.held)
         often = _times(again + 1) + ", for a norm of a norm" * (again > 1)
         yield (
-            f"  need all gradients first: {_gradients(each.held)}: the scan runs "
+            f"  need all gradients first: {each.gradients(each.held)}: the scan runs "
             f"{often} ({again * price.flops(each.scan):.3g} FLOPs more)"
             f"{_moved(each.held)}"
         )
@@ -196,10 +206,8 @@ def _times(count: int) -> str:
     return "twice" if count == 2 else f"{count} times"
 
 
-def _gradients(fused: Sequence[Fused]) -> str:
-    count = sum(len(f.component.gradients) for f in fused)
-    nbytes = sum(f.gradient_bytes for f in fused)
-    return f"{count} gradient{'s' * (count != 1)} of {size_text(nbytes)}"
+def _counted(count: int, noun: str, nbytes: int) -> str:
+    return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"
 
 
 def _moved(fused: Sequence[Fused]) -> str:
@@ -215,8 +223,8 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
         nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
         found.setdefault(o.because, []).append(nbytes)
     for because, sizes in found.items():
-        count = f"{len(sizes)} gradient{'s' * (len(sizes) != 1)}"
-        yield f"{count} of {size_text(sum(sizes))} left outside: {because}"
+        left = _counted(len(sizes), "gradient", sum(sizes))
+        yield f"{left} left outside: {because}"
     inside = updates_inside(plan.step)
     for because in inside:
         if because not in found:

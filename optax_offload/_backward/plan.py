@@ -28,6 +28,7 @@ from optax_offload._backward.rows import (
     MixesError,
     Scan,
     follow,
+    is_backward,
 )
 from optax_offload._backward.step import Step
 from optax_offload._jaxpr import Flat, variables
@@ -47,6 +48,7 @@ def plan(step: Step, held: Held = "auto") -> FusedStep:
     # Where two scans have gradients of one parameter, the second updates it.
     for i in reversed(positions):
         scan = Scan(i, equations[i])
+        scan = dataclasses.replace(scan, is_backward=is_backward(step.flat, scan))
         later = [j for j in positions if j > i]
         found = _Search(step, scan, later, fused, held).run()
         if found.fused:
@@ -134,9 +136,10 @@ class _Search:
             f = held[0]
             why = _why_late(self._step.flat, found, f.rows)
             raise MixesError(f.component.gradients, why)
-        ways: list[Way] = ["store", "twice"] if asked == "auto" else [asked]
+        ways: list[Way] = ["store", "twice"]
+        ways = [way for way in ways if asked in ("auto", way)]
         why_not = self._why_not()
-        possible = [way for way in ways if way not in why_not]
+        possible: list[Way] = [way for way in ways if way not in why_not]
         if not possible:
             raise MixesError(held[0].component.gradients, why_not[ways[-1]])
         if len(possible) == 1:

@@ -10,7 +10,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _flops
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import variables
+from optax_offload._jaxpr import Flat, variables
 from optax_offload._update import (
     Analysis,
     NotRowLocalError,
@@ -27,10 +27,12 @@ class Scan:
     Attributes:
       position: The position of its equation.
       equation: The equation.
+      is_backward: Whether it is the backward pass of another.
     """
 
     position: int
     equation: jex.JaxprEqn
+    is_backward: bool = True
 
     @property
     def length(self) -> int:
@@ -71,6 +73,30 @@ class Scan:
     @property
     def _counts(self) -> tuple[int, int]:
         return _compat.scan_counts(self.equation.params)
+
+
+# What hands on what it takes.
+_HANDS_ON = {"convert_element_type", "copy", "device_put", "optimization_barrier"}
+
+
+def is_backward(flat: Flat, scan: Scan) -> bool:
+    """Whether a scan is the backward pass of another: it runs against what it takes.
+
+    A forward scan stacks statistics too, such as a batch's means: no gradients.
+    """
+    direction = scan.equation.params["reverse"]
+    waiting = variables(scan.xs)
+    while waiting:
+        v = waiting.pop()
+        if v not in flat.producers:
+            continue
+        e = flat.equations[flat.producers[v]]
+        if e.primitive.name == "scan":
+            if e.params["reverse"] != direction:
+                return True
+        elif e.primitive.name in _HANDS_ON:
+            waiting.append(variables(e.invars)[e.outvars.index(v)])
+    return False
 
 
 class Sum(NamedTuple):

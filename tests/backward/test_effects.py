@@ -86,6 +86,11 @@ class Calls(list):
         return params
 
 
+def assert_near(got: Any, want: Any):
+    """Values of a fused and a plain step."""
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def noisy_loss(calls, places):
     """A loss with effects in the bodies of its scan and of a loop."""
 
@@ -176,7 +181,7 @@ def test_each_effect_is_had_as_often_as_without(name):
         got = calls.of(step, tx)
     assert collections.Counter(calls) == counts
     assert all(n % 2 == 0 or "first" in x or "again" in x for x, n in counts.items())
-    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-6)
+    assert_near(got["w"], want["w"])
     assert said in str(step.schedule(got, tx.init(got), X))
 
 
@@ -219,7 +224,7 @@ def test_ordered_effects_are_in_their_order(held):
     fused = oo.jit(step, fused_backward=held)
     got = calls.of(fused, tx)
     assert sorted(calls, key=ASKED.__contains__) == order
-    np.testing.assert_allclose(got["w"], want["w"], rtol=1e-5, atol=1e-6)
+    assert_near(got["w"], want["w"])
     assert NEVER in str(fused.schedule(got, tx.init(got), X))
 
 

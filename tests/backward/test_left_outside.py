@@ -484,3 +484,19 @@ def test_what_was_asked_for_and_is_not_done_warns():
         "KiB left outside: its backward scan is inside of another equation",
     ):
         jax.eval_shape(step, *args)
+
+
+def test_statistics_of_a_forward_scan_are_no_gradients():
+    """Means of layers that a forward scan stacks, averaged over steps."""
+
+    def step(averages, layers, x):
+        def body(h, w):
+            h = jnp.tanh(h @ w)
+            return h, jnp.mean(h, 0)
+
+        h, means = lax.scan(body, x, layers)
+        return 0.9 * averages + 0.1 * means, jnp.sum(h)
+
+    args = jnp.zeros((4, 16)), jnp.ones((4, 16, 16)), jnp.ones((8, 16))
+    text = str(oo.jit(step, donate_argnums=0).schedule(*args))
+    assert text.startswith("scan of 4 iterations: 1 stacked result of 256 B never")
