@@ -101,6 +101,30 @@ MUTANTS = {
         "if len(leave) < 200:",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
+    # Positions.
+    "copies at positions of which older compilers take others": Mutant(
+        "_memory.py",
+        """    if _compat.COPIES_AT_POSITIONS:
+        return lambda position: position
+""",
+        """    if True:
+        return lambda position: position
+""",
+        ("tests/ground/test_memory.py::test_positions_that_no_compiler_follows",),
+    ),
+    # What is done in which order.
+    "effects in no order": Mutant(
+        "_backward/step.py",
+        "found[i] = before, (jex.Var(_TOKEN),)",
+        "found[i] = (), (jex.Var(_TOKEN),)",
+        ("tests/backward/test_effects.py",),
+    ),
+    "a norm of a norm in the pass of that norm": Mutant(
+        "_backward/order.py",
+        "return last + (after >= scan)",
+        "return last + (after > scan)",
+        (f"{LEFT}::test_norms_of_norms",),
+    ),
     # What is summed up.
     "sums that begin with one": Mutant(
         "_backward/sums.py",
@@ -157,9 +181,9 @@ MUTANTS = {
     # Loops over slices.
     "one slice for all of an iteration": Mutant(
         "_update/loop.py",
-        "for n in (number * loop.unroll + i for i in range(loop.unroll))",
-        "for n in (number * loop.unroll + 0 for i in range(loop.unroll))",
-        (f"{STREAM}::test_stages_give_the_plain_values[slices]",),
+        "at((number * loop.unroll + i) * (rows or 0))",
+        "at((number * loop.unroll + 0) * (rows or 0))",
+        (f"{STREAM}::test_stages_give_the_plain_values[a last slice]",),
     ),
     "the rest of the rows at the wrong place": Mutant(
         "_update/loops.py",
@@ -306,8 +330,8 @@ MUTANTS = {
     ),
     "rule: random bits from one key": Mutant(
         f"{RULES}/random.py",
-        "return axis if axis < keys else None",
-        "return axis",
+        "class RandomBits(Unary):",
+        "class RandomBits(Elementwise):",
         (REFUSED,),
     ),
     "rule: a reshape that mixes rows": Mutant(

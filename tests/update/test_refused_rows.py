@@ -86,11 +86,13 @@ REFUSED = {
         "dot_general",
     ),
     "dot_general, paired otherwise": (
-        lambda s, g: lax.dot_general(s, s, (((2,), (2,)), ((0,), (1,)))) @ g[0],
+        lambda s, g: jnp.sum(
+            lax.dot_general(s, s, (((2,), (2,)), ((0,), (1,)))), axis=2, keepdims=True
+        ),
         "dot_general",
     ),
     "dot_general, followed back": (
-        in_body(lambda c, g: jnp.einsum("aij,baj->bai", g, g) @ g[0]),
+        in_body(lambda c, g: jnp.einsum("aij,baj->ba", g, g)[..., None]),
         "dot_general",
     ),
     "random_bits": (
