@@ -74,6 +74,22 @@ def test_gradients_that_wait(held):
     assert ulps(train(step, tx, params, steps=3), want) <= BOUND
 
 
+def test_what_need_not_wait_for_a_second_run_does():
+    """That run takes the old parameters, of which there would be a copy."""
+    params, loss = make_params(2), make_loss()
+    clipped = jax.tree.map(lambda x: x.shape[1:] == (16, 24), params)
+    clip = optax.masked(optax.clip_by_global_norm(0.1), clipped)
+    plain = optax.chain(clip, optax.sgd(1e-2, 0.9))
+    tx = offloaded(plain)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=2)
+    step = oo.jit(make_step(tx, loss), fused_backward="twice", **DONATED)
+    got = train(step, tx, params, steps=2)
+    assert ulps(got, want) <= BOUND
+    text = str(step.schedule(*got[:2], BATCH))
+    assert "need all gradients first: 3 gradients" in text
+    assert "updated with their rows" not in text
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_late_rows_with_every_jax(reverse, monkeypatch):
     """Those of the CPU are right, whether or not a version's are worth it on a GPU.

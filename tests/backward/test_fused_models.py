@@ -240,6 +240,28 @@ def test_encoder_and_decoder(clip):
     assert "left outside" not in text
 
 
+def test_an_update_that_takes_what_a_later_scan_gives():
+    """It waits: else that scan would run before, whole, and then again."""
+
+    def scale(updates, state, params=None):
+        a, b = map(optax.tree.norm, (updates["a"], updates["b"]))
+        scales = {"a": b, "b": a}
+        return {k: optax.tree.scale(scales[k], u) for k, u in updates.items()}, state
+
+    by_the_other = optax.GradientTransformation(lambda p: optax.EmptyState(), scale)
+    tx = offloaded(optax.chain(by_the_other, optax.sgd(1e-2, 0.9)))
+    params = {"a": make_params(), "b": make_params()}
+    step = make_step(tx, lambda p, x: loss(p["a"], x) + loss(p["b"], x))
+    step = oo.jit(step, fused_backward="store")
+    args = params, tx.init(params), BATCH
+    text = str(step.schedule(*args))
+    for said in ("need all gradients first", "updated with their rows"):
+        assert text.count(f"{said}: 2 gradients of 12.00 KiB") == 1
+    (form,) = step.trace(*args).jaxpr.jaxpr.eqns
+    primitives = [e.primitive.name for e in form.params["jaxprs"][0].eqns]
+    assert primitives.count("scan") == 4  # Two forward, two backward.
+
+
 @pytest.mark.parametrize("hidden", [16, 24])
 def test_one_update_reads_what_another_replaces(hidden):
     """Both leaves are read as they were before the step, of one type or of two."""

@@ -3,10 +3,19 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from optimizers import INSIDE
-from scanned_models import BATCH, DONATED, make_step, offloaded, train, ulps
+from scanned_models import (
+    BATCH,
+    DONATED,
+    make_params,
+    make_step,
+    offloaded,
+    train,
+    ulps,
+)
 
 import optax_offload as oo
 
@@ -153,3 +162,16 @@ def test_state_on_the_device_waits_if_asked(held):
     assert ulps(got, want) <= BOUND
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got)}
     assert kinds == {"device"}
+
+
+def test_each_result_replaces_an_argument_of_its_type():
+    """Also where results are in another order than arguments."""
+    tx = optax.sgd(1e-2, 0.9, accumulator_dtype=jnp.bfloat16)
+
+    def step(params, state, tokens):
+        return make_step(tx)(params, state, tokens)[1::-1]
+
+    args = make_params(), tx.init(make_params()), BATCH
+    said = "updated with their rows: 2 gradients of 12.00 KiB"
+    assert said in str(oo.jit(step).schedule(*args))
+    assert jax.eval_shape(oo.fuse_backward(step), *args) == jax.eval_shape(step, *args)

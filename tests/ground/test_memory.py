@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload import _compat, _memory
 
 
 def mesh_of(devices, axis_type=AxisType.Auto):
@@ -101,6 +102,17 @@ def test_device_without_such_memory(monkeypatch):
     )
     with pytest.raises(ValueError, match="'w' cannot be put into 'pinned_host' with"):
         oo.set_memory_kind({"w": x}, ".*", "pinned_host")
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_positions_that_no_compiler_follows(right, monkeypatch):
+    """A GPU's compiler does not know them where it would take others (U10)."""
+    monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", right)
+    traced = jax.jit(lambda i: _memory.positions()(7 - i)).trace(jnp.int32(0))
+    for platform in ("cpu", "cuda", "tpu"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        unknown = "optimization_barrier" in text
+        assert unknown == (platform == "cuda" and not right), platform
 
 
 def test_partition_specs_have_no_kind():
