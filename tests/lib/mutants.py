@@ -102,7 +102,7 @@ MUTANTS = {
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     # Positions.
-    "copies at positions of which older compilers take others": Mutant(
+    "rows copied as an older compiler reads positions": Mutant(
         "_memory.py",
         """    if _compat.COPIES_AT_POSITIONS:
         return lambda position: position
