@@ -11,7 +11,6 @@ from optax_offload import _memory
 from optax_offload._backward.parts import Parts
 from optax_offload._backward.rows import Component, Sum
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import variables
 from optax_offload._update import RowLocal
 
 
@@ -60,8 +59,9 @@ class Fused:
 def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:
     """The least window that was asked for, of the updates that these are of."""
     results = {v for f in fused for v in f.component.results}
-    regions = (r for r in step.regions if not results.isdisjoint(variables(r.results)))
-    asked = (r.what.window_bytes for r in regions)
+    asked = (
+        o.region.what.window_bytes for v in results for o in step.origins.get(v, ())
+    )
     return min((n for n in asked if n is not None), default=None)
 
 

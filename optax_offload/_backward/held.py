@@ -86,9 +86,8 @@ def _held(
     invars = list(sources)
     position = {v: i for i, v in enumerate(sources.values())}
     paths = {
-        v: output.path
-        for region in step.regions
-        for v, output in zip(region.results, region.what.update.outputs, strict=True)
+        v: of[-1].region.what.update.outputs[of[-1].output].path
+        for v, of in step.origins.items()
     }
     ordered = [equations[i] for i in sorted(equations)]
     inner = Flat(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)

@@ -72,7 +72,9 @@ class _Search:
     ):
         self._step, self._scan, self._later = step, scan, later
         self._before = tuple(before)
-        self._taken = {v for s in before for f in s.fused for v in f.component.results}
+        fused = [f for s in before for f in s.fused]
+        self._taken = {v for f in fused for v in f.component.results}
+        self._replaced_before = {v for f in fused for v in f.replaced.values()}
         self._held: Held = held
         # What waits for gradients, as far as they could be followed.
         self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
@@ -109,7 +111,8 @@ class _Search:
         for c in found.components:
             if not self._taken.isdisjoint(c.results):
                 raise MixesError(c.gradients, "a later scan adds to it")
-        all_fused = [_fused(self._step, found, c) for c in found.components]
+        replaced = self._replaced(found)
+        all_fused = [_fused(self._step, found, c, replaced) for c in found.components]
         held = tuple(f for f in all_fused if f.component.waits)
         way = self._way(found, held)
         now = tuple(f for f in all_fused if f not in held)
@@ -121,6 +124,47 @@ class _Search:
         self._check_old_values(found, all_fused)
         self._check_later_scans(all_fused)
         return FusedScan(self._scan, now, held, way, tuple(outside))
+
+    def _replaced(self, found: Followed) -> Mapping[jex.Var, jex.Var | None]:
+        """For each result the argument that it replaces, and no other result does.
+
+        That of the same leaf of an offloaded state; of others the next argument of the
+        same type that its update reads, as JAX pairs donated arguments with results.
+        """
+        step, axes = self._step, found.rows.axes
+        read = {
+            v: found.rows.restricted(c.ends).inputs
+            for c in found.components
+            for v in c.results
+        }
+        results = [v for v in dict.fromkeys(variables(step.flat.outvars)) if v in read]
+        replaced: dict[jex.Var, jex.Var | None] = dict.fromkeys(results)
+        free = [v for v in step.flat.invars if v not in self._replaced_before]
+        for v in results:
+            for region, k in step.origins.get(v, ()):
+                alias = region.what.update.in_place(k)
+                before = None if alias is None else region.operands[alias]
+                if not isinstance(before, jex.Var) or before not in free:
+                    continue
+                # What was constrained or moved after the update may not fit.
+                if v in region.results or _type(v) == _type(before):
+                    replaced[v] = before
+                    free.remove(before)
+                    break
+        for v in [v for v, before in replaced.items() if before is None]:
+            fits = (
+                x
+                for x in free
+                if x in read[v]
+                and x in axes
+                and _type(x) == _type(v)
+                and axes[x] == axes[v]
+            )
+            before = next(fits, None)
+            if before is not None:
+                free.remove(before)
+                replaced[v] = before
+        return replaced
 
     def _way(self, found: Followed, held: Sequence[Fused]) -> Way:
         """How gradients wait.
@@ -162,13 +206,14 @@ class _Search:
 
         `optax.MultiSteps` keeps it in the others. In a scan it would be moved in all.
         """
+        origins = self._step.origins
         for region in self._step.regions:
             predicate = keeping(region.what.update)
             if predicate is None or region.names.get(predicate) in found.late:
                 continue
-            results = set(variables(region.results))
             for f in fused:
-                if f.loaded_bytes and not results.isdisjoint(f.component.results):
+                of = (o for v in f.component.results for o in origins.get(v, ()))
+                if f.loaded_bytes and any(o.region is region for o in of):
                     raise MixesError(f.component.gradients, _KEPT)
 
     def _check_old_values(self, found: Followed, fused: Sequence[Fused]) -> None:
@@ -220,27 +265,32 @@ _KEPT = (
 )
 
 
-def _fused(step: Step, found: Followed, component: Component) -> Fused:
+def _fused(
+    step: Step,
+    found: Followed,
+    component: Component,
+    all_replaced: Mapping[jex.Var, jex.Var | None],
+) -> Fused:
     """Gradients, and what they are used up by.
 
     Raises:
       MixesError: They cannot be used up.
     """
     rows = found.rows.restricted(component.ends)
-    replaced = _replaced(step, component, rows)
+    replaced = {v: all_replaced[v] for v in component.results}
     # State that is the last gradient takes the place of the one before.
     in_place = all(replaced.values()) and not component.waits
     if not in_place and any(v in component.results for v in component.gradients):
         raise MixesError(component.gradients, "the step returns it")
     if not any(replaced.values()):
         raise MixesError(component.gradients, "it replaces no argument of the step")
-    coded = (
-        a
-        for region in step.regions
-        for a, output in zip(region.results, region.what.update.outputs, strict=True)
-        if output.holds_codes
+    codes = frozenset(
+        v
+        for v in component.results
+        for region, k in step.origins.get(v, ())
+        if region.what.update.outputs[k].holds_codes
+        and region.results[k].aval.dtype == v.aval.dtype
     )
-    codes = frozenset(variables(coded)).intersection(component.results)
     return _in_parts(step, Fused(component, rows, replaced, codes))
 
 
@@ -280,38 +330,6 @@ def _why_late(flat: Flat, found: Followed, rows: RowLocal) -> str:
     by = ", ".join(sorted(names)) or "what follows the scan"
     late = any(v in found.late for v in rows.inputs)
     return f"its update needs all gradients first ({by})" if late else by
-
-
-def _replaced(
-    step: Step, component: Component, rows: RowLocal
-) -> Mapping[jex.Var, jex.Var | None]:
-    """For each result the argument that it replaces.
-
-    That of the same leaf of an offloaded state; of others the next argument of the
-    same type, as JAX pairs donated arguments with results.
-    """
-    arguments = set(step.flat.invars)
-    found: dict[jex.Var, jex.Var | None] = dict.fromkeys(component.results)
-    for region in step.regions:
-        for k, a in enumerate(region.results):
-            alias = region.what.update.in_place(k)
-            before = None if alias is None else region.operands[alias]
-            if not (isinstance(a, jex.Var) and isinstance(before, jex.Var)):
-                continue
-            if a in found and before in arguments:
-                found[a] = before
-    taken = set(found.values())
-    read = {v for v in rows.inputs if v in rows.axes}
-    free = [v for v in step.flat.invars if v in read and v not in taken]
-    for v in [v for v, before in found.items() if before is None]:
-        fits = (
-            x for x in free if _type(x) == _type(v) and rows.axes[x] == rows.axes[v]
-        )
-        before = next(fits, None)
-        if before is not None:
-            free.remove(before)
-            found[v] = before
-    return found
 
 
 def _type(v: jex.Var) -> tuple[object, ...]:

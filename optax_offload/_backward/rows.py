@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jax.extend import core as jex
 
 from optax_offload import _compat, _flops
-from optax_offload._backward.step import Step
+from optax_offload._backward.step import Step, handed_on
 from optax_offload._jaxpr import Flat, variables
 from optax_offload._update import (
     Analysis,
@@ -75,10 +75,6 @@ class Scan:
         return _compat.scan_counts(self.equation.params)
 
 
-# What hands on what it takes.
-_HANDS_ON = {"convert_element_type", "copy", "device_put", "optimization_barrier"}
-
-
 def is_backward(flat: Flat, scan: Scan) -> bool:
     """Whether a scan is the backward pass of another: it runs against what it takes.
 
@@ -91,11 +87,9 @@ def is_backward(flat: Flat, scan: Scan) -> bool:
         if v not in flat.producers:
             continue
         e = flat.equations[flat.producers[v]]
-        if e.primitive.name == "scan":
-            if e.params["reverse"] != direction:
-                return True
-        elif e.primitive.name in _HANDS_ON:
-            waiting.append(variables(e.invars)[e.outvars.index(v)])
+        if e.primitive.name == "scan" and e.params["reverse"] != direction:
+            return True
+        waiting += [a for a, b in handed_on(e) if b is v]
     return False
 
 

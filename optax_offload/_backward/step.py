@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -67,6 +67,18 @@ class Region:
         return update, [*operands, *(self.names[v] for v in inner)]
 
 
+class Origin(NamedTuple):
+    """A result of an offloaded update.
+
+    Attributes:
+      region: The update.
+      output: Which of its outputs it is.
+    """
+
+    region: Region
+    output: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """A train step.
@@ -93,6 +105,23 @@ class Step:
     def live(self) -> frozenset[int]:
         """The equations that a result or an effect needs, as positions."""
         return frozenset(live(self.flat))
+
+    @functools.cached_property
+    def origins(self) -> Mapping[jex.Var, Sequence[Origin]]:
+        """The outputs of offloaded updates that variables are, maybe constrained.
+
+        A step may constrain the sharding of new state after the update, or move it.
+        """
+        found: dict[jex.Var, list[Origin]] = {}
+        for region in self.regions:
+            for k, a in enumerate(region.results):
+                if isinstance(a, jex.Var):
+                    found.setdefault(a, []).append(Origin(region, k))
+        for e in self.flat.equations:
+            for a, v in handed_on(e):
+                if a in found and v not in found:
+                    found[v] = found[a]
+        return found
 
     def reads(self, i: int) -> list[jex.Var]:
         """What an equation takes; with effects, also that those before it are done."""
@@ -299,6 +328,25 @@ def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
 
 def _is_key(a: Atom) -> bool:
     return _memory.movable_nbytes(a.aval) is None
+
+
+# What gives back what it takes: in another memory, sharding or dtype, or as it was.
+_HANDS_ON = {
+    "convert_element_type",
+    "copy",
+    "device_put",
+    "optimization_barrier",
+    "reshard",
+    "sharding_constraint",
+}
+
+
+def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
+    """What an equation takes and only hands on, and what it gives for it."""
+    if e.primitive.name in _HANDS_ON:
+        for a, v in zip(e.invars, e.outvars, strict=True):
+            if isinstance(a, jex.Var):
+                yield a, v
 
 
 def constrained(flat: Flat, v: jex.Var, x: Any) -> Any:

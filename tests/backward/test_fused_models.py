@@ -283,9 +283,11 @@ def test_one_update_reads_what_another_replaces(hidden):
     a, b = (jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True))
     params, x = {"a": a, "b": b}, jnp.ones((8, 16))
     fused = oo.jit(step)
-    assert "backward scan of 4 iterations: 2 gradients" in str(
-        fused.schedule(params, x)
-    )
+    planned = fused.schedule(params, x)
+    assert "backward scan of 4 iterations: 2 gradients" in str(planned)
+    # Each in the buffer that `jax.jit` donates to it.
+    a, b = planned.step.flat.invars[:2]
+    assert [v for f in planned.scans[0].fused for v in f.replaced.values()] == [a, b]
     assert ulps(fused(params, x), jax.jit(step)(params, x)) <= BOUND
 
 

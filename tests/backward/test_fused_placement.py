@@ -8,11 +8,12 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
-from scanned_models import offloaded, ulps
+from scanned_models import DONATED, offloaded, ulps
 
 import optax_offload as oo
 
 BOUND = 8
+HOST = oo.Rule(".*", min_bytes=64)
 LAYERS = jnp.linspace(-0.3, 0.3, 4 * 16 * 16).reshape(4, 16, 16)
 NEVER = "1 gradient of 1.00 KiB never on the device whole"
 
@@ -108,3 +109,37 @@ def test_constraints_of_shardings(kind, spec, said):
 
     with jax.set_mesh(mesh):
         as_plain(make, offloaded(optax.adam(1e-2)), params, said)
+
+
+@pytest.mark.parametrize(
+    ("inner", "said"),
+    [
+        (optax.adam(1e-2), "a row in 2 parts"),
+        (optax.MultiSteps(optax.adam(1e-2), 2), "its state is kept in some steps"),
+    ],
+    ids=["window", "kept"],
+)
+def test_new_state_that_a_step_constrains(inner, said):
+    """It is still the update's: with its window, and moved where that moves it."""
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,), devices=jax.devices()[:1])
+    params = jnp.full((4, 16, 256), 0.1, jnp.float32)
+    tx = oo.offload(inner, HOST, window_bytes=2**14)
+
+    def constrained(x):
+        space = jax.typeof(x).memory_space
+        kind = "pinned_host" if space is jax.memory.Space.Host else "device"
+        to = jax.NamedSharding(mesh, jax.P(), memory_kind=kind)
+        return lax.with_sharding_constraint(x, to)
+
+    def step(params, state, x):
+        def loss(p):
+            return jnp.mean(
+                lax.scan(lambda h, w: (jnp.tanh(h @ w @ w.T), None), x, p)[0]
+            )
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        new = optax.apply_updates(params, updates)
+        return jax.tree.map(constrained, (new, state))
+
+    args = params, tx.init(params), jnp.ones((8, 16))
+    assert said in str(oo.jit(step, **DONATED).schedule(*args))
