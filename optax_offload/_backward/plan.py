@@ -240,9 +240,13 @@ class _Search:
                     )
 
     def _check_later_scans(self, fused: Sequence[Fused]) -> None:
-        """Raises if a later scan waits for what is summed up after all scans."""
+        """Raises if a later scan waits for what is summed up after all scans.
+
+        Itself, or an update that is moved into it.
+        """
         step = self._step
         equations = step.flat.equations
+        inside = {v for s in self._before for f in s.now for v in f.rows.inputs}
         for f in fused:
             late = {v for s in f.component.late_sums for v in step.defines(s.position)}
             for i in range(self._scan.position + 1, len(equations)):
@@ -252,6 +256,9 @@ class _Search:
                     why = "a later scan needs what its update sums up over all rows"
                     raise MixesError(f.component.gradients, why)
                 late.update(step.defines(i))
+            if not late.isdisjoint(inside):
+                why = "an update in a later scan needs what its update sums up over all rows"
+                raise MixesError(f.component.gradients, why)
 
 
 _ONCE = "it has to wait, and its scan, which has effects, runs once"

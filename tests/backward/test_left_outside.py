@@ -460,6 +460,47 @@ def test_a_reason_where_nothing_is_fused():
     assert said(finite) == f"{BOTH} left outside: the update is in a cond"
 
 
+@pytest.mark.parametrize("held", ["auto", "store", "twice"])
+def test_an_update_in_a_later_scan_reads_new_parameters_that_wait(held):
+    """The encoder's rate is made of the decoder's new norm; only that is clipped."""
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "decoder": jax.random.normal(keys[0], (4, 8, 8)) / 4,
+        "encoder": jax.random.normal(keys[1], (3, 8, 8)) / 4,
+    }
+
+    def make(wrap):
+        first, second = wrap(CLIPPED), wrap(optax.adam(1e-2))
+
+        def step(params, state, x):
+            def loss(p):
+                h = x
+                for name in ("encoder", "decoder"):
+                    h, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, p[name])
+                return jnp.mean(h**2)
+
+            grads = jax.grad(loss)(params)
+            p, q = params["decoder"], params["encoder"]
+            u, a = first.update(grads["decoder"], state[0], p)
+            p = p + u
+            u, b = second.update(grads["encoder"], state[1], q)
+            return {"decoder": p, "encoder": q + u / optax.tree.norm(p)}, (a, b)
+
+        state = first.init(params["decoder"]), second.init(params["encoder"])
+        return step, (params, state, jnp.ones((8, 8)))
+
+    step, args = make(lambda tx: tx)
+    want = jax.jit(step)(*args)
+    step, args = make(offloaded)
+    refused = pytest.warns(oo.OffloadWarning, match="an update in a later scan needs")
+    with contextlib.nullcontext() if held == "auto" else refused:
+        fused = oo.jit(step, fused_backward=held)
+        assert ulps(fused(*args), want) <= BOUND
+    text = str(fused.schedule(*args))
+    assert "of 3 iterations: 1 gradient" in text
+    assert "left outside: an update in a later scan needs what its update" in text
+
+
 def test_what_was_asked_for_and_is_not_done_warns():
     """With the reason, whether something could have waited or nothing was found."""
     tx = offloaded(CLIPPED)
