@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
-from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning
+from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, warn_of_blocks
 from optax_offload._update import (
@@ -20,6 +20,7 @@ from optax_offload._update import (
     Schedule,
     Update,
     closed,
+    compare,
     defer,
     expect_on_host,
     note_arguments,
@@ -245,6 +246,7 @@ class _Offloading:
                 _tell_of_misplaced([path], self._on_misplaced)
                 told.append(path)
 
+        args = _compared(args)
         args, cells = note_arguments(args, tell)
         return transformable(fn, stream, args)
 
@@ -369,6 +371,44 @@ def _misplaced(
         for i, (path, kind, came) in enumerate(_placed(config, state))
         if planned.get(path) == kind == "pinned_host" and came == "device"
     }
+
+
+def _compared(args: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
+    """The arguments of an update, which warns of state that is not sharded as they are.
+
+    A jit that makes parameters and state shards what ``out_shardings`` name, and
+    replicates the rest.
+    """
+    updates, state, params, dynamic = args
+    leaves, structure = jax.tree.flatten(state)
+    of, structure_of_params = jax.tree.flatten(params)
+    paths = [path for path, _ in _trees.leaves_with_paths(state)]
+    there = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
+    typed = [(paths[i], jax.typeof(leaves[i])) for i in there]
+    like = zip(there, _templates.arguments_like(typed, [params]), strict=True)
+    pairs = [(i, j) for i, j in like if j is not None and _memory.is_traced(of[j])]
+    if not pairs:
+        return args
+    told: list[str] = []
+
+    def tell(found: list[int]) -> None:
+        if not told:
+            told.extend(paths[pairs[n][0]] for n in found)
+            warn(
+                "state in host memory is replicated, a copy for each device, while the "
+                f"parameters that it follows are sharded: {_trees.listed(told)}. A jit "
+                "that makes parameters and state shards only what its out_shardings "
+                "name. Put the state where it belongs, once, before the first step: "
+                "state = optax_offload.place(state, "
+                "optax_offload.eval_shape(tx.init, params)). If copies are wanted, "
+                "ignore this warning: nothing tells the two apart"
+            )
+
+    values = compare([leaves[i] for i, _ in pairs], [of[j] for _, j in pairs], tell)
+    for (i, j), x, y in zip(pairs, values, values[len(pairs) :], strict=False):
+        leaves[i], of[j] = x, y
+    state = jax.tree.unflatten(structure, leaves)
+    return updates, state, jax.tree.unflatten(structure_of_params, of), dynamic
 
 
 def _tell_of_misplaced(misplaced: list[str], on_misplaced: str) -> None:

@@ -28,7 +28,7 @@ from optax_offload._jaxpr import (
     shape,
     variables,
 )
-from optax_offload._update import Deferred, defer, note_arguments, schedule
+from optax_offload._update import Deferred, compare, defer, note_arguments, schedule
 
 
 def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
@@ -102,6 +102,12 @@ class _Run:
         self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
         self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
         self._env |= flat.constants
+        for compared, tell in self._step.comparisons:
+            if self._env.keys() >= set(compared):
+                half = len(compared) // 2
+                values = [self._env[v] for v in compared]
+                values = compare(values[:half], values[half:], tell)
+                self._env |= zip(compared, values, strict=True)
 
     def results(self) -> list[Any]:
         """The values of the step's results."""

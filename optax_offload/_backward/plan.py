@@ -257,8 +257,7 @@ class _Search:
                     raise MixesError(f.component.gradients, why)
                 late.update(step.defines(i))
             if not late.isdisjoint(inside):
-                why = "an update in a later scan needs what its update sums up over all rows"
-                raise MixesError(f.component.gradients, why)
+                raise MixesError(f.component.gradients, _LATER)
 
 
 _ONCE = "it has to wait, and its scan, which has effects, runs once"
@@ -266,6 +265,7 @@ _ORDERED = (
     "it has to wait, and JAX compiles no step with ordered effects (ordered=True) and "
     "a value in host memory"
 )
+_LATER = "an update in a later scan needs what its update sums up over all rows"
 _KEPT = (
     "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
     "(which held='store' and held='twice' allow)"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.core
@@ -18,7 +18,17 @@ from optax_offload import _compat, _memory
 from optax_offload._backward import remats
 from optax_offload._backward.conds import split
 from optax_offload._jaxpr import Atom, Flat, flatten, live, variables
-from optax_offload._update import Deferred, Update, as_zero, deferred, is_noted
+from optax_offload._update import (
+    Deferred,
+    Update,
+    as_zero,
+    compares,
+    deferred,
+    is_noted,
+)
+
+# State and then the parameters that it follows, and what is told of them (`compare`).
+Comparison: TypeAlias = tuple[Sequence[jex.Var], Callable[[list[int]], None]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +99,14 @@ class Step:
       closed: The step as it was traced, of the values of its refs.
       refs: The refs that it closes over. Their values are its last arguments, and the
         new values of all refs are its last results.
+      comparisons: What it compares the shardings of, and whom it tells.
     """
 
     flat: Flat
     regions: tuple[Region, ...]
     closed: jex.ClosedJaxpr
     refs: tuple[Any, ...]
+    comparisons: tuple[Comparison, ...]
 
     @functools.cached_property
     def region_of(self) -> Mapping[int, Region]:
@@ -167,7 +179,8 @@ def take_apart(closed: jex.ClosedJaxpr) -> Step:
     flat = dataclasses.replace(
         outer, equations=taken.equations, constants=taken.constants, outvars=outvars
     )
-    return Step(flat, tuple(taken.regions), closed, refs)
+    regions, comparisons = tuple(taken.regions), tuple(taken.comparisons)
+    return Step(flat, regions, closed, refs, comparisons)
 
 
 def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
@@ -205,6 +218,7 @@ class _Taken:
         self.equations: list[jex.JaxprEqn] = []
         self.constants: dict[jex.Var, Any] = dict(outer.constants)
         self.regions: list[Region] = []
+        self.comparisons: list[Comparison] = []
         self._names: dict[jex.Var, Atom] = {}
 
     def read(self, a: Atom) -> Atom:
@@ -220,7 +234,10 @@ class _Taken:
             self.regions.append(region)
             self._names.update(zip(e.outvars, region.results, strict=True))
         elif is_noted(e):
-            self._names[e.outvars[0]] = operands[0]
+            self._names.update(zip(e.outvars, operands, strict=True))
+            tell = compares(e)
+            if tell is not None:
+                self.comparisons.append((variables(operands), tell))
         elif remats.has_scan(e):
             opened = remats.opened(e, operands)
             self.constants |= opened.constants

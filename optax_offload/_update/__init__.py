@@ -2,6 +2,8 @@
 
 from optax_offload._update.arguments import (
     Cell,
+    compare,
+    compares,
     constrain,
     expect_on_host,
     is_noted,
@@ -38,6 +40,8 @@ __all__ = [
     "analyze",
     "as_zero",
     "closed",
+    "compare",
+    "compares",
     "constrain",
     "defer",
     "deferred",

@@ -107,6 +107,25 @@ def expect_on_host(
     return _expect.bind(*leaves, tell=tell)
 
 
+def compare(
+    leaves: Sequence[Any],
+    parameters: Sequence[Any],
+    tell: Callable[[list[int]], None],
+) -> list[Any]:
+    """State, and the parameters that it is to be sharded like.
+
+    Args:
+      leaves: The values of the state.
+      parameters: One for each of these.
+      tell: Called when the program is lowered, with the positions of those that all
+        devices have whole, while the parameter is sharded, if there are any.
+
+    Returns:
+      The values to go on with: of the state, then of the parameters.
+    """
+    return _compare.bind(*leaves, *parameters, tell=tell)
+
+
 def constrain(y: jax.Array, cell: Cell | None, axis: int | None) -> jax.Array:
     """A value that replaces the argument of a cell, sharded as that is.
 
@@ -124,8 +143,13 @@ def cell_of(cells: Mapping[int, Cell], i: int | None) -> Cell | None:
 
 
 def is_noted(e: jex.JaxprEqn) -> bool:
-    """Whether an equation only notes what the program says of its operand."""
-    return e.primitive is _note
+    """Whether an equation only notes what the program says of its operands."""
+    return e.primitive in (_note, _compare)
+
+
+def compares(e: jex.JaxprEqn) -> Callable[[list[int]], None] | None:
+    """Whom an equation tells how state is sharded, if it is one of `compare`."""
+    return e.params["tell"] if e.primitive is _compare else None
 
 
 def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
@@ -203,6 +227,30 @@ def _lower_expect(
 
     there = mlir.lower_fun(moved, multiple_results=True)(ctx, *leaves)
     return [there[i] if i in found else x for i, x in enumerate(leaves)]
+
+
+def _lower_compare(
+    ctx: mlir.LoweringRuleContext, *args: Any, tell: Callable[[list[int]], None]
+) -> Any:
+    main: Any = ctx.module_context.symbol_table["main"]
+
+    def parts(i: int) -> int | None:
+        """Into how many parts an argument is divided; None if nothing says it."""
+        position = _position(main, args[i])
+        attributes = None if position is None else ir.DictAttr(main.arg_attrs[position])
+        if attributes is None or _SHARDING not in attributes:
+            return None
+        sharding: Any = sdy.TensorShardingAttr(attributes[_SHARDING])
+        aval: Any = ctx.avals_in[i]
+        dimensions = range(len(aval.shape))
+        names = (name for d in dimensions for name in _axes_of(sharding, d))
+        return math.prod(aval.sharding.mesh.shape.get(name, 1) for name in names)
+
+    count = len(args) // 2
+    found = [i for i in range(count) if parts(i) == 1 and (parts(count + i) or 1) > 1]
+    if found:
+        tell(found)
+    return args
 
 
 def _position(main: Any, x: Any) -> int | None:
@@ -317,6 +365,14 @@ def _expect_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     return _expect.bind(*primals, **params), there
 
 
+def _compare_batched(args: Any, dims: Any, **params: Any) -> Any:
+    return _compare.bind(*args, **params), dims
+
+
+def _compare_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    return _compare.bind(*primals, **params), tangents
+
+
 _note = _primitive("note_argument", _lower_note)
 batching.primitive_batchers[_note] = _batched
 ad.primitive_jvps[_note] = _jvp
@@ -328,3 +384,10 @@ _expect.def_abstract_eval(lambda *avals, tell: [_memory.host_type(x) for x in av
 mlir.register_lowering(_expect, _lower_expect, cacheable=False)
 batching.primitive_batchers[_expect] = _expect_batched
 ad.primitive_jvps[_expect] = _expect_jvp
+_compare = jex.Primitive("compare_shardings")
+_compare.multiple_results = True
+_compare.def_impl(lambda *args, tell: list(args))
+_compare.def_abstract_eval(lambda *avals, tell: list(avals))
+mlir.register_lowering(_compare, _lower_compare, cacheable=False)
+batching.primitive_batchers[_compare] = _compare_batched
+ad.primitive_jvps[_compare] = _compare_jvp

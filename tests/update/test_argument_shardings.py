@@ -192,6 +192,39 @@ def test_tangents_of_such_state():
     np.testing.assert_allclose(both, np.full((2, 8, 8), 1.9))
 
 
+@pytest.mark.parametrize("jitted", [jax.jit, oo.jit], ids=["jax.jit", "oo.jit"])
+def test_state_that_is_replicated_beside_sharded_parameters(jitted):
+    """One jit made both, with shardings of the parameters alone; told once."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=64))
+    specs = {"w": P(None, None, "x"), "whole": P()}
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    def init():
+        params = {name: jnp.ones((4, 8, 8)) for name in specs}
+        return params, tx.init(params)
+
+    def step(params, state, x):
+        def loss(p):
+            h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p["w"])[0]
+            return jnp.sum(h) + jnp.sum(p["whole"])
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = jax.jit(init, out_shardings=(shardings, None))()
+    assert state[0].mu["w"].sharding.is_fully_replicated
+    run, x = jitted(step), jnp.ones((2, 8))
+    with pytest.warns(
+        oo.OffloadWarning, match=r": '0/mu/w', '0/nu/w'\. .*place"
+    ) as told:
+        run(params, state, x)
+    assert len(told) == 1
+    placed = oo.place(state, oo.eval_shape(tx.init, params))
+    assert placed[0].mu["w"].sharding.spec == specs["w"]
+    run(params, placed, x)
+
+
 @pytest.mark.parametrize("codec", [None, "int8-companded"])
 def test_state_made_in_a_jit_is_sharded_as_its_parameters(codec):
     """As without a jit; XLA would replicate it, and so would all later updates."""
