@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory, _trees
@@ -295,8 +296,7 @@ def _fused(
         v
         for v in component.results
         for region, k in step.origins.get(v, ())
-        if region.what.update.outputs[k].holds_codes
-        and region.results[k].aval.dtype == v.aval.dtype
+        if region.what.update.outputs[k].holds_codes and _type(v)[1] == jnp.uint16
     )
     return _in_parts(step, Fused(component, rows, replaced, codes))
 
