@@ -1,7 +1,9 @@
 """The examples: real text, the same losses with offload and without."""
 
+import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -49,11 +51,14 @@ def test_losses_are_those_without_offload(program, tmp_path):
     rows = [line.split() for line in with_.stdout.splitlines() if "float32" in line]
     assert rows
     for row in rows:
-        nbytes, planned, actual = int(row[3].replace(",", "")), row[5], row[6]
+        at = row.index("float32")
+        nbytes = 4 * math.prod(int(n) for n in re.findall(r"\d+", row[at - 1]))
+        planned, actual = row[at + 5 : at + 7]
         moment = "mu" in row[0].split("/") or "nu" in row[0].split("/")
         kind = "pinned_host" if moment and nbytes >= 65536 else "device"
         assert (planned, actual) == (kind, kind)
-    assert {row[6] for row in rows} == {"device", "pinned_host"}
+    assert all({"device", "pinned_host"} & set(row) for row in rows)
+    assert any("pinned_host" in row for row in rows)
     assert "pinned_host" not in without.stdout
     assert (tmp_path / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
 
