@@ -28,10 +28,10 @@ SHAPES = {"a": (64, 256), "b": (256, 256), "c": (256, 256), "d": (256, 64)}
 CODECS = ("float32", "int8", "int8-companded", "float8", "bfloat16")
 # Losses of so many steps at the end are averaged.
 LAST = 20
-
+STEPS = 200
+# Runs of each; the largest step is that of all.
+SEEDS = 2
 FLAGS = flags.FLAGS
-flags.DEFINE_integer("training_steps", 200, "Steps of each run.")
-flags.DEFINE_integer("seeds", 2, "Runs of each; the largest step is that of all.")
 flags.DEFINE_list("batches", ["1", "32"], "Examples to a batch.")
 flags.DEFINE_list("dropouts", ["0", "0.5"], "Parts of a hidden layer that are dropped.")
 
@@ -84,8 +84,8 @@ def main(argv: Sequence[str]) -> None:
             cells = []
             for codec in CODECS:
                 runs = [
-                    train(codec, int(batch), float(dropout), seed, FLAGS.training_steps)
-                    for seed in range(FLAGS.seeds)
+                    train(codec, int(batch), float(dropout), seed, STEPS)
+                    for seed in range(SEEDS)
                 ]
                 loss = statistics.fmean(loss for _, loss in runs)
                 cells.append(f"{max(step for step, _ in runs):.3g}, {loss:.3f}")

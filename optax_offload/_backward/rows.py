@@ -76,10 +76,13 @@ class Scan:
 
 
 def is_backward(flat: Flat, scan: Scan) -> bool:
-    """Whether a scan is the backward pass of another: it runs against what it takes.
+    """Whether a scan is the backward pass of another, and not one that stacks means.
 
-    A forward scan stacks statistics too, such as a batch's means: no gradients.
+    JAX names what it transposes; within a jit or a checkpoint it names that. There a
+    backward pass runs against the scan that stacked what it takes.
     """
+    if "transpose(" in str(scan.equation.source_info.name_stack):
+        return True
     direction = scan.equation.params["reverse"]
     waiting = variables(scan.xs)
     while waiting:

@@ -42,7 +42,9 @@ def slices(jaxpr):
             aval = e.invars[0].aval
             if aval.ndim == 3 and aval.memory_space == jax.memory.Space.Host:
                 yield tuple(e.params["slice_sizes"])
-        for value in jax.tree.leaves(list(e.params.values())):
+        # The last jaxpr of a fused step is the step as it was written.
+        within = {**e.params, "jaxprs": e.params.get("jaxprs", ())[:-1]}
+        for value in jax.tree.leaves(list(within.values())):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from slices(inner)
