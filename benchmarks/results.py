@@ -105,6 +105,13 @@ TABLES = (
     Table(
         "low_bit", "benchmarks.training.low_bit", 60, unasked=False, writes_json=False
     ),
+    Table(
+        "largest_step",
+        "benchmarks.training.largest_step",
+        5,
+        unasked=False,
+        writes_json=False,
+    ),
     Table("step_time", "benchmarks.time.step_time", 10, needs_accelerator=True),
     Table("plan_time", "benchmarks.time.plan_time", 15, needs_accelerator=True),
 )
