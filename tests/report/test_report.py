@@ -215,6 +215,7 @@ def test_as_dict_is_json():
         "planned": None,
         "actual": "device",
         "codec": None,
+        "named": None,
         "why": "",
     }
     assert plain["totals"]["pinned_host"] == {
