@@ -56,7 +56,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
           >>> print(tx.schedule({"w": jnp.ones((512, 1024))}))  # doctest: +ELLIPSIS
           1 group of 4.00 MiB in all, the largest of 4.00 MiB
           window of 1.00 MiB: as asked
-          loop over 1 group, in 4 slices of 1.00 MiB, ... to an iteration
+          loop over 1 group, in 4 slices of 1.00 MiB, ... to an iteration...
         """
         core = getattr(self.update, "__self__", None)
         if not isinstance(core, _Offloading):

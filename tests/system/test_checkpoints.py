@@ -222,6 +222,7 @@ def test_offloaded_and_plain_are_interchangeable(form, saved, wanted, tmp_path, 
     assert harness.bits(restored) == harness.bits(state)
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 1)])
 def test_training_goes_on(before, after, tmp_path):
     """Two plain steps, then two offloaded ones on fewer devices: as four plain."""
