@@ -8,11 +8,13 @@ without one says nothing (F47).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend import core as jex
+
+from optax_offload._program import nested
 
 
 def count(fn: Callable[..., Any], *args: Any) -> int:
@@ -50,7 +52,7 @@ def of_equation(e: jex.JaxprEqn) -> int:
         features = e.params["dimension_numbers"].rhs_spec[0]
         per_output = math.prod(kernel) // kernel[features]
         return 2 * math.prod(_shape(e.outvars[0])) * per_output
-    inside = [of_jaxpr(jaxpr) for jaxpr in nested(e.params)]
+    inside = [of_jaxpr(jaxpr) for jaxpr in nested(e)]
     if name == "cond":
         return max(inside, default=0)
     return e.params.get("length", 1) * sum(inside) if name == "scan" else sum(inside)
@@ -58,13 +60,3 @@ def of_equation(e: jex.JaxprEqn) -> int:
 
 def _shape(v: Any) -> tuple[int, ...]:
     return v.aval.shape
-
-
-def nested(params: dict[str, Any]) -> Iterator[jex.Jaxpr]:
-    """The bodies among the parameters of an equation."""
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, jex.ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, jex.Jaxpr):
-                yield item

@@ -17,7 +17,7 @@ from optax_offload._backward import part_by_part, sums
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.kernel import Kernel, kernel
 from optax_offload._backward.rows import Scan, Sum
-from optax_offload._jaxpr import Flat, read
+from optax_offload._program import Program, read
 from optax_offload._update import Cell, RowLocal, constrain
 
 Env = Mapping[jex.Var, Any]
@@ -60,7 +60,7 @@ class Work:
 
 
 def run(
-    flat: Flat, scan: Scan, work: Work, env: Env, cells: Mapping[jex.Var, Cell]
+    flat: Program, scan: Scan, work: Work, env: Env, cells: Mapping[jex.Var, Cell]
 ) -> dict[jex.Var, Any]:
     """The values of what a scan and the work in it define.
 
@@ -95,7 +95,7 @@ class _Loop:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: Program,
         scan: Scan,
         work: Work,
         env: Env,

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from jax.extend import core as jex
 
 from optax_offload import _compat
-from optax_offload._jaxpr import Flat, flatten, live, shape, variables
+from optax_offload._program import (
+    Components,
+    Program,
+    flatten,
+    live,
+    shape,
+    variables,
+)
 
 
 def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
@@ -26,21 +33,15 @@ def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     return [_restricted(e, branches, results) for results in classes]
 
 
-def _classes(branches: Sequence[Flat], count: int) -> list[list[int]]:
+def _classes(branches: Sequence[Program], count: int) -> list[list[int]]:
     """The results, by what they have in common."""
-    parent = list(range(count))
-
-    def root(k: int) -> int:
-        while parent[k] != k:
-            k = parent[k]
-        return k
-
+    joined = Components[int]()
     for flat in branches:
         owner: dict[jex.Var, int] = {}
 
         def own(v: jex.Var, k: int, owner: dict[jex.Var, int] = owner) -> None:
             if shape(v) and v in owner:
-                parent[root(k)] = root(owner[v])
+                joined.join([owner[v], k])
             owner.setdefault(v, k)
 
         for k, a in enumerate(flat.outvars):
@@ -54,22 +55,20 @@ def _classes(branches: Sequence[Flat], count: int) -> list[list[int]]:
                     own(v, k)
     found: dict[int, list[int]] = {}
     for k in range(count):
-        found.setdefault(root(k), []).append(k)
+        found.setdefault(joined.of(k), []).append(k)
     return list(found.values())
 
 
 def _restricted(
-    e: jex.JaxprEqn, branches: Sequence[Flat], results: Sequence[int]
+    e: jex.JaxprEqn, branches: Sequence[Program], results: Sequence[int]
 ) -> jex.JaxprEqn:
     """A conditional for some of its results."""
-    smaller: list[Flat] = []
+    smaller: list[Program] = []
     for flat in branches:
         flat = dataclasses.replace(flat, outvars=[flat.outvars[k] for k in results])
         equations = [flat.equations[i] for i in live(flat)]
         smaller.append(dataclasses.replace(flat, equations=equations))
-    used = {
-        i for flat in smaller for i, v in enumerate(flat.invars) if v in _reads(flat)
-    }
+    used = {i for flat in smaller for i, v in enumerate(flat.invars) if v in flat.used}
     kept = sorted(used)
     return e.replace(
         invars=[e.invars[0], *(e.invars[1 + i] for i in kept)],
@@ -78,13 +77,8 @@ def _restricted(
     )
 
 
-def _reads(flat: Flat) -> set[jex.Var]:
-    used = {v for e in flat.equations for v in variables(e.invars)}
-    return used.union(variables(flat.outvars))
-
-
-def _closed(flat: Flat, kept: Sequence[int]) -> jex.ClosedJaxpr:
-    constants = {v: c for v, c in flat.constants.items() if v in _reads(flat)}
+def _closed(flat: Program, kept: Sequence[int]) -> jex.ClosedJaxpr:
+    constants = {v: c for v, c in flat.constants.items() if v in flat.used}
     jaxpr = jex.Jaxpr(
         constvars=tuple(constants),
         invars=[flat.invars[i] for i in kept],

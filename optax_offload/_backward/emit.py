@@ -20,8 +20,8 @@ from optax_offload._backward.rest import Left, Node
 from optax_offload._backward.rows import Scan, Sum
 from optax_offload._backward.step import constrained
 from optax_offload._errors import CAUSES, MemoryKindError, warn
-from optax_offload._jaxpr import (
-    Flat,
+from optax_offload._program import (
+    Program,
     dependents,
     evaluate,
     read,
@@ -278,7 +278,7 @@ class _Run:
                 self._env[a] = value
 
 
-def _tell(flat: Flat, argument: int) -> None:
+def _tell(flat: Program, argument: int) -> None:
     aval: Any = flat.invars[argument].aval
     raise MemoryKindError(
         f"argument {argument} of the step, {aval.str_short()}, should come from "

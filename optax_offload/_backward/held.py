@@ -15,7 +15,7 @@ from optax_offload._backward.fused import Fused, asked_window
 from optax_offload._backward.kernel import Kernel, kernel
 from optax_offload._backward.rows import Scan
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import Flat
+from optax_offload._program import Program
 from optax_offload._update import (
     Cell,
     Deferred,
@@ -90,7 +90,7 @@ def _held(
         for v, of in step.origins.items()
     }
     ordered = [equations[i] for i in sorted(equations)]
-    inner = Flat(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)
+    inner = Program(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)
     update = Update(
         inner,
         tuple(Input(slice_axis=axes.get(v)) for v in invars),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from jax.extend import core as jex
 
 from optax_offload._backward.step import is_transfer
-from optax_offload._jaxpr import variables
+from optax_offload._program import Builder, variables
 from optax_offload._update import RowLocal
 
 
@@ -29,28 +28,25 @@ class Kernel:
 
 def kernel(rows: RowLocal) -> Kernel:
     """Takes transfers out of equations."""
-    names: dict[jex.Var, jex.Var] = {}
+    builder = Builder()
+    for e in filter(is_transfer, rows.equations):
+        (before,), (after,) = variables(e.invars), e.outvars
+        if before in rows.inputs and builder.read(before) is before:
+            builder.rename([before], [after])
+        else:
+            builder.rename([after], [builder.read(before)])
     for e in rows.equations:
         if not is_transfer(e):
-            continue
-        (before,), (after,) = variables(e.invars), e.outvars
-        if before in rows.inputs and before not in names:
-            names[before] = after
-        names.setdefault(after, names.get(before, before))
-        if names[after] is after:
-            del names[after]
+            builder.add(e)
 
-    def name(a: Any) -> Any:
-        return names.get(a, a) if isinstance(a, jex.Var) else a
+    def name(v: jex.Var) -> jex.Var:
+        found = builder.read(v)
+        assert isinstance(found, jex.Var)
+        return found
 
-    equations = tuple(
-        e.replace(invars=[name(a) for a in e.invars])
-        for e in rows.equations
-        if not is_transfer(e)
-    )
     device = dataclasses.replace(
         rows,
-        equations=equations,
+        equations=tuple(builder.equations),
         inputs=tuple(map(name, rows.inputs)),
         outputs=tuple(map(name, rows.outputs)),
     )

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _flops
 from optax_offload._backward.remats import scans
 from optax_offload._backward.rows import Scan, holds_update
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import shape, variables
+from optax_offload._program import shape, variables
 
 
 class Outside(NamedTuple):
@@ -59,7 +58,7 @@ def in_bodies(step: Step) -> Iterator[Outside]:
     for i in sorted(step.live):
         e = flat.equations[i]
         name = e.primitive.name
-        nested = any(scans(body) for body in _flops.nested(e.params))
+        nested = scans(e)
         # Of what other loops carry, nothing says what is a gradient.
         if name in ("while", "cond") or not (nested or name == "scan"):
             continue

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._backward.kernel import kernel
-from optax_offload._jaxpr import Flat, shape
+from optax_offload._program import Program, shape
 from optax_offload._update import NotRowLocalError, RowLocal, analyze, is_unknown
 
 
@@ -117,7 +117,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     k = kernel(rows)
     one = k.rows.jaxpr(1, debug_info)
     # Nothing is computed for the whole row beside: so it has no results of its own.
-    flat = Flat(list(one.eqns), {}, list(one.invars), [], debug_info)
+    flat = Program(list(one.eqns), {}, list(one.invars), [], debug_info)
     loaded = [
         v
         for v, source in zip(one.invars, k.sources, strict=True)

@@ -32,7 +32,7 @@ from optax_offload._backward.rows import (
     is_backward,
 )
 from optax_offload._backward.step import Step
-from optax_offload._jaxpr import Flat, variables
+from optax_offload._program import Program, variables
 from optax_offload._update import NotRowLocalError, RowLocal, keeping
 
 
@@ -331,7 +331,7 @@ def _row_bytes(fused: Fused) -> int:
     )
 
 
-def _why_late(flat: Flat, found: Followed, rows: RowLocal) -> str:
+def _why_late(flat: Program, found: Followed, rows: RowLocal) -> str:
     """What an update waits for."""
     names = {flat.equations[i].primitive.name for i in found.sums}
     by = ", ".join(sorted(names)) or "what follows the scan"

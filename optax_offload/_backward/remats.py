@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat, _flops
-from optax_offload._jaxpr import Atom, flatten, variables
+from optax_offload import _compat
+from optax_offload._program import Atom, Builder, flatten, variables, within
 
 
 class Opened(NamedTuple):
@@ -30,15 +29,12 @@ class Opened(NamedTuple):
 
 def has_scan(e: jex.JaxprEqn) -> bool:
     """Whether an equation is of `jax.checkpoint`, around a scan."""
-    return e.primitive.name == "remat2" and scans(e.params["jaxpr"])
+    return e.primitive.name == "remat2" and scans(e)
 
 
-def scans(jaxpr: jex.Jaxpr) -> bool:
-    """Whether there is a scan in a jaxpr, or in a body of it."""
-    return any(
-        e.primitive.name == "scan" or any(map(scans, _flops.nested(e.params)))
-        for e in jaxpr.eqns
-    )
+def scans(e: jex.JaxprEqn) -> bool:
+    """Whether there is a scan in an equation's bodies."""
+    return any(inner.primitive.name == "scan" for inner in within(e))
 
 
 def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
@@ -62,24 +58,16 @@ def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
         and isinstance(a, jex.Var)
         and v not in rows
     ]
-    names: dict[jex.Var, Atom] = dict(zip(flat.invars, operands, strict=True))
-    equations: list[jex.JaxprEqn] = []
+    builder = Builder(flat.constants)
+    builder.rename(flat.invars, operands)
     if held:
-        inside = [flat.invars[i] for i in held]
-        barrier = jax.make_jaxpr(lambda *x: lax.optimization_barrier(x))(
-            *(v.aval for v in inside)
+        behind = builder.trace(
+            lambda *x: lax.optimization_barrier(x), *(operands[i] for i in held)
         )
-        results = [jex.Var(v.aval) for v in inside]
-        (found,) = barrier.jaxpr.eqns
-        before = [operands[i] for i in held]
-        equations.append(found.replace(invars=before, outvars=results))
-        names.update(zip(inside, results, strict=True))
-
-    def read(a: Atom) -> Atom:
-        return a if isinstance(a, jex.Literal) else names.get(a, a)
-
-    equations += [x.replace(invars=[read(a) for a in x.invars]) for x in flat.equations]
-    return Opened(equations, [read(a) for a in flat.outvars], flat.constants)
+        builder.rename([flat.invars[i] for i in held], behind)
+    for x in flat.equations:
+        builder.add(x)
+    return Opened(builder.equations, builder.read_all(flat.outvars), builder.constants)
 
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:

@@ -9,7 +9,7 @@ from jax.extend import core as jex
 
 from optax_offload._backward.fused import Fused
 from optax_offload._backward.step import Region, Step
-from optax_offload._jaxpr import Atom, variables
+from optax_offload._program import Atom, variables
 from optax_offload._update import Update
 
 

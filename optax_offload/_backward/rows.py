@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _flops
+from optax_offload import _compat
 from optax_offload._backward.step import Step, handed_on
-from optax_offload._jaxpr import Flat, variables
+from optax_offload._program import Components, Program, variables, within
 from optax_offload._update import (
     Analysis,
     NotRowLocalError,
@@ -75,7 +75,7 @@ class Scan:
         return _compat.scan_counts(self.equation.params)
 
 
-def is_backward(flat: Flat, scan: Scan) -> bool:
+def is_backward(flat: Program, scan: Scan) -> bool:
     """Whether a scan is the backward pass of another, and not one that stacks means.
 
     JAX names what it transposes; within a jit or a checkpoint it names that. There a
@@ -226,14 +226,13 @@ class _Walk:
         for v in gradients:
             self._analysis.mark(v, 0)
         self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
-        self._parent: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+        self._joined = Components[jex.Var]()
         self.late = set(step.defines(scan.position)).difference(gradients)
         self._sums: list[Sum] = []
 
     def _root(self, v: jex.Var) -> jex.Var:
-        while self._parent[v] is not v:
-            v = self._parent[v]
-        return v
+        """A gradient of the component that a variable with rows is of."""
+        return self._joined.of(self.of[v])
 
     def visit(self, i: int) -> None:
         """Goes on with an equation."""
@@ -247,7 +246,7 @@ class _Walk:
             self.late.update(self._step.defines(i))
 
     def _visit_rows(self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]) -> None:
-        roots = {self._root(self.of[v]) for v in touched}
+        roots = list(dict.fromkeys(map(self._root, touched)))
         summed = _summed(e, self._analysis)
         if summed:
             self._sums.append(Sum(i, tuple(summed)))
@@ -261,9 +260,8 @@ class _Walk:
         except NotRowLocalError as error:
             raise self._mixes(roots, str(error)) from None
         self._analysis.positions.add(i)
-        first, *rest = roots
-        for v in rest:
-            self._parent[v] = first
+        self._joined.join(roots)
+        first = roots[0]
         for v in e.outvars:
             if v in self._analysis.axes:
                 self.of[v] = first
@@ -280,7 +278,7 @@ class _Walk:
         results = [v for v in outvars if v in self.of]
         components: list[Component] = []
         for root in dict.fromkeys(map(self._root, self._gradients)):
-            of_root = {v for v in self.of if self._root(self.of[v]) is root}
+            of_root = {v for v in self.of if self._root(v) is root}
             mine = [v for v in results if v in of_root]
             sums = [s for s in self._sums if not of_root.isdisjoint(s.operands)]
             components.append(
@@ -295,7 +293,7 @@ class _Walk:
         mixes = self._analysis.conflict()
         if mixes is not None:
             beside = [*mixes.outvars, *variables(mixes.invars)]
-            roots = {self._root(self.of[v]) for v in beside if v in self.of}
+            roots = {self._root(v) for v in beside if v in self.of}
             name = mixes.primitive.name
             raise self._mixes(roots or set(map(self._root, self._gradients)), name)
         summed = [v for s in self._sums for v in s.operands]
@@ -306,8 +304,7 @@ class _Walk:
 
 def holds_update(e: jex.JaxprEqn) -> bool:
     """Whether an offloaded update is in a body of an equation."""
-    inner = (x for body in _flops.nested(e.params) for x in body.eqns)
-    return deferred(e) is None and any(deferred(x) or holds_update(x) for x in inner)
+    return deferred(e) is None and any(deferred(x) for x in within(e))
 
 
 # What a reduction over rows is summed up with.

@@ -17,7 +17,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._backward import remats
 from optax_offload._backward.conds import split
-from optax_offload._jaxpr import Atom, Flat, flatten, live, variables
+from optax_offload._program import Atom, Builder, Program, flatten, live, variables
 from optax_offload._update import (
     Deferred,
     Update,
@@ -102,7 +102,7 @@ class Step:
       comparisons: What it compares the shardings of, and whom it tells.
     """
 
-    flat: Flat
+    flat: Program
     regions: tuple[Region, ...]
     closed: jex.ClosedJaxpr
     refs: tuple[Any, ...]
@@ -175,9 +175,12 @@ def take_apart(closed: jex.ClosedJaxpr) -> Step:
     taken = _Taken(outer)
     for e in outer.equations:
         taken.take(e)
-    outvars = [taken.read(a) for a in outer.outvars]
+    builder = taken.builder
     flat = dataclasses.replace(
-        outer, equations=taken.equations, constants=taken.constants, outvars=outvars
+        outer,
+        equations=builder.equations,
+        constants=builder.constants,
+        outvars=builder.read_all(outer.outvars),
     )
     regions, comparisons = tuple(taken.regions), tuple(taken.comparisons)
     return Step(flat, regions, closed, refs, comparisons)
@@ -214,100 +217,80 @@ def _is_ref(v: jex.Var) -> bool:
 class _Taken:
     """Equations taken out of a step one after the other."""
 
-    def __init__(self, outer: Flat):
-        self.equations: list[jex.JaxprEqn] = []
-        self.constants: dict[jex.Var, Any] = dict(outer.constants)
+    def __init__(self, outer: Program):
+        self.builder = Builder(outer.constants)
         self.regions: list[Region] = []
         self.comparisons: list[Comparison] = []
-        self._names: dict[jex.Var, Atom] = {}
-
-    def read(self, a: Atom) -> Atom:
-        """What stands for an atom of the step."""
-        return a if isinstance(a, jex.Literal) else self._names.get(a, a)
 
     def take(self, e: jex.JaxprEqn) -> None:
         """Takes an equation, or an update's own in its place."""
-        operands = [self.read(a) for a in e.invars]
+        builder = self.builder
+        operands = builder.read_all(e.invars)
         what = deferred(e)
         if what is not None:
             region = self._region(what, operands)
             self.regions.append(region)
-            self._names.update(zip(e.outvars, region.results, strict=True))
+            builder.rename(e.outvars, region.results)
         elif is_noted(e):
-            self._names.update(zip(e.outvars, operands, strict=True))
+            builder.rename(e.outvars, operands)
             tell = compares(e)
             if tell is not None:
                 self.comparisons.append((variables(operands), tell))
         elif remats.has_scan(e):
             opened = remats.opened(e, operands)
-            self.constants |= opened.constants
+            builder.close_over(opened.constants)
             for inner in opened.equations:
                 self.take(inner)
-            results = [self.read(a) for a in opened.results]
-            self._names.update(zip(e.outvars, results, strict=True))
+            builder.rename(e.outvars, builder.read_all(opened.results))
         else:
-            self.equations += _apart(e.replace(invars=operands))
+            for small in _apart(e):
+                builder.add(small)
             if e.primitive.name == "scan":
-                self._names.update(_passed_on(self.equations[-1]))
+                passed_on = _passed_on(builder.equations[-1])
+                builder.rename(passed_on, passed_on.values())
 
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         what = _split(what)
         dropped = as_zero(what.update)
-        flat, first = what.update.flat, len(self.equations)
-        constants = {v: jex.Var(v.aval) for v in flat.constants}
-        self.constants |= {constants[v]: c for v, c in flat.constants.items()}
-        names: dict[jex.Var, Atom] = {**constants}
-
-        def read(a: Atom) -> Any:
-            return a if isinstance(a, jex.Literal) else names.get(a, a)
-
-        for v, a in zip(flat.invars, operands, strict=True):
-            names[v] = self._moved(a, "device")
+        flat, builder = what.update.flat, self.builder
+        first = len(builder.equations)
+        builder.close_over(flat.constants)
+        builder.rename(flat.invars, [self._moved(a, "device") for a in operands])
         for e in flat.equations:
-            results = [jex.Var(v.aval) for v in e.outvars]
-            moved = e.replace(invars=[read(a) for a in e.invars], outvars=results)
-            names.update(zip(e.outvars, results, strict=True))
-            self.equations.append(moved)
-            for v, result in zip(e.outvars, results, strict=True):
+            builder.add(e, [jex.Var(v.aval) for v in e.outvars])
+            for v in e.outvars:
                 if v in dropped:
                     predicate, value = dropped[v]
-                    names[v] = self._zero_if(read(predicate), value, result)
+                    builder.rename([v], [self._zero_if(predicate, value, v)])
         results = [
-            self._moved(read(a), output.memory_kind)
+            self._moved(builder.read(a), output.memory_kind)
             for a, output in zip(flat.outvars, what.update.outputs, strict=True)
         ]
-        positions = range(first, len(self.equations))
-        return Region(what, tuple(operands), tuple(results), positions, names)
+        inside = [*flat.invars, *(v for e in flat.equations for v in e.outvars)]
+        return Region(
+            what,
+            tuple(operands),
+            tuple(results),
+            range(first, len(builder.equations)),
+            {v: builder.read(v) for v in inside},
+        )
 
-    def _zero_if(self, predicate: Atom, value: int, update: jex.Var) -> jex.Var:
+    def _zero_if(self, predicate: jex.Var, value: int, update: jex.Var) -> Atom:
         """An update, or zero where it is dropped, as where the two are programs apart.
 
         `optax.MultiSteps` multiplies it by zero, which is NaN where it is not finite.
         """
-        closed = jax.make_jaxpr(
-            lambda p, u: lax.select(p == value, lax.full_like(u, 0), u)
-        )(predicate.aval, update.aval)
-        flat = flatten(closed)
-        names: dict[jex.Var, Atom] = dict(
-            zip(flat.invars, (predicate, update), strict=True)
+        (result,) = self.builder.trace(
+            lambda p, u: lax.select(p == value, lax.full_like(u, 0), u),
+            *self.builder.read_all([predicate, update]),
         )
-        for e in flat.equations:
-            operands = [
-                a if isinstance(a, jex.Literal) else names.get(a, a) for a in e.invars
-            ]
-            self.equations.append(e.replace(invars=operands))
-        (result,) = flat.outvars
-        assert isinstance(result, jex.Var)
         return result
 
     def _moved(self, a: Atom, memory_kind: str) -> Atom:
         """What an atom is in a memory."""
         if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
             return a
-        closed = jax.make_jaxpr(lambda x: _memory.transfer(x, memory_kind))(a.aval)
-        (e,) = closed.jaxpr.eqns
-        result = jex.Var(e.outvars[0].aval)
-        self.equations.append(e.replace(invars=[a], outvars=[result]))
+        (result,) = self.builder.trace(lambda x: _memory.transfer(x, memory_kind), a)
         return result
 
 
@@ -366,7 +349,7 @@ def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
                 yield a, v
 
 
-def constrained(flat: Flat, v: jex.Var, x: Any) -> Any:
+def constrained(flat: Program, v: jex.Var, x: Any) -> Any:
     """The value of a result that was made row by row, sharded as the step has it.
 
     Its rows are already, but not the buffer that they were written into.

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._backward.rows import SUMMED_BY, Sum
-from optax_offload._jaxpr import Flat, variables
+from optax_offload._program import Program, variables
 
 _ADD = {
     "add": lax.add,
@@ -26,7 +26,7 @@ _ADD = {
 }
 
 
-def identity(flat: Flat, s: Sum) -> Any:
+def identity(flat: Program, s: Sum) -> Any:
     """What a reduction of nothing is, in the dtype of the running total."""
     e = _widened(flat.equations[s.position])
     aval: Any = e.outvars[0].aval
@@ -47,7 +47,7 @@ def identity(flat: Flat, s: Sum) -> Any:
 
 
 def added(
-    flat: Flat,
+    flat: Program,
     s: Sum,
     total: Any,
     rows: Mapping[jex.Var, Any],
@@ -76,7 +76,7 @@ def added(
     return _ADD[SUMMED_BY[e.primitive.name]](total, part)
 
 
-def finished(flat: Flat, s: Sum, total: Any) -> Any:
+def finished(flat: Program, s: Sum, total: Any) -> Any:
     """The result of a reduction, given the total of all rows."""
     aval: Any = flat.equations[s.position].outvars[0].aval
     total = lax.convert_element_type(total, aval.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -19,20 +19,17 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _compat
-from optax_offload._jaxpr import (
+from optax_offload._program import (
     Atom,
-    Flat,
+    Builder,
+    Program,
     ancestors,
     dependents,
-    flatten,
     live,
     shape,
     variables,
 )
 from optax_offload._update.update import Update
-
-# Enough to know what a selection is multiplied with.
-_FOLDED = frozenset(("add", "and", "convert_element_type", "mul", "not", "or", "sub"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +139,7 @@ class _Known:
 
 
 def _predicate(
-    flat: Flat,
+    flat: Program,
     loaded: Collection[jex.Var],
     dependent: Collection[jex.Var],
     stores: Collection[int],
@@ -175,7 +172,7 @@ def _zero(a: Atom) -> jex.Literal:
 
 
 def _moved(
-    flat: Flat, loaded: Collection[jex.Var], stores: Collection[int]
+    flat: Program, loaded: Collection[jex.Var], stores: Collection[int]
 ) -> set[jex.Var]:
     """The loads that are not only handed through."""
     used = {v for i in live(flat) for v in variables(flat.equations[i].invars)}
@@ -183,60 +180,36 @@ def _moved(
     return used.intersection(loaded)
 
 
-def _version(flat: Flat, facts: _Known, value: int) -> Flat:
+def _version(flat: Program, facts: _Known, value: int) -> Program:
     """The update with a predicate known, and without the equations before it."""
     predicate = facts.predicate
     dtype: Any = predicate.aval
-    known: dict[jex.Var, Any] = {predicate: np.asarray(value, dtype.dtype)}
-    constants = dict(flat.constants) | known
-    names: dict[jex.Var, Atom] = {}
-    equations: list[jex.JaxprEqn] = []
-
-    def read(a: Atom) -> Atom:
-        return a if isinstance(a, jex.Literal) else names.get(a, a)
-
+    builder = Builder(flat.constants)
+    builder.close_over({predicate: np.asarray(value, dtype.dtype)})
     for position, e in enumerate(flat.equations):
         if position in facts.before:
             continue
-        operands = [read(a) for a in e.invars]
-        by = operands[0] if operands else None
-        if e.primitive.name == "cond" and by is predicate:
-            branch = flatten(e.params["branches"][value])
-            constants |= branch.constants
-            inner = dict(zip(branch.invars, operands[1:], strict=True))
-            equations += [_renamed(x, inner) for x in branch.equations]
-            results = [_read(a, inner) for a in branch.outvars]
-            names |= dict(zip(e.outvars, results, strict=True))
-        elif e.primitive.name == "select_n" and by is predicate:
-            names[e.outvars[0]] = operands[1 + value]
-        elif _is_zero(e, operands, known) and e.outvars[0] in facts.dropped:
-            equations.append(_zeros(e.outvars[0]))
+        operands = builder.read_all(e.invars)
+        if e.primitive.name == "cond" and operands[0] is predicate:
+            branch = e.params["branches"][value]
+            builder.rename(e.outvars, builder.inline(branch, operands[1:]))
+        elif e.primitive.name == "select_n" and operands[0] is predicate:
+            builder.rename(e.outvars, [operands[1 + value]])
+        elif _is_zero(e, builder) and e.outvars[0] in facts.dropped:
+            builder.add(_zeros(e.outvars[0]))
         else:
-            equations.append(e.replace(invars=operands))
-            known |= _folded(equations[-1], known)
-    outvars = [read(a) for a in flat.outvars]
-    return Flat(equations, constants, flat.invars, outvars, flat.debug_info)
+            builder.add(e)
+    outvars = builder.read_all(flat.outvars)
+    return dataclasses.replace(
+        flat, equations=builder.equations, constants=builder.constants, outvars=outvars
+    )
 
 
-def _read(a: Atom, names: Mapping[jex.Var, Atom]) -> Atom:
-    return a if isinstance(a, jex.Literal) else names.get(a, a)
-
-
-def _renamed(e: jex.JaxprEqn, names: Mapping[jex.Var, Atom]) -> jex.JaxprEqn:
-    return e.replace(invars=[_read(a, names) for a in e.invars])
-
-
-def _value(a: Atom, known: Mapping[jex.Var, Any]) -> Any:
-    return a.val if isinstance(a, jex.Literal) else known.get(a)
-
-
-def _is_zero(
-    e: jex.JaxprEqn, operands: Sequence[Atom], known: Mapping[jex.Var, Any]
-) -> bool:
+def _is_zero(e: jex.JaxprEqn, builder: Builder) -> bool:
     """Whether an equation is a product of which a factor is known to be zero."""
     if e.primitive.name != "mul":
         return False
-    values = (_value(a, known) for a in operands)
+    values = map(builder.value, builder.read_all(e.invars))
     return any(v is not None and np.ndim(v) == 0 and v == 0 for v in values)
 
 
@@ -249,14 +222,3 @@ def _zeros(v: jex.Var) -> jex.JaxprEqn:
     )()
     (e,) = closed.jaxpr.eqns
     return e.replace(outvars=[v])
-
-
-def _folded(e: jex.JaxprEqn, known: Mapping[jex.Var, Any]) -> dict[jex.Var, Any]:
-    """The result of arithmetic with known numbers."""
-    if e.primitive.name not in _FOLDED:
-        return {}
-    values = [_value(a, known) for a in e.invars]
-    if any(v is None for v in values):
-        return {}
-    with jax.ensure_compile_time_eval():
-        return {e.outvars[0]: np.asarray(e.primitive.bind(*values, **e.params))}

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload._jaxpr import Flat, signature, variables
+from optax_offload._program import Program, signature, variables
 from optax_offload._update.slicing import RowLocal
 
 
@@ -77,7 +77,7 @@ class Group:
             raise TypeError(f"a group that is updated whole: {self.whole_because}")
         return self.row_local
 
-    def reads(self, flat: Flat) -> list[jex.Var]:
+    def reads(self, flat: Program) -> list[jex.Var]:
         """The variables that it takes to update the group."""
         aliases = [flat.invars[alias] for alias in self.aliases if alias is not None]
         if self.row_local is not None:
@@ -89,7 +89,7 @@ class Group:
         loads = [flat.invars[i] for i in self.loads]
         return [*loads, *(v for v in used if v not in defined), *aliases]
 
-    def signature(self, flat: Flat, inputs: Mapping[jex.Var, int]) -> Hashable:
+    def signature(self, flat: Program, inputs: Mapping[jex.Var, int]) -> Hashable:
         """Equal for groups that are updated alike, given how inputs are numbered."""
         if self.row_local is not None:
             reads: Sequence[jex.Var] = self.row_local.inputs

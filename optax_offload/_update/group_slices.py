@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from jax.extend import core as jex
 
 from optax_offload import _compat, _tpu_layout
-from optax_offload._jaxpr import Flat, shape, variables
+from optax_offload._program import Program, shape, variables
 from optax_offload._units import MIB
 from optax_offload._update.group import Group, Part
 from optax_offload._update.proof import analyze
@@ -79,14 +79,14 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     return dataclasses.replace(group, parts=_parts(flat, group))
 
 
-def _var(flat: Flat, k: int) -> jex.Var:
+def _var(flat: Program, k: int) -> jex.Var:
     """The variable of an output that is no literal."""
     a = flat.outvars[k]
     assert isinstance(a, jex.Var)
     return a
 
 
-def _parts(flat: Flat, group: Group) -> tuple[Part, ...]:
+def _parts(flat: Program, group: Group) -> tuple[Part, ...]:
     """Two parts, if half of the loads suffice for a store; else one."""
     row_local = group.in_rows
     early = group.loads[: (len(group.loads) + 1) // 2]

@@ -13,7 +13,14 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
-from optax_offload._jaxpr import Flat, ancestors, live, shape, variables
+from optax_offload._program import (
+    Components,
+    Program,
+    ancestors,
+    live,
+    shape,
+    variables,
+)
 from optax_offload._update.group import Group
 from optax_offload._update.group_slices import sliced
 from optax_offload._update.update import Update
@@ -103,32 +110,24 @@ class _Components:
     equations: Sequence[int]
 
 
-def _components(flat: Flat, loads: Sequence[int]) -> _Components:
-    parent = list(range(len(loads)))
-
-    def root(node: int) -> int:
-        while parent[node] != node:
-            parent[node] = parent[parent[node]]
-            node = parent[node]
-        return node
-
+def _components(flat: Program, loads: Sequence[int]) -> _Components:
+    joined = Components[int]()
     node_of = {flat.invars[i]: node for node, i in enumerate(loads)}
     joints: list[tuple[int, jex.JaxprEqn]] = []
     equations = live(flat)
     for i in equations:
         e = flat.equations[i]
-        nodes = {root(node_of[v]) for v in variables(e.invars) if v in node_of}
+        used = variables(e.invars)
+        nodes = sorted({joined.of(node_of[v]) for v in used if v in node_of})
         if not nodes:
             continue
-        first, *rest = sorted(nodes)
-        for node in rest:
-            parent[node] = first
-            joints.append((first, e))
-        node_of.update((v, first) for v in e.outvars)
-    ties: dict[int, list[jex.JaxprEqn]] = {root(node): [] for node in parent}
+        joined.join(nodes)
+        joints += [(nodes[0], e)] * (len(nodes) - 1)
+        node_of.update((v, nodes[0]) for v in e.outvars)
+    ties = {joined.of(node): list[jex.JaxprEqn]() for node in range(len(loads))}
     for node, e in joints:
-        ties[root(node)].append(e)
-    return _Components({v: root(n) for v, n in node_of.items()}, ties, equations)
+        ties[joined.of(node)].append(e)
+    return _Components({v: joined.of(n) for v, n in node_of.items()}, ties, equations)
 
 
 def _members(
@@ -209,7 +208,7 @@ def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
 
 
 def _joined(
-    flat: Flat, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
+    flat: Program, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
 ) -> tuple[int, ...]:
     """The loads that equations depend on."""
     of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(flat, v)}
@@ -224,7 +223,7 @@ def _on_device(aval: Any, holds_codes: bool) -> int:
 
 
 def _own(
-    flat: Flat, shared: Sequence[int], groups: Sequence[Group]
+    flat: Program, shared: Sequence[int], groups: Sequence[Group]
 ) -> tuple[list[Group], list[int]]:
     """Gives equations to the groups that alone need them, as far as that is of use.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax.extend import core as jex
 
 from optax_offload import _compat
-from optax_offload._jaxpr import Flat
+from optax_offload._program import Program
 from optax_offload._units import MIB
 from optax_offload._update import window
 from optax_offload._update.group import Group
@@ -110,11 +110,11 @@ class Loop:
             if group.rows > self.slices * rows
         )
 
-    def inputs(self, flat: Flat) -> list[jex.Var]:
+    def inputs(self, flat: Program) -> list[jex.Var]:
         """The variables that it takes to run the loop."""
         return list(dict.fromkeys(v for g in self.groups for v in g.reads(flat)))
 
-    def signature(self, flat: Flat) -> Hashable:
+    def signature(self, flat: Program) -> Hashable:
         """Equal for loops that only the names of their variables tell apart."""
         inputs = {v: i for i, v in enumerate(self.inputs(flat))}
         groups = tuple(group.signature(flat, inputs) for group in self.groups)

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload._jaxpr import Atom, Flat, shape, variables
+from optax_offload._program import Atom, Program, shape, variables
 from optax_offload._update.slicing import Analysis, RowCount, RowLocal
 from optax_offload._update.slicing_rules import NotRowLocalError
 
 
 def analyze(
-    flat: Flat,
+    flat: Program,
     positions: Sequence[int],
     loads: Mapping[jex.Var, int],
     outputs: Sequence[Atom],

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from optax_offload import _memory
-from optax_offload._jaxpr import described
+from optax_offload._program import described
 from optax_offload._units import Printed, size_text
 from optax_offload._update import branches, groups, sharing, window
 from optax_offload._update.group import Group

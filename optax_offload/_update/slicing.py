@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload._jaxpr import Atom, shape, signature, variables
+from optax_offload._program import Atom, Builder, needed, shape, signature, variables
 from optax_offload._update.slicing_rules import Axes, NotRowLocalError, rule_of
 
 
@@ -81,19 +81,12 @@ class RowLocal:
         self, outputs: Sequence[jex.Var], known: Collection[jex.Var]
     ) -> tuple[tuple[jex.JaxprEqn, ...], tuple[jex.Var, ...]]:
         """The equations that outputs need, and the variables that these take."""
-        needed = set(outputs)
-        equations: list[jex.JaxprEqn] = []
-        for e in reversed(self.equations):
-            if any(v in needed and v not in known for v in e.outvars):
-                equations.append(e)
-                needed.update(variables(e.invars))
-        defined = {v for e in equations for v in e.outvars}
+        positions = needed(self.equations, outputs, known)
+        equations = tuple(self.equations[i] for i in positions)
+        taken = {*outputs, *(v for e in equations for v in variables(e.invars))}
+        taken -= {v for e in equations for v in e.outvars}.difference(known)
         candidates = (*self.inputs, *(v for e in self.equations for v in e.outvars))
-        inputs = (v for v in candidates if v in needed)
-        return (
-            tuple(equations[::-1]),
-            tuple(v for v in inputs if v in known or v not in defined),
-        )
+        return equations, tuple(v for v in candidates if v in taken)
 
     def restricted(self, outputs: Sequence[jex.Var]) -> RowLocal:
         """What it takes to evaluate these variables, which have rows."""
@@ -311,34 +304,29 @@ class RowCount:
         self, jaxpr: jex.Jaxpr, axes: Mapping[jex.Var, int], size: int
     ) -> jex.Jaxpr:
         """A jaxpr, given the batch axes of its variables, for so many rows."""
-        renamed: dict[jex.Var, jex.Var] = {}
+        builder = Builder()
 
-        def small(a: Atom) -> Any:
-            if isinstance(a, jex.Literal) or a not in axes:
-                return a
-            if a not in renamed:
-                aval: Any = a.aval
-                sizes = (*shape(a)[: axes[a]], size, *shape(a)[axes[a] + 1 :])
-                renamed[a] = jex.Var(aval.update(shape=sizes))
-            return renamed[a]
+        def small(v: jex.Var) -> jex.Var:
+            if v not in axes:
+                return v
+            aval: Any = v.aval
+            sizes = (*shape(v)[: axes[v]], size, *shape(v)[axes[v] + 1 :])
+            return jex.Var(aval.update(shape=sizes))
 
-        def small_equation(e: jex.JaxprEqn) -> jex.JaxprEqn:
+        invars = [small(v) for v in jaxpr.invars]
+        builder.rename(jaxpr.invars, invars)
+        for e in jaxpr.eqns:
             found = Axes(
                 [_axis_of(a, axes) for a in e.invars], [axes.get(v) for v in e.outvars]
             )
             changed: dict[str, Any] = {}
             if any(axis is not None for axis in (*found.ins, *found.outs)):
                 changed = rule_of(e).resize(e, found, self, size)
-            return e.replace(
-                invars=[small(a) for a in e.invars],
-                outvars=[small(v) for v in e.outvars],
-                params=e.params | changed,
-            )
-
+            builder.add(e, [small(v) for v in e.outvars], changed)
         return jex.Jaxpr(
             constvars=(),
-            invars=[small(v) for v in jaxpr.invars],
-            outvars=[small(a) for a in jaxpr.outvars],
-            eqns=[small_equation(e) for e in jaxpr.eqns],
+            invars=invars,
+            outvars=builder.read_all(jaxpr.outvars),
+            eqns=builder.equations,
             debug_info=jaxpr.debug_info,
         )

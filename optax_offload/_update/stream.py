@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._jaxpr import evaluate, read
+from optax_offload._program import evaluate, read
 from optax_offload._update import arguments, keys
 from optax_offload._update.arguments import Cell
 from optax_offload._update.group import Group

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _jaxpr, _memory, _rules, _templates, _trees
+from optax_offload import _compat, _memory, _program, _rules, _templates, _trees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Update:
       outputs: What is known of each result.
     """
 
-    flat: _jaxpr.Flat
+    flat: _program.Program
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
 
@@ -118,9 +118,8 @@ class Update:
             if not (_compat.has_effects(e) or any(v in known for v in e.outvars))
         ]
         flat = dataclasses.replace(self.flat, outvars=outvars, equations=equations)
-        equations = [equations[i] for i in _jaxpr.live(flat)]
-        used = {v for e in equations for v in _jaxpr.variables(e.invars)}
-        used.update(_jaxpr.variables(outvars))
+        equations = [equations[i] for i in _program.live(flat)]
+        used = set(dataclasses.replace(flat, equations=equations).used)
         outputs = [self.outputs[k] for k in wanted]
         # State is written into the buffer of the old, whether that is read or not. An
         # update that does not read its gradient does without: there may be none.
@@ -164,7 +163,7 @@ def trace(
     leaves, structure = jax.tree.flatten(args)
     types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    flat = _jaxpr.flatten(closed)
+    flat = _program.flatten(closed)
     with_paths, out_structure = _trees.flatten_with_path(out)
     paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
     updates = len(jax.tree.leaves(out[0]))

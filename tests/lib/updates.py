@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_offload import _jaxpr, _trees
+from optax_offload import _program, _trees
 from optax_offload._update import Input, Output, Update
 from optax_offload._update import schedule as scheduled
 
@@ -53,7 +53,7 @@ def traced(
         stored = k >= first and on_host(name, x)
         kind = "pinned_host" if stored else "device"
         outputs.append(Output(name, kind, k if in_place else None, k < first))
-    return Update(_jaxpr.flatten(closed), tuple(inputs), tuple(outputs))
+    return Update(_program.flatten(closed), tuple(inputs), tuple(outputs))
 
 
 def plan_of(

@@ -9,7 +9,7 @@ from updates import traced
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._jaxpr import live, variables
+from optax_offload._program import live, variables
 from optax_offload._update import branches
 
 MOMENTS = r".*/(mu|nu)/.*"

@@ -10,7 +10,7 @@ from updates import plan_of, stacked, traced
 
 import optax_offload as oo
 from optax_offload import _compat
-from optax_offload._jaxpr import described
+from optax_offload._program import described
 from optax_offload._update import schedule as scheduled
 
 SHAPE = (8, 4)

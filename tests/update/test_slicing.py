@@ -9,7 +9,7 @@ from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from optax_offload import _jaxpr
+from optax_offload import _program
 from optax_offload._update import proof
 from optax_offload._update.slicing_rules import NotRowLocalError
 
@@ -18,12 +18,12 @@ ROWS, SHAPE = 6, (6, 4, 5)
 
 def analyze(fn, *args, axis=0, loads=1):
     """The rows of a function, of which the first arguments are loads."""
-    flat = _jaxpr.flatten(jax.make_jaxpr(fn)(*args))
-    dependent = _jaxpr.dependents(flat, set(flat.invars[:loads]))
+    flat = _program.flatten(jax.make_jaxpr(fn)(*args))
+    dependent = _program.dependents(flat, set(flat.invars[:loads]))
     positions = [
         i
         for i, e in enumerate(flat.equations)
-        if not dependent.isdisjoint(_jaxpr.variables(e.invars))
+        if not dependent.isdisjoint(_program.variables(e.invars))
     ]
     axes = dict.fromkeys(flat.invars[:loads], axis)
     return flat, proof.analyze(flat, positions, axes, flat.outvars, {})

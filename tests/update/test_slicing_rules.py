@@ -15,7 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.random import threefry2x32_p
 
-from optax_offload import _jaxpr
+from optax_offload import _program
 from optax_offload._update import proof
 from optax_offload._update.slicing_rules import RULES, NotRowLocalError
 
@@ -150,12 +150,12 @@ def flat_of(fn, axis):
     x = jax.random.normal(jax.random.key(1), (ROWS, 4, 5)) / 2
     x = jnp.moveaxis(x, 0, axis)
     batched = jax.vmap(fn, in_axes=axis)
-    flat = _jaxpr.flatten(jax.make_jaxpr(batched)(x))
-    dependent = _jaxpr.dependents(flat, {flat.invars[0]})
+    flat = _program.flatten(jax.make_jaxpr(batched)(x))
+    dependent = _program.dependents(flat, {flat.invars[0]})
     positions = [
         i
         for i, e in enumerate(flat.equations)
-        if not dependent.isdisjoint(_jaxpr.variables(e.invars))
+        if not dependent.isdisjoint(_program.variables(e.invars))
     ]
     return x, batched, flat, positions
 
@@ -180,8 +180,8 @@ def test_rows_are_those_of_vmap(name, axis):
     axes = {flat.invars[0]: axis}
     row_local = proof.analyze(flat, positions, axes, flat.outvars, {})
     env = dict(zip(flat.invars, [x], strict=True)) | flat.constants
-    rest = [i for i in _jaxpr.live(flat) if i not in positions]
-    env |= _jaxpr.evaluate(flat, rest, env.__getitem__)
+    rest = [i for i in _program.live(flat) if i not in positions]
+    env |= _program.evaluate(flat, rest, env.__getitem__)
 
     def some(v):
         if v not in row_local.axes:
@@ -212,7 +212,7 @@ def test_rows_are_those_of_vmap(name, axis):
 def test_slices_at_a_position_for_all_rows(fn):
     """`jax.vmap` makes a gather or a scatter of them, so that they stand alone here."""
     x = jax.random.normal(jax.random.key(1), (ROWS, 5))
-    flat = _jaxpr.flatten(jax.make_jaxpr(fn)(x))
+    flat = _program.flatten(jax.make_jaxpr(fn)(x))
     positions = [*range(len(flat.equations))]
     row_local = proof.analyze(flat, positions, {flat.invars[0]: 0}, flat.outvars, {})
     jaxpr = row_local.jaxpr(TAKEN, flat.debug_info)
@@ -252,12 +252,12 @@ def test_every_rule_has_an_example():
 def test_what_mixes_rows_is_refused(fn, why):
     """By the name of the equation that does."""
     x = jnp.ones((ROWS, 5))
-    flat = _jaxpr.flatten(jax.make_jaxpr(fn)(x))
-    dependent = _jaxpr.dependents(flat, {flat.invars[0]})
+    flat = _program.flatten(jax.make_jaxpr(fn)(x))
+    dependent = _program.dependents(flat, {flat.invars[0]})
     positions = [
         i
         for i, e in enumerate(flat.equations)
-        if not dependent.isdisjoint(_jaxpr.variables(e.invars))
+        if not dependent.isdisjoint(_program.variables(e.invars))
     ]
     axes = {flat.invars[0]: 0}
     if why is None:  # A counter of rows is computed whole, and sliced as an argument.

@@ -8,7 +8,7 @@ import jax
 from jax.extend import core as jex
 from jax.sharding import NamedSharding, Sharding
 
-from optax_offload._jaxpr import shape
+from optax_offload._program import shape
 from optax_offload._update.slicing_rules.registry import (
     Axes,
     Axis,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from jax.extend import core as jex
 
 from optax_offload import _compat
-from optax_offload._jaxpr import shape
+from optax_offload._program import shape
 
 Axis = int | None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload._jaxpr import shape
+from optax_offload._program import shape
 from optax_offload._update.slicing_rules.registry import (
     Axes,
     Axis,

@@ -1,0 +1,161 @@
+"""Making programs of others: the only place where a variable gets another name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend import core as jex
+
+from optax_offload._program.graph import Atom, Program
+
+# Enough to know a predicate, and what a selection is multiplied with.
+_FOLDED = frozenset(
+    ("add", "and", "convert_element_type", "mul", "ne", "not", "or", "sub")
+)
+
+
+class Builder:
+    """Equations as they are written, and what variables are called in them.
+
+    What is added takes its operands by the names that they have by then.
+
+    Attributes:
+      equations: The equations so far.
+      constants: The values that they close over.
+    """
+
+    def __init__(self, constants: Mapping[jex.Var, Any] | None = None):
+        self.equations: list[jex.JaxprEqn] = []
+        self.constants: dict[jex.Var, Any] = {}
+        self._names: dict[jex.Var, Atom] = {}
+        # Scalars of which the value is known.
+        self._known: dict[jex.Var, Any] = {}
+        self.close_over(constants or {})
+
+    def close_over(self, constants: Mapping[jex.Var, Any]) -> None:
+        """Has equations close over values."""
+        self.constants |= constants
+        self._known |= {v: c for v, c in constants.items() if _is_known_scalar(c)}
+
+    def rename(self, before: Iterable[jex.Var], after: Iterable[Atom]) -> None:
+        """Has variables stand for others, or for literals, from here on."""
+        self._names.update(zip(before, after, strict=True))
+
+    def read(self, a: Atom) -> Atom:
+        """What an atom stands for."""
+        return a if isinstance(a, jex.Literal) else self._names.get(a, a)
+
+    def read_all(self, atoms: Iterable[Atom]) -> list[Atom]:
+        """What atoms stand for."""
+        return [self.read(a) for a in atoms]
+
+    def value(self, a: Atom) -> Any:
+        """The value of a literal, or of a scalar that is known; None of others."""
+        return a.val if isinstance(a, jex.Literal) else self._known.get(a)
+
+    def add(
+        self,
+        e: jex.JaxprEqn,
+        results: Sequence[jex.Var] | None = None,
+        params: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Adds an equation.
+
+        Args:
+          e: The equation, in variables as they were called before.
+          results: What its results are called from here on; None for the same names.
+          params: The parameters that change.
+        """
+        operands = self.read_all(e.invars)
+        if results is not None:
+            self.rename(e.outvars, results)
+        outvars = list(e.outvars) if results is None else list(results)
+        changed = e.params | dict(params or {})
+        self.equations.append(
+            e.replace(invars=operands, outvars=outvars, params=changed)
+        )
+        if e.primitive.name in _FOLDED:
+            values = [self.value(a) for a in operands]
+            if all(v is not None for v in values):
+                with jax.ensure_compile_time_eval():
+                    folded = np.asarray(e.primitive.bind(*values, **e.params))
+                self._known[outvars[0]] = folded
+
+    def inline(self, closed: jex.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
+        """Adds what a jaxpr computes, with variables of its own each time.
+
+        Args:
+          closed: The jaxpr.
+          operands: What stands for its arguments.
+
+        Returns:
+          What stands for its results.
+        """
+        self.close_over(dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
+        self.rename(closed.jaxpr.invars, operands)
+        for e in closed.jaxpr.eqns:
+            body, inside = self._body(e)
+            if body is None:
+                self.add(e, [jex.Var(v.aval) for v in e.outvars])
+            else:
+                self.rename(e.outvars, self.inline(body, inside))
+        return self.read_all(closed.jaxpr.outvars)
+
+    def trace(self, fn: Callable[..., Any], *operands: Atom) -> list[Atom]:
+        """Adds what a function of values computes.
+
+        Args:
+          fn: The function, which returns a pytree.
+          *operands: What stands for its arguments.
+
+        Returns:
+          What stands for the leaves of its result.
+        """
+        closed = jax.make_jaxpr(fn)(*(a.aval for a in operands))
+        return self.inline(closed, operands)
+
+    def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
+        """What an equation calls, with what stands for the arguments; None if none."""
+        operands = self.read_all(e.invars)
+        if e.primitive.name in ("jit", "pjit"):
+            constrained = any(
+                isinstance(s, jax.sharding.Sharding)
+                for s in (*e.params["in_shardings"], *e.params["out_shardings"])
+            )
+            return (None if constrained else e.params["jaxpr"]), operands
+        if e.primitive.name in _BODIES:
+            return e.params[_BODIES[e.primitive.name]], operands
+        if e.primitive.name == "cond":
+            index = self.value(operands[0])
+            if index is not None:
+                branches = e.params["branches"]
+                taken = min(max(int(index), 0), len(branches) - 1)
+                return branches[taken], operands[1:]
+        return None, operands
+
+
+# Calls with rules of their own for derivatives and batches, which are taken by now.
+_BODIES = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
+
+
+def flatten(closed: jex.ClosedJaxpr) -> Program:
+    """Inlines nested jits, calls with own derivatives, and conds of a known branch.
+
+    optax jits its bias correction: left whole, it ties every leaf to every other. So
+    does the cond of `optax.MultiSteps`, whose predicate is the constant False unless
+    steps are to be skipped. A jit that constrains shardings is left as it is.
+    """
+    builder = Builder()
+    invars = list(closed.jaxpr.invars)
+    outvars = builder.inline(closed, invars)
+    # The names of arguments and results are those of a function that is taken apart.
+    debug_info = closed.jaxpr.debug_info.with_unknown_names()
+    return Program(builder.equations, builder.constants, invars, outvars, debug_info)
+
+
+def _is_known_scalar(c: Any) -> bool:
+    return not isinstance(c, jax.core.Tracer) and getattr(c, "shape", None) == ()

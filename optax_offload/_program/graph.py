@@ -1,0 +1,218 @@
+"""A program, and what can be asked of it: what needs what, what belongs together."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import jax
+import jax.core
+import numpy as np
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from optax_offload import _compat
+
+Atom: TypeAlias = jex.Var | jex.Literal
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Equations, without nested jits.
+
+    Attributes:
+      equations: The equations, in their order.
+      constants: The values that they close over.
+      invars: The arguments.
+      outvars: The results.
+      debug_info: What JAX keeps of the function for its messages.
+    """
+
+    equations: list[jex.JaxprEqn]
+    constants: dict[jex.Var, Any]
+    invars: list[jex.Var]
+    outvars: list[Atom]
+    debug_info: Any
+
+    @functools.cached_property
+    def producers(self) -> Mapping[jex.Var, int]:
+        """The position of the equation that defines each variable."""
+        return {v: i for i, e in enumerate(self.equations) for v in e.outvars}
+
+    @functools.cached_property
+    def used(self) -> frozenset[jex.Var]:
+        """The variables that equations take or that are results."""
+        used = {v for e in self.equations for v in variables(e.invars)}
+        return frozenset(used.union(variables(self.outvars)))
+
+
+def needed(
+    equations: Sequence[jex.JaxprEqn],
+    wanted: Iterable[jex.Var],
+    known: Collection[jex.Var] = (),
+    *,
+    effects: bool = False,
+) -> list[int]:
+    """The positions of the equations that variables need, in order.
+
+    Args:
+      equations: The equations.
+      wanted: The variables.
+      known: Variables that need nothing.
+      effects: Whether an equation with effects is needed, whoever wants its results.
+    """
+    missing = {v for v in wanted if v not in known}
+    found: list[int] = []
+    for i in reversed(range(len(equations))):
+        e = equations[i]
+        if (effects and _compat.has_effects(e)) or not missing.isdisjoint(e.outvars):
+            found.append(i)
+            missing.update(v for v in variables(e.invars) if v not in known)
+    return found[::-1]
+
+
+def live(program: Program) -> list[int]:
+    """The positions of the equations that a result or an effect needs, in order."""
+    return needed(program.equations, variables(program.outvars), effects=True)
+
+
+def dependents(flat: Program, start: Collection[jex.Var]) -> set[jex.Var]:
+    """The variables that depend on any of these, which are among them."""
+    found = set(start)
+    for e in flat.equations:
+        if not found.isdisjoint(variables(e.invars)):
+            found.update(e.outvars)
+    return found
+
+
+def ancestors(program: Program, v: jex.Var) -> tuple[int, ...]:
+    """The positions of the equations that a variable needs."""
+    return tuple(needed(program.equations, [v]))
+
+
+class Components(Generic[T]):
+    """What belongs together, by what joins it. Each thing is first by itself."""
+
+    def __init__(self) -> None:
+        self._parent: dict[T, T] = {}
+
+    def of(self, x: T) -> T:
+        """One that stands for all that belong with a thing."""
+        while (parent := self._parent.get(x, x)) != x:
+            x = parent
+        return x
+
+    def join(self, things: Iterable[T]) -> None:
+        """Has things belong together, as what the first of them stands for."""
+        first, *rest = dict.fromkeys(map(self.of, things))
+        self._parent |= dict.fromkeys(rest, first)
+
+
+def nested(e: jex.JaxprEqn) -> Iterator[jex.Jaxpr]:
+    """The bodies among the parameters of an equation."""
+    for value in e.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, jex.ClosedJaxpr):
+                yield item.jaxpr
+            elif isinstance(item, jex.Jaxpr):
+                yield item
+
+
+def within(e: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
+    """The equations in the bodies of an equation, and in theirs."""
+    for body in nested(e):
+        for inner in body.eqns:
+            yield inner
+            yield from within(inner)
+
+
+def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
+    """The atoms that are no literals."""
+    return [a for a in atoms if isinstance(a, jex.Var)]
+
+
+def shape(a: Atom) -> tuple[int, ...]:
+    """The shape of a variable or literal."""
+    aval: Any = a.aval
+    return aval.shape
+
+
+def signature(
+    equations: Sequence[jex.JaxprEqn],
+    inputs: Sequence[jex.Var],
+    outputs: Sequence[Atom],
+) -> Hashable:
+    """Equal for equations that only the names of their variables tell apart."""
+    numbers = {v: i for i, v in enumerate(inputs)}
+
+    def of(a: Atom) -> Hashable:
+        if isinstance(a, jex.Literal):
+            return a.aval, np.asarray(a.val).tobytes()
+        return numbers[a]
+
+    parts: list[Hashable] = [v.aval for v in inputs]
+    for e in equations:
+        operands = tuple(of(a) for a in e.invars)
+        numbers |= {v: len(numbers) + i for i, v in enumerate(e.outvars)}
+        parts.append((e.primitive, operands, tuple(e.params.items()), e.ctx))
+    parts += [of(a) for a in outputs]
+    return tuple(parts)
+
+
+def read(a: Atom, lookup: Callable[[jex.Var], Any]) -> Any:
+    """The value of a variable or literal."""
+    return a.val if isinstance(a, jex.Literal) else lookup(a)
+
+
+def evaluate(
+    flat: Program, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
+) -> dict[jex.Var, Any]:
+    """Evaluates equations, and returns the value of each variable they define."""
+    equations = [flat.equations[i] for i in positions]
+    results = [v for e in equations for v in e.outvars]
+    defined = set(results)
+    used = (v for e in equations for v in variables(e.invars))
+    free = [v for v in dict.fromkeys(used) if v not in defined]
+    # JAX's own interpreter knows how each version of it binds an equation, and keeps
+    # the name stack and the context (mesh, matmul precision) it was traced in.
+    jaxpr = jex.Jaxpr(
+        constvars=(),
+        invars=free,
+        outvars=results,
+        eqns=equations,
+        debug_info=flat.debug_info,
+    )
+    values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
+    return dict(zip(results, values, strict=True))
+
+
+_FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
+
+
+def described(e: jex.JaxprEqn) -> str:
+    """An equation as who wrote it knows it: the function that it is of, and where.
+
+    What only adds the leaves of any tree up says less than what calls it.
+    """
+    added = e.primitive.name == "add" and not any(map(shape, e.outvars))
+    name = "a sum over leaves" if added else repr(e.primitive.name)
+    lines = source_info_util.summarize(e.source_info, num_frames=30).splitlines()
+    frames = [found for line in lines if (found := _FRAME.fullmatch(line))]
+    telling = [f for f in frames if "/optax/tree_utils/" not in f["file"]]
+    if not telling:
+        return name
+    last = telling[-1]
+    function = last["function"].partition(".<locals>")[0]
+    return f"{name} in {function} ({last['file']}:{last['line']})"
