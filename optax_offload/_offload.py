@@ -309,7 +309,7 @@ class _Offloading:
 
 def _check_refs(update: Update, known: Mapping[str, Any]) -> None:
     """Raises if an update reads or writes refs."""
-    refs = [x for x in update.flat.constants.values() if isinstance(x, jax.Ref)]
+    refs = [x for x in update.program.constants.values() if isinstance(x, jax.Ref)]
     if not refs:
         return
     leaves = _trees.leaves_with_paths(known)

@@ -60,18 +60,18 @@ class Work:
 
 
 def run(
-    flat: Program, scan: Scan, work: Work, env: Env, cells: Mapping[jex.Var, Cell]
+    program: Program, scan: Scan, work: Work, env: Env, cells: Mapping[jex.Var, Cell]
 ) -> dict[jex.Var, Any]:
     """The values of what a scan and the work in it define.
 
     Args:
-      flat: The step.
+      program: The step.
       scan: The scan.
       work: What is done in it.
       env: The values of what it takes.
       cells: For arguments, what their shardings are noted in.
     """
-    return _Loop(flat, scan, work, env, cells).run()
+    return _Loop(program, scan, work, env, cells).run()
 
 
 class _State(NamedTuple):
@@ -95,15 +95,15 @@ class _Loop:
 
     def __init__(
         self,
-        flat: Program,
+        program: Program,
         scan: Scan,
         work: Work,
         env: Env,
         cells: Mapping[jex.Var, Cell],
     ):
-        self._flat, self._scan, self._work = flat, scan, work
+        self._flat, self._scan, self._work = program, scan, work
         self._env, self._cells = env, cells
-        self._units = [_Unit(f, kernel(f.rows), flat.debug_info) for f in work.fused]
+        self._units = [_Unit(f, kernel(f.rows), program.debug_info) for f in work.fused]
         self._unit_of = {v: unit for unit in self._units for v in unit.results}
         self._delayed = [v for v in self._unit_of if v in work.delayed]
         # The buffer that has the rows of an argument that are not yet replaced, and

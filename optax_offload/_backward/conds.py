@@ -36,7 +36,7 @@ def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 def _classes(branches: Sequence[Program], count: int) -> list[list[int]]:
     """The results, by what they have in common."""
     joined = Components[int]()
-    for flat in branches:
+    for program in branches:
         owner: dict[jex.Var, int] = {}
 
         def own(v: jex.Var, k: int, owner: dict[jex.Var, int] = owner) -> None:
@@ -44,10 +44,10 @@ def _classes(branches: Sequence[Program], count: int) -> list[list[int]]:
                 joined.join([owner[v], k])
             owner.setdefault(v, k)
 
-        for k, a in enumerate(flat.outvars):
+        for k, a in enumerate(program.outvars):
             for v in variables([a]):
                 own(v, k)
-        for equation in reversed(flat.equations):
+        for equation in reversed(program.equations):
             # A scalar is computed by all who want it: it is one's as good as another's.
             mine = [owner[v] for v in equation.outvars if v in owner]
             for k in mine:
@@ -64,26 +64,34 @@ def _restricted(
 ) -> jex.JaxprEqn:
     """A conditional for some of its results."""
     smaller: list[Program] = []
-    for flat in branches:
-        flat = dataclasses.replace(flat, outvars=[flat.outvars[k] for k in results])
-        equations = [flat.equations[i] for i in live(flat)]
-        smaller.append(dataclasses.replace(flat, equations=equations))
-    used = {i for flat in smaller for i, v in enumerate(flat.invars) if v in flat.used}
+    for program in branches:
+        program = dataclasses.replace(
+            program, outvars=[program.outvars[k] for k in results]
+        )
+        equations = [program.equations[i] for i in live(program)]
+        smaller.append(dataclasses.replace(program, equations=equations))
+    used = {
+        i
+        for program in smaller
+        for i, v in enumerate(program.invars)
+        if v in program.used
+    }
     kept = sorted(used)
     return e.replace(
         invars=[e.invars[0], *(e.invars[1 + i] for i in kept)],
         outvars=[e.outvars[k] for k in results],
-        params=e.params | {"branches": tuple(_closed(flat, kept) for flat in smaller)},
+        params=e.params
+        | {"branches": tuple(_closed(program, kept) for program in smaller)},
     )
 
 
-def _closed(flat: Program, kept: Sequence[int]) -> jex.ClosedJaxpr:
-    constants = {v: c for v, c in flat.constants.items() if v in flat.used}
+def _closed(program: Program, kept: Sequence[int]) -> jex.ClosedJaxpr:
+    constants = {v: c for v, c in program.constants.items() if v in program.used}
     jaxpr = jex.Jaxpr(
         constvars=tuple(constants),
-        invars=[flat.invars[i] for i in kept],
-        outvars=flat.outvars,
-        eqns=flat.equations,
-        debug_info=flat.debug_info,
+        invars=[program.invars[i] for i in kept],
+        outvars=program.outvars,
+        eqns=program.equations,
+        debug_info=program.debug_info,
     )
     return jex.ClosedJaxpr(jaxpr, list(constants.values()))

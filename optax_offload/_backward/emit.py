@@ -64,11 +64,11 @@ def run(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     results = in_form(forms, plan.step.closed, values)
     refs = [
         (v, x)
-        for v, x in zip(plan.step.flat.invars, args, strict=True)
+        for v, x in zip(plan.step.program.invars, args, strict=True)
         if isinstance(x, jax.Ref)
     ]
     first = len(results) - len(refs)
-    after = zip(refs, plan.step.flat.outvars[first:], results[first:], strict=True)
+    after = zip(refs, plan.step.program.outvars[first:], results[first:], strict=True)
     for (before, ref), a, value in after:
         if a is not before:
             ref[...] = value
@@ -95,13 +95,13 @@ class _Run:
 
     def __init__(self, plan: FusedStep, args: Sequence[Any], *, late: bool):
         self._plan, self._step, self._late = plan, plan.step, late
-        flat = plan.step.flat
+        program = plan.step.program
         # What an equation keeps of this must not keep traced values.
-        tell = functools.partial(_tell, flat)
+        tell = functools.partial(_tell, program)
         noted, cells = note_arguments(list(args), tell, on_device=True)
-        self._cells = {flat.invars[i]: cell for i, cell in cells.items()}
-        self._env: dict[jex.Var, Any] = dict(zip(flat.invars, noted, strict=True))
-        self._env |= flat.constants
+        self._cells = {program.invars[i]: cell for i, cell in cells.items()}
+        self._env: dict[jex.Var, Any] = dict(zip(program.invars, noted, strict=True))
+        self._env |= program.constants
         for compared, tell in self._step.comparisons:
             if self._env.keys() >= set(compared):
                 half = len(compared) // 2
@@ -111,12 +111,12 @@ class _Run:
 
     def results(self) -> list[Any]:
         """The values of the step's results."""
-        flat = self._step.flat
+        program = self._step.program
         scans = {s.scan.position: s for s in self._plan.scans}
         fused = [f for s in self._plan.scans for f in s.fused]
         nodes = self._plan.rest
         wanted = {v for node in nodes for v in node.reads}
-        wanted.update(variables(flat.outvars))
+        wanted.update(variables(program.outvars))
         wanted.update(v for f in fused for v in f.rows.inputs)
         postponed: list[Node] = []
         for is_scan, some in itertools.groupby(nodes, lambda n: n.position in scans):
@@ -131,8 +131,8 @@ class _Run:
                 self._run_pass(each, number)
         self._run_nodes(postponed)
         for v in (v for f in fused for v in f.component.results):
-            self._env[v] = constrained(flat, v, self._env[v])
-        return [read(a, self._env.__getitem__) for a in flat.outvars]
+            self._env[v] = constrained(program, v, self._env[v])
+        return [read(a, self._env.__getitem__) for a in program.outvars]
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
@@ -192,7 +192,7 @@ class _Run:
     def _run_work(self, scan: Scan, work: body.Work) -> None:
         if work.delayed:
             self._finish_products(scan)
-        self._env |= body.run(self._step.flat, scan, work, self._env, self._cells)
+        self._env |= body.run(self._step.program, scan, work, self._env, self._cells)
 
     def _finish_products(self, scan: Scan) -> None:
         """Has what only the rest of the step reads be computed before a scan.
@@ -201,13 +201,13 @@ class _Run:
         what products are made of, such as the gradient of logits (F67). What depends on
         no product, such as a cast, is left to be joined with what reads it.
         """
-        flat, at = self._step.flat, scan.position
+        program, at = self._step.program, scan.position
         nodes = (node for node in self._plan.rest if node.position > at)
         wanted = {v for node in nodes for v in node.reads}
-        wanted.update(variables(flat.outvars))
+        wanted.update(variables(program.outvars))
         wanted -= {v for s in self._plan.scans for f in s.fused for v in f.replaced}
-        products = (e for e in flat.equations[:at] if _flops.of_equation(e))
-        wanted &= dependents(flat, {v for e in products for v in e.outvars})
+        products = (e for e in program.equations[:at] if _flops.of_equation(e))
+        wanted &= dependents(program, {v for e in products for v in e.outvars})
         found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
         found = list(dict.fromkeys([*found, *variables(scan.carry)]))
         values = lax.optimization_barrier([self._env[v] for v in found])
@@ -215,10 +215,10 @@ class _Run:
 
     def _require(self, wanted: Iterable[jex.Var]) -> None:
         """Evaluates what variables take, as far as it is not known yet."""
-        flat = self._step.flat
+        program = self._step.program
         missing = {v for v in wanted if v not in self._env}
         found: list[int] = []
-        for i in reversed(range(len(flat.equations))):
+        for i in reversed(range(len(program.equations))):
             if not missing.isdisjoint(self._step.defines(i)):
                 found.append(i)
                 missing.update(v for v in self._step.reads(i) if v not in self._env)
@@ -252,7 +252,7 @@ class _Run:
     def _evaluate(self, positions: Sequence[int]) -> None:
         """Evaluates equations of the step."""
         step = self._step
-        self._env |= evaluate(step.flat, positions, self._env.__getitem__)
+        self._env |= evaluate(step.program, positions, self._env.__getitem__)
         self._env |= dict.fromkeys(v for i in positions for v in step.tokens(i))
 
     def _defines(self, node: Node) -> list[jex.Var]:
@@ -278,8 +278,8 @@ class _Run:
                 self._env[a] = value
 
 
-def _tell(flat: Program, argument: int) -> None:
-    aval: Any = flat.invars[argument].aval
+def _tell(program: Program, argument: int) -> None:
+    aval: Any = program.invars[argument].aval
     raise MemoryKindError(
         f"argument {argument} of the step, {aval.str_short()}, should come from "
         f"host memory and is on the device. {CAUSES}"

@@ -158,7 +158,7 @@ def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
 
 def candidates(step: Step) -> list[int]:
     """The scans of a step that have rows, as positions."""
-    equations = step.flat.equations
+    equations = step.program.equations
     return [
         i
         for i in sorted(step.live)

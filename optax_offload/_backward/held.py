@@ -66,7 +66,7 @@ def _held(
     step: Step, fused: Sequence[tuple[Fused, Kernel]]
 ) -> tuple[Update, list[jex.Var], list[jex.Var]]:
     """One update of all that waits; its arguments and its results in the step."""
-    flat = step.flat
+    program = step.program
     equations: dict[int, jex.JaxprEqn] = {}
     sources: dict[jex.Var, jex.Var] = {}
     axes: dict[jex.Var, int] = {}
@@ -74,7 +74,7 @@ def _held(
     codes = {v for f, _ in fused for v in f.codes}
     for f, k in fused:
         for e in k.rows.equations:
-            equations[flat.producers[e.outvars[0]]] = e
+            equations[program.producers[e.outvars[0]]] = e
         axes |= {v: i for v, i in k.rows.axes.items() if v in k.rows.inputs}
         sources |= dict(zip(k.rows.inputs, k.sources, strict=True))
         inside = dict(zip(k.targets, k.rows.outputs, strict=True))
@@ -90,7 +90,7 @@ def _held(
         for v, of in step.origins.items()
     }
     ordered = [equations[i] for i in sorted(equations)]
-    inner = Program(ordered, {}, invars, [a for _, a, _ in outputs], flat.debug_info)
+    inner = Program(ordered, {}, invars, [a for _, a, _ in outputs], program.debug_info)
     update = Update(
         inner,
         tuple(Input(slice_axis=axes.get(v)) for v in invars),

@@ -80,7 +80,7 @@ def passes(
         last, after = max((known[v] for v in taken if v in known), default=(0, -1))
         return last + (after >= scan)
 
-    for i in range(len(step.flat.equations)):
+    for i in range(len(step.program.equations)):
         if i in at:
             of[i] = number(step.reads(i), at[i])
             known.update((v, (of[i], at[i])) for v in step.defines(i))

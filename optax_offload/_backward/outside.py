@@ -32,8 +32,8 @@ class Outside(NamedTuple):
 
 def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
     """Those that may be of a parameter: residuals, which are not, are stacked too."""
-    sizes = {math.prod(shape(v)) for v in step.flat.invars}
-    equations = ((i, step.flat.equations[i]) for i in step.live)
+    sizes = {math.prod(shape(v)) for v in step.program.invars}
+    equations = ((i, step.program.equations[i]) for i in step.live)
     found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
     residuals = {v for scan in found for v in variables(scan.xs)}
     return [
@@ -45,18 +45,18 @@ def gradients(step: Step, outside: Iterable[Outside]) -> list[Outside]:
 
 def updates_inside(step: Step) -> list[str]:
     """Where updates are inside of other equations, in which none is looked for."""
-    equations = (step.flat.equations[i] for i in sorted(step.live))
+    equations = (step.program.equations[i] for i in sorted(step.live))
     names = [e.primitive.name for e in equations if holds_update(e)]
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
 def in_bodies(step: Step) -> Iterator[Outside]:
     """What may be gradients of scans that are not looked for: in bodies, or carried."""
-    flat = step.flat
-    shapes = {shape(v) for v in flat.invars if _is_inexact(v)}
-    returned = set(variables(flat.outvars))
+    program = step.program
+    shapes = {shape(v) for v in program.invars if _is_inexact(v)}
+    returned = set(variables(program.outvars))
     for i in sorted(step.live):
-        e = flat.equations[i]
+        e = program.equations[i]
         name = e.primitive.name
         nested = scans(e)
         # Of what other loops carry, nothing says what is a gradient.

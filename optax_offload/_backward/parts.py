@@ -117,7 +117,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     k = kernel(rows)
     one = k.rows.jaxpr(1, debug_info)
     # Nothing is computed for the whole row beside: so it has no results of its own.
-    flat = Program(list(one.eqns), {}, list(one.invars), [], debug_info)
+    program = Program(list(one.eqns), {}, list(one.invars), [], debug_info)
     loaded = [
         v
         for v, source in zip(one.invars, k.sources, strict=True)
@@ -133,10 +133,10 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     for axis in range(max((len(shape(v)) for v in loaded), default=0)):
         if any(axis != behind[v] or axis >= len(shape(v)) for v in loaded):
             continue
-        positions = range(len(flat.equations))
+        positions = range(len(program.equations))
         along = dict.fromkeys(loaded, axis)
         try:
-            found = analyze(flat, positions, along, one.outvars, {})
+            found = analyze(program, positions, along, one.outvars, {})
             size = _size(found, loaded, least)
         except NotRowLocalError as e:
             why = e

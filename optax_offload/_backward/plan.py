@@ -43,13 +43,13 @@ def plan(step: Step, held: Held = "auto") -> FusedStep:
       step: The step.
       held: What to do with gradients whose update needs all of them first.
     """
-    equations, positions = step.flat.equations, candidates(step)
+    equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
     outside: list[Outside] = []
     # Where two scans have gradients of one parameter, the second updates it.
     for i in reversed(positions):
         scan = Scan(i, equations[i])
-        scan = dataclasses.replace(scan, is_backward=is_backward(step.flat, scan))
+        scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
         later = [j for j in positions if j > i]
         found = _Search(step, scan, later, fused, held).run()
         if found.fused:
@@ -83,8 +83,10 @@ class _Search:
     def run(self) -> FusedScan:
         """What was found."""
         step, scan = self._step, self._scan
-        used = {v for i in step.live for v in variables(step.flat.equations[i].invars)}
-        used.update(variables(step.flat.outvars))
+        used = {
+            v for i in step.live for v in variables(step.program.equations[i].invars)
+        }
+        used.update(variables(step.program.outvars))
         followed = [v for v in scan.stacked if v in used]
         outside: list[Outside] = []
         if any(_memory.movable_nbytes(v.aval) is None for v in followed):
@@ -138,9 +140,11 @@ class _Search:
             for c in found.components
             for v in c.results
         }
-        results = [v for v in dict.fromkeys(variables(step.flat.outvars)) if v in read]
+        results = [
+            v for v in dict.fromkeys(variables(step.program.outvars)) if v in read
+        ]
         replaced: dict[jex.Var, jex.Var | None] = dict.fromkeys(results)
-        free = [v for v in step.flat.invars if v not in self._replaced_before]
+        free = [v for v in step.program.invars if v not in self._replaced_before]
         for v in results:
             for region, k in step.origins.get(v, ()):
                 alias = region.what.update.in_place(k)
@@ -179,7 +183,7 @@ class _Search:
         moved = any(f.loaded_bytes for f in held)
         if asked == "leave" or (asked == "auto" and not moved):
             f = held[0]
-            why = _why_late(self._step.flat, found, f.rows)
+            why = _why_late(self._step.program, found, f.rows)
             raise MixesError(f.component.gradients, why)
         ways: list[Way] = ["store", "twice"]
         ways = [way for way in ways if asked in ("auto", way)]
@@ -196,7 +200,7 @@ class _Search:
     def _why_not(self) -> dict[Way, str]:
         """Why gradients cannot wait, by the way."""
         found: dict[Way, str] = {}
-        if any(map(_compat.has_ordered_effects, self._step.flat.equations)):
+        if any(map(_compat.has_ordered_effects, self._step.program.equations)):
             found["store"] = _ORDERED
         if self._step.tokens(self._scan.position):
             found["twice"] = _ONCE
@@ -232,7 +236,7 @@ class _Search:
         for node in rest(self._step, [scan.position], fused):
             if node.position == scan.position or found.late.isdisjoint(node.reads):
                 continue
-            name = self._step.flat.equations[node.position].primitive.name
+            name = self._step.program.equations[node.position].primitive.name
             reader = "another update" if node.left else name
             for v in node.reads:
                 if v in owner:
@@ -246,7 +250,7 @@ class _Search:
         Itself, or an update that is moved into it.
         """
         step = self._step
-        equations = step.flat.equations
+        equations = step.program.equations
         inside = {v for s in self._before for f in s.now for v in f.rows.inputs}
         for f in fused:
             late = {v for s in f.component.late_sums for v in step.defines(s.position)}
@@ -313,7 +317,7 @@ def _in_parts(step: Step, fused: Fused) -> Fused:
     # What waits is summed up before.
     rows = fused.rows.restricted(component.results)
     try:
-        found = parts(rows, nbytes / asked, step.flat.debug_info)
+        found = parts(rows, nbytes / asked, step.program.debug_info)
     except NotRowLocalError as e:
         return dataclasses.replace(fused, whole_because=str(e))
     return dataclasses.replace(fused, parts=found)
@@ -331,9 +335,9 @@ def _row_bytes(fused: Fused) -> int:
     )
 
 
-def _why_late(flat: Program, found: Followed, rows: RowLocal) -> str:
+def _why_late(program: Program, found: Followed, rows: RowLocal) -> str:
     """What an update waits for."""
-    names = {flat.equations[i].primitive.name for i in found.sums}
+    names = {program.equations[i].primitive.name for i in found.sums}
     by = ", ".join(sorted(names)) or "what follows the scan"
     late = any(v in found.late for v in rows.inputs)
     return f"its update needs all gradients first ({by})" if late else by
@@ -368,7 +372,7 @@ def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[st
     for because, some in by_reason.items():
         results = {v for o in some for v in o.waits}
         # The new values of refs, which have no path, come last.
-        outvars = zip(found.step.flat.outvars, paths, strict=False)
+        outvars = zip(found.step.program.outvars, paths, strict=False)
         leaves = [path for a, path in outvars if a in results]
         can = f" {option}={other!r} can." * still.isdisjoint(o.gradient for o in some)
         yield (

@@ -44,30 +44,34 @@ def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
     there is nothing to join, and behind a barrier it would be a value of its own beside
     what is written in its place.
     """
-    flat = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
-    taken = [_split(x) for x in flat.equations]
-    whole = {v for some, _ in taken for v in some} | set(variables(flat.outvars))
+    program = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
+    taken = [_split(x) for x in program.equations]
+    whole = {v for some, _ in taken for v in some} | set(variables(program.outvars))
     rows = {v for _, some in taken for v in some} - whole
     asked = e.params["prevent_cse"]
     asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
     held = [
         i
-        for i, (v, a, kept) in enumerate(zip(flat.invars, operands, asked, strict=True))
+        for i, (v, a, kept) in enumerate(
+            zip(program.invars, operands, asked, strict=True)
+        )
         if e.params["differentiated"]
         and kept
         and isinstance(a, jex.Var)
         and v not in rows
     ]
-    builder = Builder(flat.constants)
-    builder.rename(flat.invars, operands)
+    builder = Builder(program.constants)
+    builder.rename(program.invars, operands)
     if held:
         behind = builder.trace(
             lambda *x: lax.optimization_barrier(x), *(operands[i] for i in held)
         )
-        builder.rename([flat.invars[i] for i in held], behind)
-    for x in flat.equations:
+        builder.rename([program.invars[i] for i in held], behind)
+    for x in program.equations:
         builder.add(x)
-    return Opened(builder.equations, builder.read_all(flat.outvars), builder.constants)
+    return Opened(
+        builder.equations, builder.read_all(program.outvars), builder.constants
+    )
 
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:

@@ -50,16 +50,16 @@ def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Nod
     is: that of an update, and what it takes, is evaluated in its place in the step, and
     not by what is left of the update.
     """
-    flat = step.flat
+    program = step.program
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
-    known = {v for i in sums for v in flat.equations[i].outvars}
-    needed = {v for v in variables(flat.outvars) if v not in results}
+    known = {v for i in sums for v in program.equations[i].outvars}
+    needed = {v for v in variables(program.outvars) if v not in results}
     # What is needed of an update beside what is left of it.
     inside: set[jex.Var] = set()
     found: list[Node] = []
-    for i in reversed(range(len(flat.equations))):
-        e = flat.equations[i]
+    for i in reversed(range(len(program.equations))):
+        e = program.equations[i]
         region = step.region_of.get(i)
         if region is not None and i == region.positions[-1]:
             node = _left(step, region, needed, known)
@@ -83,7 +83,7 @@ def _left(
     known: Collection[jex.Var],
 ) -> Node:
     """What is left of an update."""
-    producers = step.flat.producers
+    producers = step.program.producers
     wanted = tuple(
         k
         for k, a in enumerate(region.results)

@@ -75,7 +75,7 @@ class Scan:
         return _compat.scan_counts(self.equation.params)
 
 
-def is_backward(flat: Program, scan: Scan) -> bool:
+def is_backward(program: Program, scan: Scan) -> bool:
     """Whether a scan is the backward pass of another, and not one that stacks means.
 
     JAX names what it transposes; within a jit or a checkpoint it names that. There a
@@ -87,9 +87,9 @@ def is_backward(flat: Program, scan: Scan) -> bool:
     waiting = variables(scan.xs)
     while waiting:
         v = waiting.pop()
-        if v not in flat.producers:
+        if v not in program.producers:
             continue
-        e = flat.equations[flat.producers[v]]
+        e = program.equations[program.producers[v]]
         if e.primitive.name == "scan" and e.params["reverse"] != direction:
             return True
         waiting += [a for a, b in handed_on(e) if b is v]
@@ -184,7 +184,7 @@ def follow(
       MixesError: An equation needs all rows of some at once.
     """
     walk = _Walk(step, scan, gradients, later)
-    for i in range(scan.position + 1, len(step.flat.equations)):
+    for i in range(scan.position + 1, len(step.program.equations)):
         if i in step.live:
             walk.visit(i)
     return walk.found()
@@ -218,10 +218,12 @@ class _Walk:
         gradients: Sequence[jex.Var],
         later: Collection[int],
     ):
-        flat = step.flat
+        program = step.program
         self._step, self._gradients, self._later = step, tuple(gradients), later
-        self._analysis = Analysis(RowCount(scan.length), flat.equations, flat.producers)
-        self._analysis.whole = set(variables(flat.outvars))
+        self._analysis = Analysis(
+            RowCount(scan.length), program.equations, program.producers
+        )
+        self._analysis.whole = set(variables(program.outvars))
         self._analysis.follow = LAYOUT
         for v in gradients:
             self._analysis.mark(v, 0)
@@ -236,7 +238,7 @@ class _Walk:
 
     def visit(self, i: int) -> None:
         """Goes on with an equation."""
-        e = self._step.flat.equations[i]
+        e = self._step.program.equations[i]
         operands = self._step.reads(i)
         late = i in self._later or not self.late.isdisjoint(operands)
         touched = [v for v in operands if v in self.of]
@@ -274,7 +276,7 @@ class _Walk:
 
     def found(self) -> Followed:
         """What was found."""
-        outvars = dict.fromkeys(variables(self._step.flat.outvars))
+        outvars = dict.fromkeys(variables(self._step.program.outvars))
         results = [v for v in outvars if v in self.of]
         components: list[Component] = []
         for root in dict.fromkeys(map(self._root, self._gradients)):

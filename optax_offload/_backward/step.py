@@ -65,7 +65,7 @@ class Region:
         names = self.names.items()
         done = {
             v
-            for e in self.what.update.flat.equations
+            for e in self.what.update.program.equations
             if _compat.has_effects(e)
             for v in e.outvars
         }
@@ -94,7 +94,7 @@ class Step:
     """A train step.
 
     Attributes:
-      flat: All equations. What is moved to or from the host is an equation too.
+      program: All equations. What is moved to or from the host is an equation too.
       regions: The offloaded updates whose equations are among them.
       closed: The step as it was traced, of the values of its refs.
       refs: The refs that it closes over. Their values are its last arguments, and the
@@ -102,7 +102,7 @@ class Step:
       comparisons: What it compares the shardings of, and whom it tells.
     """
 
-    flat: Program
+    program: Program
     regions: tuple[Region, ...]
     closed: jex.ClosedJaxpr
     refs: tuple[Any, ...]
@@ -116,7 +116,7 @@ class Step:
     @functools.cached_property
     def live(self) -> frozenset[int]:
         """The equations that a result or an effect needs, as positions."""
-        return frozenset(live(self.flat))
+        return frozenset(live(self.program))
 
     @functools.cached_property
     def origins(self) -> Mapping[jex.Var, Sequence[Origin]]:
@@ -129,7 +129,7 @@ class Step:
             for k, a in enumerate(region.results):
                 if isinstance(a, jex.Var):
                     found.setdefault(a, []).append(Origin(region, k))
-        for e in self.flat.equations:
+        for e in self.program.equations:
             for a, v in handed_on(e):
                 if a in found and v not in found:
                     found[v] = found[a]
@@ -138,12 +138,12 @@ class Step:
     def reads(self, i: int) -> list[jex.Var]:
         """What an equation takes; with effects, also that those before it are done."""
         before, _ = self._tokens.get(i, ((), ()))
-        return [*variables(self.flat.equations[i].invars), *before]
+        return [*variables(self.program.equations[i].invars), *before]
 
     def defines(self, i: int) -> list[jex.Var]:
         """What an equation defines; with effects, also that it is done."""
         _, after = self._tokens.get(i, ((), ()))
-        return [*self.flat.equations[i].outvars, *after]
+        return [*self.program.equations[i].outvars, *after]
 
     def tokens(self, i: int) -> Sequence[jex.Var]:
         """What stands for the effects of an equation; nothing where it has none."""
@@ -158,7 +158,7 @@ class Step:
         """
         found: dict[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]] = {}
         before: Sequence[jex.Var] = ()
-        for i, e in enumerate(self.flat.equations):
+        for i, e in enumerate(self.program.equations):
             if _compat.has_effects(e):
                 found[i] = before, (jex.Var(_TOKEN),)
                 before = found[i][1]
@@ -176,14 +176,14 @@ def take_apart(closed: jex.ClosedJaxpr) -> Step:
     for e in outer.equations:
         taken.take(e)
     builder = taken.builder
-    flat = dataclasses.replace(
+    program = dataclasses.replace(
         outer,
         equations=builder.equations,
         constants=builder.constants,
         outvars=builder.read_all(outer.outvars),
     )
     regions, comparisons = tuple(taken.regions), tuple(taken.comparisons)
-    return Step(flat, regions, closed, refs, comparisons)
+    return Step(program, regions, closed, refs, comparisons)
 
 
 def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
@@ -252,11 +252,11 @@ class _Taken:
     def _region(self, what: Deferred, operands: list[Atom]) -> Region:
         what = _split(what)
         dropped = as_zero(what.update)
-        flat, builder = what.update.flat, self.builder
+        program, builder = what.update.program, self.builder
         first = len(builder.equations)
-        builder.close_over(flat.constants)
-        builder.rename(flat.invars, [self._moved(a, "device") for a in operands])
-        for e in flat.equations:
+        builder.close_over(program.constants)
+        builder.rename(program.invars, [self._moved(a, "device") for a in operands])
+        for e in program.equations:
             builder.add(e, [jex.Var(v.aval) for v in e.outvars])
             for v in e.outvars:
                 if v in dropped:
@@ -264,9 +264,9 @@ class _Taken:
                     builder.rename([v], [self._zero_if(predicate, value, v)])
         results = [
             self._moved(builder.read(a), output.memory_kind)
-            for a, output in zip(flat.outvars, what.update.outputs, strict=True)
+            for a, output in zip(program.outvars, what.update.outputs, strict=True)
         ]
-        inside = [*flat.invars, *(v for e in flat.equations for v in e.outvars)]
+        inside = [*program.invars, *(v for e in program.equations for v in e.outvars)]
         return Region(
             what,
             tuple(operands),
@@ -310,10 +310,12 @@ def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 
 def _split(what: Deferred) -> Deferred:
     """An update whose equations over many leaves are taken apart."""
-    flat = what.update.flat
-    equations = [small for e in flat.equations for small in _apart(e)]
-    flat = dataclasses.replace(flat, equations=equations)
-    return dataclasses.replace(what, update=dataclasses.replace(what.update, flat=flat))
+    program = what.update.program
+    equations = [small for e in program.equations for small in _apart(e)]
+    program = dataclasses.replace(program, equations=equations)
+    return dataclasses.replace(
+        what, update=dataclasses.replace(what.update, program=program)
+    )
 
 
 def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
@@ -349,18 +351,20 @@ def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
                 yield a, v
 
 
-def constrained(flat: Program, v: jex.Var, x: Any) -> Any:
+def constrained(program: Program, v: jex.Var, x: Any) -> Any:
     """The value of a result that was made row by row, sharded as the step has it.
 
     Its rows are already, but not the buffer that they were written into.
     """
-    e = flat.equations[flat.producers[v]]
+    e = program.equations[program.producers[v]]
     if e.primitive.name not in ("device_put", "sharding_constraint") or (
         _memory.on_host(v.aval)
     ):
         return x
     (x,) = jax.core.eval_jaxpr(
-        jex.Jaxpr((), variables(e.invars), e.outvars, [e], debug_info=flat.debug_info),
+        jex.Jaxpr(
+            (), variables(e.invars), e.outvars, [e], debug_info=program.debug_info
+        ),
         (),
         x,
     )

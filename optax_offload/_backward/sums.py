@@ -26,9 +26,9 @@ _ADD = {
 }
 
 
-def identity(flat: Program, s: Sum) -> Any:
+def identity(program: Program, s: Sum) -> Any:
     """What a reduction of nothing is, in the dtype of the running total."""
-    e = _widened(flat.equations[s.position])
+    e = _widened(program.equations[s.position])
     aval: Any = e.outvars[0].aval
     by = SUMMED_BY[e.primitive.name]
     value: Any = {"add": 0, "mul": 1, "and": -1, "or": 0}.get(by)
@@ -47,7 +47,7 @@ def identity(flat: Program, s: Sum) -> Any:
 
 
 def added(
-    flat: Program,
+    program: Program,
     s: Sum,
     total: Any,
     rows: Mapping[jex.Var, Any],
@@ -56,16 +56,16 @@ def added(
     """A total with what a row adds to it.
 
     Args:
-      flat: The step.
+      program: The step.
       s: The reduction.
       total: What the rows before add up to.
       rows: The values of the row, each with an axis of one row.
       env: The values of what has no rows.
     """
-    before = flat.equations[s.position]
+    before = program.equations[s.position]
     e = _widened(before)
     free = dict(zip(variables(e.invars), variables(before.invars), strict=True))
-    one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=flat.debug_info)
+    one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
 
     def value(v: jex.Var, like: Any) -> Any:
         found = _memory.transfer(rows[v] if v in rows else env[v], "device")
@@ -76,9 +76,9 @@ def added(
     return _ADD[SUMMED_BY[e.primitive.name]](total, part)
 
 
-def finished(flat: Program, s: Sum, total: Any) -> Any:
+def finished(program: Program, s: Sum, total: Any) -> Any:
     """The result of a reduction, given the total of all rows."""
-    aval: Any = flat.equations[s.position].outvars[0].aval
+    aval: Any = program.equations[s.position].outvars[0].aval
     total = lax.convert_element_type(total, aval.dtype)
     return _memory.transfer(total, _memory.kind_of_type(aval))
 

@@ -88,10 +88,10 @@ def live(program: Program) -> list[int]:
     return needed(program.equations, variables(program.outvars), effects=True)
 
 
-def dependents(flat: Program, start: Collection[jex.Var]) -> set[jex.Var]:
+def dependents(program: Program, start: Collection[jex.Var]) -> set[jex.Var]:
     """The variables that depend on any of these, which are among them."""
     found = set(start)
-    for e in flat.equations:
+    for e in program.equations:
         if not found.isdisjoint(variables(e.invars)):
             found.update(e.outvars)
     return found
@@ -177,10 +177,10 @@ def read(a: Atom, lookup: Callable[[jex.Var], Any]) -> Any:
 
 
 def evaluate(
-    flat: Program, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
+    program: Program, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
 ) -> dict[jex.Var, Any]:
     """Evaluates equations, and returns the value of each variable they define."""
-    equations = [flat.equations[i] for i in positions]
+    equations = [program.equations[i] for i in positions]
     results = [v for e in equations for v in e.outvars]
     defined = set(results)
     used = (v for e in equations for v in variables(e.invars))
@@ -192,7 +192,7 @@ def evaluate(
         invars=free,
         outvars=results,
         eqns=equations,
-        debug_info=flat.debug_info,
+        debug_info=program.debug_info,
     )
     values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
     return dict(zip(results, values, strict=True))

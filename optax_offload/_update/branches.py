@@ -73,41 +73,41 @@ def find(update: Update) -> Branches | None:
     An update with effects is left as one: they would be had by each version, and beside
     both.
     """
-    flat, stores = update.flat, update.stores
-    if any(map(_compat.has_effects, flat.equations)):
+    program, stores = update.program, update.stores
+    if any(map(_compat.has_effects, program.equations)):
         return None
-    loaded = {flat.invars[i] for i in update.loads if shape(flat.invars[i])}
-    dependent = dependents(flat, loaded)
-    predicate = _predicate(flat, loaded, dependent, stores)
+    loaded = {program.invars[i] for i in update.loads if shape(program.invars[i])}
+    dependent = dependents(program, loaded)
+    predicate = _predicate(program, loaded, dependent, stores)
     if predicate is None:
         return None
     outputs = {
         k: update.in_place(k)
-        for k, a in enumerate(flat.outvars)
+        for k, a in enumerate(program.outvars)
         if shape(a) or (isinstance(a, jex.Var) and a in dependent)
     }
-    before = ancestors(flat, predicate)
-    others = [a for k, a in enumerate(flat.outvars) if k not in outputs]
-    beside = set(live(dataclasses.replace(flat, outvars=others))).difference(before)
-    outvars = [a if k in outputs else _zero(a) for k, a in enumerate(flat.outvars)]
-    flat = dataclasses.replace(flat, outvars=outvars)
+    before = ancestors(program, predicate)
+    others = [a for k, a in enumerate(program.outvars) if k not in outputs]
+    beside = set(live(dataclasses.replace(program, outvars=others))).difference(before)
+    outvars = [a if k in outputs else _zero(a) for k, a in enumerate(program.outvars)]
+    program = dataclasses.replace(program, outvars=outvars)
     updates = [k for k, output in enumerate(update.outputs) if output.is_update]
-    dropped = set(variables(flat.outvars[k] for k in updates))
+    dropped = set(variables(program.outvars[k] for k in updates))
     known = _Known(predicate, frozenset(before), dropped)
-    zero, one = (_version(flat, known, value) for value in (0, 1))
+    zero, one = (_version(program, known, value) for value in (0, 1))
     moved = [len(_moved(version, loaded, stores)) for version in (zero, one)]
-    if min(moved) > len(_moved(flat, loaded, stores)) / 2:
+    if min(moved) > len(_moved(program, loaded, stores)) / 2:
         return None
     versions = (
-        dataclasses.replace(update, flat=zero),
-        dataclasses.replace(update, flat=one),
+        dataclasses.replace(update, program=zero),
+        dataclasses.replace(update, program=one),
     )
     zeros = {
         v: value
         for value, version in enumerate((zero, one))
         for v in dropped.intersection(version.producers)
         if version.equations[version.producers[v]].primitive.name != "mul"
-        and flat.equations[flat.producers[v]].primitive.name == "mul"
+        and program.equations[program.producers[v]].primitive.name == "mul"
     }
     return Branches(predicate, before, outputs, tuple(sorted(beside)), versions, zeros)
 
@@ -139,15 +139,15 @@ class _Known:
 
 
 def _predicate(
-    flat: Program,
+    program: Program,
     loaded: Collection[jex.Var],
     dependent: Collection[jex.Var],
     stores: Collection[int],
 ) -> jex.Var | None:
     """What most state depends on: the index of a cond, or what is selected by."""
-    stored = set(variables(flat.outvars[k] for k in stores))
+    stored = set(variables(program.outvars[k] for k in stores))
     found: Counter[jex.Var] = Counter()
-    for e in flat.equations:
+    for e in program.equations:
         if not e.invars:
             continue
         by, *operands = e.invars
@@ -172,21 +172,21 @@ def _zero(a: Atom) -> jex.Literal:
 
 
 def _moved(
-    flat: Program, loaded: Collection[jex.Var], stores: Collection[int]
+    program: Program, loaded: Collection[jex.Var], stores: Collection[int]
 ) -> set[jex.Var]:
     """The loads that are not only handed through."""
-    used = {v for i in live(flat) for v in variables(flat.equations[i].invars)}
-    used.update(variables(a for k, a in enumerate(flat.outvars) if k not in stores))
+    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
+    used.update(variables(a for k, a in enumerate(program.outvars) if k not in stores))
     return used.intersection(loaded)
 
 
-def _version(flat: Program, facts: _Known, value: int) -> Program:
+def _version(program: Program, facts: _Known, value: int) -> Program:
     """The update with a predicate known, and without the equations before it."""
     predicate = facts.predicate
     dtype: Any = predicate.aval
-    builder = Builder(flat.constants)
+    builder = Builder(program.constants)
     builder.close_over({predicate: np.asarray(value, dtype.dtype)})
-    for position, e in enumerate(flat.equations):
+    for position, e in enumerate(program.equations):
         if position in facts.before:
             continue
         operands = builder.read_all(e.invars)
@@ -199,9 +199,12 @@ def _version(flat: Program, facts: _Known, value: int) -> Program:
             builder.add(_zeros(e.outvars[0]))
         else:
             builder.add(e)
-    outvars = builder.read_all(flat.outvars)
+    outvars = builder.read_all(program.outvars)
     return dataclasses.replace(
-        flat, equations=builder.equations, constants=builder.constants, outvars=outvars
+        program,
+        equations=builder.equations,
+        constants=builder.constants,
+        outvars=outvars,
     )
 
 

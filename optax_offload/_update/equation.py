@@ -43,15 +43,15 @@ class Deferred:
 
 def closed(update: Update, args: Sequence[Any]) -> tuple[Update, list[Any]]:
     """An update that closes over no traced value, and its arguments."""
-    constants = update.flat.constants
+    constants = update.program.constants
     traced = {v: x for v, x in constants.items() if isinstance(x, jax.core.Tracer)}
-    flat = dataclasses.replace(
-        update.flat,
-        invars=[*update.flat.invars, *traced],
+    program = dataclasses.replace(
+        update.program,
+        invars=[*update.program.invars, *traced],
         constants={v: x for v, x in constants.items() if v not in traced},
     )
     inputs = (*update.inputs, *(Input(_memory.on_host(x)) for x in traced.values()))
-    update = dataclasses.replace(update, flat=flat, inputs=inputs)
+    update = dataclasses.replace(update, program=program, inputs=inputs)
     return update, [*args, *traced.values()]
 
 

@@ -77,33 +77,35 @@ class Group:
             raise TypeError(f"a group that is updated whole: {self.whole_because}")
         return self.row_local
 
-    def reads(self, flat: Program) -> list[jex.Var]:
+    def reads(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to update the group."""
-        aliases = [flat.invars[alias] for alias in self.aliases if alias is not None]
+        aliases = [program.invars[alias] for alias in self.aliases if alias is not None]
         if self.row_local is not None:
             return [*self.row_local.inputs, *aliases]
-        equations = [flat.equations[i] for i in self.equations]
+        equations = [program.equations[i] for i in self.equations]
         defined = {v for e in equations for v in e.outvars}
         used = [v for e in equations for v in variables(e.invars)]
-        used += variables(flat.outvars[k] for k in self.outputs)
-        loads = [flat.invars[i] for i in self.loads]
+        used += variables(program.outvars[k] for k in self.outputs)
+        loads = [program.invars[i] for i in self.loads]
         return [*loads, *(v for v in used if v not in defined), *aliases]
 
-    def signature(self, flat: Program, inputs: Mapping[jex.Var, int]) -> Hashable:
+    def signature(self, program: Program, inputs: Mapping[jex.Var, int]) -> Hashable:
         """Equal for groups that are updated alike, given how inputs are numbered."""
         if self.row_local is not None:
             reads: Sequence[jex.Var] = self.row_local.inputs
             update = self.row_local.signature()
         else:
-            reads = list(dict.fromkeys(self.reads(flat)))
+            reads = list(dict.fromkeys(self.reads(program)))
             update = signature(
-                [flat.equations[i] for i in self.equations],
+                [program.equations[i] for i in self.equations],
                 reads,
-                [flat.outvars[k] for k in self.outputs],
+                [program.outvars[k] for k in self.outputs],
             )
         return (
             update,
             tuple(inputs[v] for v in reads),
-            tuple(inputs[flat.invars[i]] for i in self.loads),
-            tuple(None if i is None else inputs[flat.invars[i]] for i in self.aliases),
+            tuple(inputs[program.invars[i]] for i in self.loads),
+            tuple(
+                None if i is None else inputs[program.invars[i]] for i in self.aliases
+            ),
         )

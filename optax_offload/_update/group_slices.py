@@ -43,21 +43,21 @@ def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group
 
 
 def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
-    flat = update.flat
+    program = update.program
     row_local = analyze(
-        flat,
+        program,
         group.equations,
-        {flat.invars[i]: _slice_axis(update, i, group) for i in group.loads},
-        [flat.outvars[k] for k in group.outputs],
-        {before: _var(flat, k) for before, k in beside.items()},
+        {program.invars[i]: _slice_axis(update, i, group) for i in group.loads},
+        [program.outvars[k] for k in group.outputs],
+        {before: _var(program, k) for before, k in beside.items()},
     )
     # What is on the device, and is read for slices, is replaced in slices too.
-    position = {_var(flat, k): k for k in beside.values()}
+    position = {_var(program, k): k for k in beside.values()}
     more = [position[v] for v in row_local.outputs[len(group.outputs) :]]
     outputs = (*group.outputs, *more)
     aliases = tuple(_row_alias(update, k, row_local) for k in outputs)
-    moved = {flat.invars[i] for i in group.loads}
-    moved.update(_var(flat, k) for k in outputs if update.outputs[k].stored)
+    moved = {program.invars[i] for i in group.loads}
+    moved.update(_var(program, k) for k in outputs if update.outputs[k].stored)
     # What has one number for each row, as counters of a population, and does not cross
     # the link is no matter of tiles; nor is what is computed from slices.
     sliced = {*row_local.inputs, *row_local.outputs}
@@ -76,22 +76,22 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
         aliases=aliases,
         row_multiple=multiple,
     )
-    return dataclasses.replace(group, parts=_parts(flat, group))
+    return dataclasses.replace(group, parts=_parts(program, group))
 
 
-def _var(flat: Program, k: int) -> jex.Var:
+def _var(program: Program, k: int) -> jex.Var:
     """The variable of an output that is no literal."""
-    a = flat.outvars[k]
+    a = program.outvars[k]
     assert isinstance(a, jex.Var)
     return a
 
 
-def _parts(flat: Program, group: Group) -> tuple[Part, ...]:
+def _parts(program: Program, group: Group) -> tuple[Part, ...]:
     """Two parts, if half of the loads suffice for a store; else one."""
     row_local = group.in_rows
     early = group.loads[: (len(group.loads) + 1) // 2]
     later = group.loads[len(early) :]
-    missing = {flat.invars[i] for i in later}
+    missing = {program.invars[i] for i in later}
     for e in row_local.equations:
         if not missing.isdisjoint(variables(e.invars)):
             missing.update(e.outvars)
@@ -99,27 +99,27 @@ def _parts(flat: Program, group: Group) -> tuple[Part, ...]:
     last: list[int] = []
     for k, alias in zip(group.outputs, group.aliases, strict=True):
         # What is not loaded is read by both parts, and replaced by the last.
-        ready = alias in early and flat.outvars[k] not in missing
+        ready = alias in early and program.outvars[k] not in missing
         (first if ready else last).append(k)
     small = group.nbytes < LEAST_PART_BYTES * len(group.loads)
     if small or not (later and first and last):
         return (Part(group.loads, group.outputs, row_local),)
     one, other = row_local.split(
-        [flat.invars[i] for i in early],
-        [_var(flat, k) for k in first],
-        [_var(flat, k) for k in last],
+        [program.invars[i] for i in early],
+        [_var(program, k) for k in first],
+        [_var(program, k) for k in last],
     )
     return Part(early, tuple(first), one), Part(later, tuple(last), other)
 
 
 def _slice_axis(update: Update, i: int, group: Group) -> int:
     """The axis of the rows of a load."""
-    flat = update.flat
-    sizes = shape(flat.invars[i])
+    program = update.program
+    sizes = shape(program.invars[i])
     axis = update.inputs[i].slice_axis
     if axis == "auto":
         # The row means of a stacked leaf have its layer axis.
-        outputs = (shape(flat.outvars[k]) for k in group.outputs)
+        outputs = (shape(program.outvars[k]) for k in group.outputs)
         if any(len(o) > 2 and o[0] == sizes[0] for o in outputs):
             return 0
         axis = None
@@ -130,11 +130,11 @@ def _slice_axis(update: Update, i: int, group: Group) -> int:
 
 def _row_alias(update: Update, k: int, row_local: RowLocal) -> int | None:
     """The input into whose buffer an output can be written slice by slice."""
-    flat = update.flat
+    program = update.program
     alias = update.in_place(k)
     if alias is not None:
-        axis = row_local.axes[_var(flat, k)]
-        if row_local.axes.get(flat.invars[alias], axis) == axis:
+        axis = row_local.axes[_var(program, k)]
+        if row_local.axes.get(program.invars[alias], axis) == axis:
             return alias
     if update.outputs[k].stored:
         raise NotRowLocalError("no buffer on the host to write into")

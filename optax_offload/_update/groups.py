@@ -52,16 +52,16 @@ def group(update: Update) -> Grouping:
     Outputs that depend on a common load form a group, and so does each store that
     depends on none.
     """
-    flat = update.flat
-    scalars = tuple(i for i in update.loads if not shape(flat.invars[i]))
-    loads = [i for i in update.loads if shape(flat.invars[i])]
-    components = _components(flat, loads)
+    program = update.program
+    scalars = tuple(i for i in update.loads if not shape(program.invars[i]))
+    loads = [i for i in update.loads if shape(program.invars[i])]
+    components = _components(program, loads)
     members, alone = _members(update, loads, components)
     equations: dict[int, list[int]] = {component: [] for component in members}
     shared: list[int] = []
     for i in components.equations:
         of = components.of
-        used = variables(flat.equations[i].invars)
+        used = variables(program.equations[i].invars)
         component = next((of[v] for v in used if v in of), None)
         if component is None:
             shared.append(i)
@@ -69,7 +69,7 @@ def group(update: Update) -> Grouping:
             equations.setdefault(component, []).append(i)
     inputs: dict[int, list[int]] = {}
     for i in loads:
-        inputs.setdefault(components.of[flat.invars[i]], []).append(i)
+        inputs.setdefault(components.of[program.invars[i]], []).append(i)
     beside = _beside(update, components.of)
     groups: list[Group] = []
     for component in equations:
@@ -85,10 +85,10 @@ def group(update: Update) -> Grouping:
         taken = set(groups[-1].outputs)
         beside = {v: k for v, k in beside.items() if k not in taken}
     groups += [
-        Group((), (k,), (), _memory.nbytes_on_each_device(flat.outvars[k].aval), 0)
+        Group((), (k,), (), _memory.nbytes_on_each_device(program.outvars[k].aval), 0)
         for k in alone
     ]
-    groups, shared = _own(flat, shared, groups)
+    groups, shared = _own(program, shared, groups)
     groups.sort(key=lambda g: _availability(update, g), reverse=True)
     joined = _joins_gradients(update, shared)
     return Grouping(tuple(groups), scalars, tuple(shared), joined)
@@ -110,13 +110,13 @@ class _Components:
     equations: Sequence[int]
 
 
-def _components(flat: Program, loads: Sequence[int]) -> _Components:
+def _components(program: Program, loads: Sequence[int]) -> _Components:
     joined = Components[int]()
-    node_of = {flat.invars[i]: node for node, i in enumerate(loads)}
+    node_of = {program.invars[i]: node for node, i in enumerate(loads)}
     joints: list[tuple[int, jex.JaxprEqn]] = []
-    equations = live(flat)
+    equations = live(program)
     for i in equations:
-        e = flat.equations[i]
+        e = program.equations[i]
         used = variables(e.invars)
         nodes = sorted({joined.of(node_of[v]) for v in used if v in node_of})
         if not nodes:
@@ -134,11 +134,11 @@ def _members(
     update: Update, loads: Sequence[int], components: _Components
 ) -> tuple[dict[int, list[int]], list[int]]:
     """The outputs of each component, and the stores that belong to none."""
-    flat = update.flat
-    unmoved = {flat.invars[i] for i in loads}
+    program = update.program
+    unmoved = {program.invars[i] for i in loads}
     members: dict[int, list[int]] = {}
     alone: list[int] = []
-    for k, a in enumerate(flat.outvars):
+    for k, a in enumerate(program.outvars):
         stored = update.outputs[k].stored
         if isinstance(a, jex.Var) and a in components.of:
             # What comes back to the host as it came need not move at all.
@@ -151,16 +151,18 @@ def _members(
 
 def _beside(update: Update, of: Mapping[jex.Var, int]) -> dict[jex.Var, int]:
     """Outputs that stay on the device and depend on no load, by what they replace."""
-    flat = update.flat
+    program = update.program
     return {
-        flat.invars[output.alias]: k
-        for k, (a, output) in enumerate(zip(flat.outvars, update.outputs, strict=True))
+        program.invars[output.alias]: k
+        for k, (a, output) in enumerate(
+            zip(program.outvars, update.outputs, strict=True)
+        )
         if output.alias is not None
         and not output.stored
         and isinstance(a, jex.Var)
         and a not in of
         and shape(a)
-        and a is not flat.invars[output.alias]
+        and a is not program.invars[output.alias]
     }
 
 
@@ -172,12 +174,12 @@ def _whole(
     ties: Sequence[jex.JaxprEqn],
 ) -> Group:
     """A group, before it is known whether it can be sliced."""
-    flat = update.flat
+    program = update.program
     several = len([k for k in outputs if update.outputs[k].is_update]) > 1
     encoded = {o.alias for o in update.outputs if o.holds_codes}
-    loaded = [(flat.invars[i].aval, i in encoded) for i in loads]
+    loaded = [(program.invars[i].aval, i in encoded) for i in loads]
     stored = [
-        (flat.outvars[k].aval, update.outputs[k].holds_codes)
+        (program.outvars[k].aval, update.outputs[k].holds_codes)
         for k in outputs
         if update.outputs[k].stored
     ]
@@ -193,7 +195,7 @@ def _whole(
         nbytes=max(sum(_on_device(*x) for x in some) for some in (loaded, stored)),
         moved_bytes=max(moved),
         tied_by=tied_by,
-        joined=_joined(flat, loads, tied_by),
+        joined=_joined(program, loads, tied_by),
     )
 
 
@@ -208,12 +210,12 @@ def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
 
 
 def _joined(
-    flat: Program, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
+    program: Program, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
 ) -> tuple[int, ...]:
     """The loads that equations depend on."""
-    of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(flat, v)}
-    read = {v for i in of for v in variables(flat.equations[i].invars)}
-    return tuple(i for i in loads if flat.invars[i] in read)
+    of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(program, v)}
+    read = {v for i in of for v in variables(program.equations[i].invars)}
+    return tuple(i for i in loads if program.invars[i] in read)
 
 
 def _on_device(aval: Any, holds_codes: bool) -> int:
@@ -223,7 +225,7 @@ def _on_device(aval: Any, holds_codes: bool) -> int:
 
 
 def _own(
-    flat: Program, shared: Sequence[int], groups: Sequence[Group]
+    program: Program, shared: Sequence[int], groups: Sequence[Group]
 ) -> tuple[list[Group], list[int]]:
     """Gives equations to the groups that alone need them, as far as that is of use.
 
@@ -238,7 +240,7 @@ def _own(
     # Which group wants a variable; None for several of them, or for others.
     wanted_by: dict[jex.Var, int | None] = {
         a: None
-        for k, a in enumerate(flat.outvars)
+        for k, a in enumerate(program.outvars)
         if isinstance(a, jex.Var) and k not in in_slices
     }
     own: list[list[int]] = [list(g.equations) for g in groups]
@@ -252,11 +254,11 @@ def _own(
             want(g.row_local.inputs, None)
         else:
             for i in g.equations:
-                used = variables(flat.equations[i].invars)
+                used = variables(program.equations[i].invars)
                 want(used, at if g.aliases else None)
     left: list[int] = []
     for i in reversed(shared):
-        e = flat.equations[i]
+        e = program.equations[i]
         wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
         effects = _compat.has_effects(e)
         at = wanted.pop() if len(wanted) == 1 and not effects else None
@@ -276,15 +278,15 @@ def _own(
 
 def _joins_gradients(update: Update, equations: Sequence[int]) -> bool:
     """Whether some value depends on more than one gradient."""
-    flat = update.flat
+    program = update.program
     gradients = (
-        flat.invars[output.alias]
+        program.invars[output.alias]
         for output in update.outputs
         if output.is_update and output.alias is not None
     )
     of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
     for i in equations:
-        e = flat.equations[i]
+        e = program.equations[i]
         found = {of[v] for v in variables(e.invars) if v in of}
         if len(found) > 1:
             return True

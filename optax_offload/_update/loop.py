@@ -46,7 +46,7 @@ def run_loop(
     update: Update, loop: Loop, env: Env, traces: Traces, cells: Mapping[int, Cell]
 ) -> Buffers:
     """The values of the outputs of a loop, traced once for like loops."""
-    inputs = loop.inputs(update.flat)
+    inputs = loop.inputs(update.program)
     outputs = [k for group in loop.groups for k in group.outputs]
 
     def fn(*values: Any) -> list[Any]:
@@ -58,7 +58,7 @@ def run_loop(
     # Whose shardings are told apart by the program alone, is not like another.
     own = tuple(cells.get(i) for group in loop.groups for i in group.loads)
     own += tuple(arguments.cell_of(cells, update.outputs[k].like) for k in outputs)
-    signature = loop.signature(update.flat), kinds, own
+    signature = loop.signature(update.program), kinds, own
     traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
     results = traced(*(env[v] for v in inputs))
     return dict(zip(outputs, results, strict=True))
@@ -82,10 +82,10 @@ class _Loop:
         cells: Mapping[int, Cell],
     ):
         self.cells = cells
-        self.update, self.flat, self.traces = update, update.flat, traces
+        self.update, self.program, self.traces = update, update.program, traces
         self._loop = loop
         self._env = env
-        self.loads = {self.flat.invars[i] for g in loop.groups for i in g.loads}
+        self.loads = {self.program.invars[i] for g in loop.groups for i in g.loads}
 
     def run(self) -> Buffers:
         """The values of the outputs of all groups."""
@@ -151,7 +151,7 @@ class _Loop:
     def _read_whole(self) -> list[jex.Var]:
         """What the groups read and do not replace, such as parameters."""
         replaced = {
-            self.flat.invars[alias]
+            self.program.invars[alias]
             for group in self._loop.groups
             for alias in group.aliases
             if alias is not None
@@ -161,8 +161,8 @@ class _Loop:
     def _buffer(self, k: int, alias: int | None) -> Any:
         """What an output is written into: if possible, its input."""
         if alias is not None:
-            return self._env[self.flat.invars[alias]]
-        aval: Any = self.flat.outvars[k].aval
+            return self._env[self.program.invars[alias]]
+        aval: Any = self.program.outvars[k].aval
         output = self.update.outputs[k]
         cell = arguments.cell_of(self.cells, output.like) if output.stored else None
         return arguments.constrain(jnp.zeros(aval.shape, aval.dtype), cell, None)
@@ -181,7 +181,7 @@ class _Slice:
         self._first = first
         self._handed: dict[jex.Var, Any] = {}
         self._buffers = {
-            loop.flat.invars[alias]: k
+            loop.program.invars[alias]: k
             for k, alias in zip(group.outputs, group.aliases, strict=True)
             if alias is not None
         }
@@ -199,11 +199,11 @@ class _Slice:
         before hands on has been computed; else the parts would be computed as one
         (F06).
         """
-        flat, rows = self._loop.flat, self._rows
+        program, rows = self._loop.program, self._rows
         if load_after or self._handed:
             # A barrier over host buffers is what holds a load back in a loop's body, on
             # a GPU as on a TPU (F02).
-            loads = (self._buffers.get(flat.invars[i]) for i in part.loads)
+            loads = (self._buffers.get(program.invars[i]) for i in part.loads)
             held = dict.fromkeys((*load_after, *(k for k in loads if k is not None)))
             after, handed = lax.optimization_barrier(
                 ([buffers[k] for k in held], list(self._handed.values()))
@@ -223,13 +223,13 @@ class _Slice:
         for k, y in zip(part.outputs, results, strict=True):
             output, alias, axis = self._loop.update.outputs[k], alias_of[k], None
             if rows is not None:
-                axis = self.group.in_rows.axes[_var(flat.outvars[k])]
+                axis = self.group.in_rows.axes[_var(program.outvars[k])]
             if output.stored:
                 source = output.like if alias is None else alias
                 cell = arguments.cell_of(self._loop.cells, source)
                 y = arguments.constrain(y, cell, axis)
             if output.holds_codes and output.stored:
-                y = _tpu_layout.constrain(y, _var(flat.outvars[k]).aval)
+                y = _tpu_layout.constrain(y, _var(program.outvars[k]).aval)
             y = _memory.transfer(y, output.memory_kind)
             if axis is not None:
                 y = lax.dynamic_update_slice_in_dim(
@@ -240,21 +240,21 @@ class _Slice:
 
     def _results(self, part: Part, buffers: Mapping[int, Any]) -> list[Any]:
         """The outputs of a part."""
-        flat = self._loop.flat
+        program = self._loop.program
         if part.row_local is None:
-            loads = (flat.invars[i] for i in part.loads)
+            loads = (program.invars[i] for i in part.loads)
             loaded = {v: self._load(v, buffers) for v in loads}
 
             def lookup(v: jex.Var) -> Any:
                 return loaded[v] if v in loaded else self._load(v, buffers)
 
-            loaded |= evaluate(flat, self.group.equations, lookup)
-            return [read(flat.outvars[k], lookup) for k in part.outputs]
+            loaded |= evaluate(program, self.group.equations, lookup)
+            return [read(program.outvars[k], lookup) for k in part.outputs]
         row_local = part.row_local
         rows = self._rows or row_local.rows
 
         def trace() -> Callable[..., list[Any]]:
-            jaxpr = row_local.jaxpr(rows, flat.debug_info)
+            jaxpr = row_local.jaxpr(rows, program.debug_info)
             evaluated = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
             return jax.jit(evaluated, inline=True)
 

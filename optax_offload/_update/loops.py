@@ -110,14 +110,14 @@ class Loop:
             if group.rows > self.slices * rows
         )
 
-    def inputs(self, flat: Program) -> list[jex.Var]:
+    def inputs(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to run the loop."""
-        return list(dict.fromkeys(v for g in self.groups for v in g.reads(flat)))
+        return list(dict.fromkeys(v for g in self.groups for v in g.reads(program)))
 
-    def signature(self, flat: Program) -> Hashable:
+    def signature(self, program: Program) -> Hashable:
         """Equal for loops that only the names of their variables tell apart."""
-        inputs = {v: i for i, v in enumerate(self.inputs(flat))}
-        groups = tuple(group.signature(flat, inputs) for group in self.groups)
+        inputs = {v: i for i, v in enumerate(self.inputs(program))}
+        groups = tuple(group.signature(program, inputs) for group in self.groups)
         return groups, self.slices, self.rows, self.unroll, self.waits
 
     def _steps(self) -> Iterator[Step]:

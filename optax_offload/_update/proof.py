@@ -12,7 +12,7 @@ from optax_offload._update.slicing_rules import NotRowLocalError
 
 
 def analyze(
-    flat: Program,
+    program: Program,
     positions: Sequence[int],
     loads: Mapping[jex.Var, int],
     outputs: Sequence[Atom],
@@ -25,7 +25,7 @@ def analyze(
     and to the results of the whole, which have to be computed anyway.
 
     Args:
-      flat: What the equations are of.
+      program: What the equations are of.
       positions: The equations that depend on a load, in order.
       loads: The axis along which the rows of each load are counted.
       outputs: What is computed from the loads.
@@ -40,12 +40,12 @@ def analyze(
         sizes = ", ".join(str(shape(v)) for v in loads)
         raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
     (rows,) = counts
-    analysis = Analysis(RowCount(rows), flat.equations, flat.producers)
-    analysis.whole = set(variables(flat.outvars))
+    analysis = Analysis(RowCount(rows), program.equations, program.producers)
+    analysis.whole = set(variables(program.outvars))
     for v, axis in loads.items():
         analysis.mark(v, axis)
     for i in positions:
-        analysis.visit(flat.equations[i])
+        analysis.visit(program.equations[i])
         analysis.positions.add(i)
     mixes = analysis.conflict()
     if mixes is not None:

@@ -59,15 +59,15 @@ class _Outside(NamedTuple):
 def _run(
     update: Update, schedule: Schedule, args: Sequence[Any], outside: _Outside
 ) -> list[Any]:
-    flat = update.flat
-    known = {**outside.known, **flat.constants}
-    env = dict(zip(flat.invars, args, strict=True)) | known
+    program = update.program
+    known = {**outside.known, **program.constants}
+    env = dict(zip(program.invars, args, strict=True)) | known
     if isinstance(schedule, Branched):
-        before = evaluate(flat, schedule.branches.before, _on_device(env))
+        before = evaluate(program, schedule.branches.before, _on_device(env))
         env |= before
         predicate = schedule.branches.predicate  # Maybe an argument.
         before[predicate] = _memory.transfer(env[predicate], "device")
-        env |= evaluate(flat, schedule.branches.beside, _on_device(env))
+        env |= evaluate(program, schedule.branches.beside, _on_device(env))
         done = _run_branches(
             update, schedule, args, _Outside(known | before, outside.cells)
         )
@@ -77,7 +77,9 @@ def _run(
         done[k]
         if k in done
         else _memory.transfer(read(a, env.__getitem__), output.memory_kind)
-        for k, (a, output) in enumerate(zip(flat.outvars, update.outputs, strict=True))
+        for k, (a, output) in enumerate(
+            zip(program.outvars, update.outputs, strict=True)
+        )
     ]
 
 
@@ -88,10 +90,10 @@ def _run_stages(
     cells: Mapping[int, Cell],
 ) -> dict[int, Any]:
     """The values of what is computed in stages. The others are in the environment."""
-    flat = update.flat
+    program = update.program
     for i in schedule.scalars:
-        env[flat.invars[i]] = _memory.transfer(env[flat.invars[i]], "device")
-    env |= evaluate(flat, schedule.shared, env.__getitem__)
+        env[program.invars[i]] = _memory.transfer(env[program.invars[i]], "device")
+    env |= evaluate(program, schedule.shared, env.__getitem__)
     done: dict[int, Any] = {}
     computed: list[list[Any]] = []
     traces = Traces()
@@ -123,8 +125,8 @@ def _run_group(
       stored values as tokens, an H100's compiler copies a leaf on the host: F03), and
       what to wait for to wait for the tokens.
     """
-    flat = update.flat
-    loaded = [flat.invars[i] for i in group.loads]
+    program = update.program
+    loaded = [program.invars[i] for i in group.loads]
     loads, held = _after(tokens, [env[v] for v in loaded])
     loads = [_memory.transfer(x, "device") for x in loads]
     local = dict(zip(loaded, loads, strict=True))
@@ -132,8 +134,8 @@ def _run_group(
     def lookup(v: jex.Var) -> Any:
         return local[v] if v in local else env[v]
 
-    local |= evaluate(flat, group.equations, lookup)
-    results = [read(flat.outvars[k], lookup) for k in group.outputs]
+    local |= evaluate(program, group.equations, lookup)
+    results = [read(program.outvars[k], lookup) for k in group.outputs]
     if not group.loads:
         results, held = _after(tokens, results)
     done: dict[int, Any] = {}
@@ -175,9 +177,9 @@ def _run_branches(
     Each version is a loop that runs once or not at all, in place. In a conditional both
     compilers copy what both branches write to (F18).
     """
-    flat, branches = update.flat, schedule.branches
+    program, branches = update.program, schedule.branches
     values = {
-        k: _zeros(flat.outvars[k].aval, update.outputs[k].memory_kind)
+        k: _zeros(program.outvars[k].aval, update.outputs[k].memory_kind)
         if alias is None
         else args[alias]
         for k, alias in branches.outputs.items()

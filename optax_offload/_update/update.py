@@ -59,12 +59,12 @@ class Update:
     """An update: updates and new state as a function of gradients, state and more.
 
     Attributes:
-      flat: The equations.
+      program: The equations.
       inputs: What is known of each argument.
       outputs: What is known of each result.
     """
 
-    flat: _program.Program
+    program: _program.Program
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
 
@@ -91,8 +91,8 @@ class Update:
         alias = self.outputs[k].alias
         if alias is None:
             return None
-        before: Any = self.flat.invars[alias].aval
-        after: Any = self.flat.outvars[k].aval
+        before: Any = self.program.invars[alias].aval
+        after: Any = self.program.outvars[k].aval
         same_type = (before.shape, before.dtype) == (after.shape, after.dtype)
         on_host = self.inputs[alias].on_host
         same_memory = on_host == self.outputs[k].stored
@@ -111,24 +111,26 @@ class Update:
         Returns:
           The update, and the positions of the inputs that it takes.
         """
-        outvars = [self.flat.outvars[k] for k in wanted]
+        outvars = [self.program.outvars[k] for k in wanted]
         equations = [
             e
-            for e in self.flat.equations
+            for e in self.program.equations
             if not (_compat.has_effects(e) or any(v in known for v in e.outvars))
         ]
-        flat = dataclasses.replace(self.flat, outvars=outvars, equations=equations)
-        equations = [equations[i] for i in _program.live(flat)]
-        used = set(dataclasses.replace(flat, equations=equations).used)
+        program = dataclasses.replace(
+            self.program, outvars=outvars, equations=equations
+        )
+        equations = [equations[i] for i in _program.live(program)]
+        used = set(dataclasses.replace(program, equations=equations).used)
         outputs = [self.outputs[k] for k in wanted]
         # State is written into the buffer of the old, whether that is read or not. An
         # update that does not read its gradient does without: there may be none.
         old = (o.alias for o in outputs if not o.is_update and o.alias is not None)
-        used.update(flat.invars[i] for i in old)
-        kept = [i for i, v in enumerate(flat.invars) if v in used]
+        used.update(program.invars[i] for i in old)
+        kept = [i for i, v in enumerate(program.invars) if v in used]
         position: dict[int | None, int] = {i: at for at, i in enumerate(kept)}
-        invars = [*(flat.invars[i] for i in kept), *known]
-        flat = dataclasses.replace(flat, equations=equations, invars=invars)
+        invars = [*(program.invars[i] for i in kept), *known]
+        program = dataclasses.replace(program, equations=equations, invars=invars)
         inputs = (*(self.inputs[i] for i in kept), *(Input() for _ in known))
         placed = [
             dataclasses.replace(
@@ -136,7 +138,7 @@ class Update:
             )
             for o in outputs
         ]
-        return Update(flat, inputs, tuple(placed)), kept
+        return Update(program, inputs, tuple(placed)), kept
 
 
 def trace(
@@ -163,24 +165,24 @@ def trace(
     leaves, structure = jax.tree.flatten(args)
     types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    flat = _program.flatten(closed)
+    program = _program.flatten(closed)
     with_paths, out_structure = _trees.flatten_with_path(out)
     paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
     updates = len(jax.tree.leaves(out[0]))
-    state_types = [a.aval for a in flat.outvars[updates:]]
+    state_types = [a.aval for a in program.outvars[updates:]]
     kinds = ["device"] * updates
     kinds += _state_kinds(config, paths[updates:], state_types)
     aliases = _aliases(args, updates, paths[updates:], state)
-    with_types = list(zip(paths, (a.aval for a in flat.outvars), strict=True))
+    with_types = list(zip(paths, (a.aval for a in program.outvars), strict=True))
     likes = _templates.arguments_like(with_types, args)
     outputs = [
         Output(path, kind, alias, k < updates, _holds_codes(path, a.aval), like)
         for k, (path, kind, alias, like, a) in enumerate(
-            zip(paths, kinds, aliases, likes, flat.outvars, strict=True)
+            zip(paths, kinds, aliases, likes, program.outvars, strict=True)
         )
     ]
     inputs = _inputs(config, args, state)
-    return Update(flat, inputs, tuple(outputs)), out_structure
+    return Update(program, inputs, tuple(outputs)), out_structure
 
 
 def _state_kinds(

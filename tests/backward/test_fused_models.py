@@ -286,7 +286,7 @@ def test_one_update_reads_what_another_replaces(hidden):
     planned = fused.schedule(params, x)
     assert "backward scan of 4 iterations: 2 gradients" in str(planned)
     # Each in the buffer that `jax.jit` donates to it.
-    a, b = planned.step.flat.invars[:2]
+    a, b = planned.step.program.invars[:2]
     assert [v for f in planned.scans[0].fused for v in f.replaced.values()] == [a, b]
     assert ulps(fused(params, x), jax.jit(step)(params, x)) <= BOUND
 

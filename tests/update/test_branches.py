@@ -32,10 +32,10 @@ def branches_of(tx, host=MOMENTS):
 
 def moved(update):
     """The names of the moments that a version loads."""
-    flat = update.flat
-    used = {v for i in live(flat) for v in variables(flat.equations[i].invars)}
+    program = update.program
+    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
     paths = {output.alias: output.path for output in update.outputs}
-    return {paths[i].split("/")[-2] for i in update.loads if flat.invars[i] in used}
+    return {paths[i].split("/")[-2] for i in update.loads if program.invars[i] in used}
 
 
 def multi_steps(**kwargs):

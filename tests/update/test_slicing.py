@@ -18,29 +18,29 @@ ROWS, SHAPE = 6, (6, 4, 5)
 
 def analyze(fn, *args, axis=0, loads=1):
     """The rows of a function, of which the first arguments are loads."""
-    flat = _program.flatten(jax.make_jaxpr(fn)(*args))
-    dependent = _program.dependents(flat, set(flat.invars[:loads]))
+    program = _program.flatten(jax.make_jaxpr(fn)(*args))
+    dependent = _program.dependents(program, set(program.invars[:loads]))
     positions = [
         i
-        for i, e in enumerate(flat.equations)
+        for i, e in enumerate(program.equations)
         if not dependent.isdisjoint(_program.variables(e.invars))
     ]
-    axes = dict.fromkeys(flat.invars[:loads], axis)
-    return flat, proof.analyze(flat, positions, axes, flat.outvars, {})
+    axes = dict.fromkeys(program.invars[:loads], axis)
+    return program, proof.analyze(program, positions, axes, program.outvars, {})
 
 
 def in_slices(fn, *args, rows=2, axis=0):
     """The function, evaluated slice by slice."""
-    flat, row_local = analyze(fn, *args, axis=axis)
-    env = dict(zip(flat.invars, args, strict=True)) | flat.constants
+    program, row_local = analyze(fn, *args, axis=axis)
+    env = dict(zip(program.invars, args, strict=True)) | program.constants
     defined = {v for e in row_local.equations for v in e.outvars}
-    for e in flat.equations:  # What is computed whole beforehand.
+    for e in program.equations:  # What is computed whole beforehand.
         if not defined.intersection(e.outvars):
             values = [a.val if isinstance(a, jex.Literal) else env[a] for a in e.invars]
             results = e.primitive.bind(*values, **e.params)
             results = results if e.primitive.multiple_results else [results]
             env.update(zip(e.outvars, results, strict=True))
-    jaxpr = row_local.jaxpr(rows, flat.debug_info)
+    jaxpr = row_local.jaxpr(rows, program.debug_info)
     slices = []
     for first in range(0, row_local.rows, rows):
         values = [
@@ -183,18 +183,18 @@ def test_split():
 
     x, y = arguments()
     args = (x, jnp.abs(y), y)
-    flat, row_local = analyze(adam, *args, loads=2)
-    mu, nu, g = flat.invars
-    new_mu, *last = flat.outvars
+    program, row_local = analyze(adam, *args, loads=2)
+    mu, nu, g = program.invars
+    new_mu, *last = program.outvars
     first, rest = row_local.split([mu], [new_mu], last)
     assert set(first.inputs) == {mu, g}
     assert first.outputs == (new_mu, new_mu)
     assert set(rest.inputs) == {nu, g, new_mu}
     assert rest.outputs == (*last,)
-    values = dict(zip(flat.invars, args, strict=True))
+    values = dict(zip(program.invars, args, strict=True))
     got = []
     for part in (first, rest):
-        jaxpr = part.jaxpr(ROWS, flat.debug_info)
+        jaxpr = part.jaxpr(ROWS, program.debug_info)
         results = jax.core.eval_jaxpr(jaxpr, (), *map(values.get, part.inputs))
         values |= dict(zip(part.outputs, results, strict=True))
         got += results

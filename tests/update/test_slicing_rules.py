@@ -150,14 +150,14 @@ def flat_of(fn, axis):
     x = jax.random.normal(jax.random.key(1), (ROWS, 4, 5)) / 2
     x = jnp.moveaxis(x, 0, axis)
     batched = jax.vmap(fn, in_axes=axis)
-    flat = _program.flatten(jax.make_jaxpr(batched)(x))
-    dependent = _program.dependents(flat, {flat.invars[0]})
+    program = _program.flatten(jax.make_jaxpr(batched)(x))
+    dependent = _program.dependents(program, {program.invars[0]})
     positions = [
         i
-        for i, e in enumerate(flat.equations)
+        for i, e in enumerate(program.equations)
         if not dependent.isdisjoint(_program.variables(e.invars))
     ]
-    return x, batched, flat, positions
+    return x, batched, program, positions
 
 
 def primitives_in(jaxpr):
@@ -176,19 +176,19 @@ def primitives_in(jaxpr):
 @pytest.mark.parametrize("name", [n for n, fn in EXAMPLES.items() if fn])
 def test_rows_are_those_of_vmap(name, axis):
     """The axes that JAX gave the batch, and the values of some of the rows."""
-    x, batched, flat, positions = flat_of(EXAMPLES[name], axis)
-    axes = {flat.invars[0]: axis}
-    row_local = proof.analyze(flat, positions, axes, flat.outvars, {})
-    env = dict(zip(flat.invars, [x], strict=True)) | flat.constants
-    rest = [i for i in _program.live(flat) if i not in positions]
-    env |= _program.evaluate(flat, rest, env.__getitem__)
+    x, batched, program, positions = flat_of(EXAMPLES[name], axis)
+    axes = {program.invars[0]: axis}
+    row_local = proof.analyze(program, positions, axes, program.outvars, {})
+    env = dict(zip(program.invars, [x], strict=True)) | program.constants
+    rest = [i for i in _program.live(program) if i not in positions]
+    env |= _program.evaluate(program, rest, env.__getitem__)
 
     def some(v):
         if v not in row_local.axes:
             return env[v]
         return lax.slice_in_dim(env[v], 2, 2 + TAKEN, axis=row_local.axes[v])
 
-    jaxpr = row_local.jaxpr(TAKEN, flat.debug_info)
+    jaxpr = row_local.jaxpr(TAKEN, program.debug_info)
     got = jax.core.eval_jaxpr(jaxpr, (), *map(some, row_local.inputs))
     want = jax.tree.leaves(batched(lax.slice_in_dim(x, 2, 2 + TAKEN, axis=axis)))
     for v, a, b in zip(row_local.outputs, got, want, strict=True):
@@ -212,10 +212,12 @@ def test_rows_are_those_of_vmap(name, axis):
 def test_slices_at_a_position_for_all_rows(fn):
     """`jax.vmap` makes a gather or a scatter of them, so that they stand alone here."""
     x = jax.random.normal(jax.random.key(1), (ROWS, 5))
-    flat = _program.flatten(jax.make_jaxpr(fn)(x))
-    positions = [*range(len(flat.equations))]
-    row_local = proof.analyze(flat, positions, {flat.invars[0]: 0}, flat.outvars, {})
-    jaxpr = row_local.jaxpr(TAKEN, flat.debug_info)
+    program = _program.flatten(jax.make_jaxpr(fn)(x))
+    positions = [*range(len(program.equations))]
+    row_local = proof.analyze(
+        program, positions, {program.invars[0]: 0}, program.outvars, {}
+    )
+    jaxpr = row_local.jaxpr(TAKEN, program.debug_info)
     (got,) = jax.core.eval_jaxpr(jaxpr, (), x[2 : 2 + TAKEN])
     np.testing.assert_array_equal(got, fn(x)[2 : 2 + TAKEN])
 
@@ -252,19 +254,19 @@ def test_every_rule_has_an_example():
 def test_what_mixes_rows_is_refused(fn, why):
     """By the name of the equation that does."""
     x = jnp.ones((ROWS, 5))
-    flat = _program.flatten(jax.make_jaxpr(fn)(x))
-    dependent = _program.dependents(flat, {flat.invars[0]})
+    program = _program.flatten(jax.make_jaxpr(fn)(x))
+    dependent = _program.dependents(program, {program.invars[0]})
     positions = [
         i
-        for i, e in enumerate(flat.equations)
+        for i, e in enumerate(program.equations)
         if not dependent.isdisjoint(_program.variables(e.invars))
     ]
-    axes = {flat.invars[0]: 0}
+    axes = {program.invars[0]: 0}
     if why is None:  # A counter of rows is computed whole, and sliced as an argument.
-        assert proof.analyze(flat, positions, axes, flat.outvars, {}).rows == ROWS
+        assert proof.analyze(program, positions, axes, program.outvars, {}).rows == ROWS
         return
     with pytest.raises(NotRowLocalError, match=why):
-        proof.analyze(flat, positions, axes, flat.outvars, {})
+        proof.analyze(program, positions, axes, program.outvars, {})
 
 
 def test_the_documented_list_is_the_registry():
