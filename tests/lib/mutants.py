@@ -171,8 +171,8 @@ MUTANTS = {
     ),
     "the next argument of another type replaced": Mutant(
         "_backward/plan.py",
-        "x for x in free if _type(x) == _type(v) and rows.axes[x] == rows.axes[v]",
-        "x for x in free if rows.axes[x] == rows.axes[v]",
+        "and _type(x) == _type(v)",
+        "and True",
         (f"{OPTIMIZERS}::test_each_result_replaces_an_argument_of_its_type",),
     ),
     # Loops over slices.
