@@ -74,7 +74,6 @@ def offload(
     *,
     window_bytes: int | None = None,
     on_misplaced: Literal["raise", "move"] = "raise",
-    update_on: Literal["device"] = "device",
 ) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
 
@@ -106,8 +105,6 @@ def offload(
         offloading; and with state in another form than its rule's ``codec``, as of an
         older checkpoint. ``"raise"`` says so; ``"move"``, for the first step after a
         restore, warns and moves or converts it in that step.
-      update_on: where updates are computed: ``"device"``. ``"host"``, its own
-        processor, is refused with the reason.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`. Its ``schedule(params)`` tells what
@@ -116,8 +113,8 @@ def offload(
     Raises:
       TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
         are of no known form.
-      ValueError: a rule, ``on_misplaced`` or ``update_on`` is wrong; or, from
-        ``init``, a rule matches no leaf.
+      ValueError: a rule or ``on_misplaced`` is wrong; or, from ``init``, a rule matches
+        no leaf.
       MemoryKindError: from ``update``, state is not where the rules have it.
       CodecError: from ``update``, state is not in the form that the rules name.
 
@@ -128,7 +125,6 @@ def offload(
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
     """
-    _rules.check_update_on(update_on)
     config = _rules.as_config(rules, window_bytes)
     _check_compiled_kinds(config)
     inner = check_inner(inner)

@@ -61,21 +61,6 @@ def _check_bytes(name: str, value: Any, least: int) -> None:
         )
 
 
-def check_update_on(update_on: Any) -> None:
-    """Raises a ValueError that says why an update is computed on the device."""
-    if update_on == "host":
-        raise ValueError(
-            "update_on is 'host', which is refused: a GPU's compiler gives what is "
-            "computed on the host buffers of its own and copies new state back from "
-            "them, so that no window bounds the host memory that it takes, and a "
-            "second program on the CPU has to wait for all gradients. See "
-            "docs/host-update.md. Leave update_on out: state is loaded, updated on "
-            "the device and stored"
-        )
-    if update_on != "device":
-        raise ValueError(f"update_on is {update_on!r}; it must be 'device'")
-
-
 @dataclasses.dataclass(frozen=True)
 class Rule:
     r"""Where the leaves whose path matches ``pattern`` are kept between updates.
@@ -98,8 +83,6 @@ class Rule:
       codec: The format in which a leaf is kept between updates, such as ``"int8"``; see
         `low_bit`. None keeps its dtype.
       signed: Whether an encoded leaf can be negative; None where the library decides.
-      update_on: Where the update is computed: ``"device"``. ``"host"``, its own
-        processor, is refused with the reason.
 
     Raises:
       TypeError, ValueError: An argument is not as above.
@@ -118,7 +101,6 @@ class Rule:
     optional: bool = False
     codec: CodecName | None = None
     signed: bool | None = None
-    update_on: Literal["device"] = "device"
 
     def __post_init__(self):
         object.__setattr__(self, "pattern", compile_pattern(self.pattern))
@@ -141,7 +123,6 @@ class Rule:
             )
         if not (self.signed is None or isinstance(self.signed, bool)):
             raise ValueError(f"signed is {self.signed!r}; it must be a bool")
-        check_update_on(self.update_on)
 
     @property
     def regex(self) -> str:

@@ -386,27 +386,6 @@ def test_on_misplaced_is_one_of_two():
         oo.offload(optax.adam(1e-3), on_misplaced="mvoe")
 
 
-@pytest.mark.parametrize(
-    ("update_on", "message"),
-    [
-        ("host", "update_on is 'host', which is refused: .* docs/host-update.md"),
-        ("hots", "update_on is 'hots'; it must be 'device'"),
-    ],
-)
-def test_an_update_on_the_host_is_refused(update_on, message):
-    """Where the update is asked for, with the page that has the evidence."""
-    with pytest.raises(ValueError, match=message):
-        oo.offload(optax.adam(0.1), update_on=update_on)
-
-
-def test_an_update_on_the_device_may_be_asked_for():
-    """It is what there is."""
-    rule = oo.Rule(".*", update_on="device", min_bytes=0)
-    tx = oo.offload(optax.adam(0.1), rule, update_on="device")
-    state = tx.init({"w": jnp.ones((4, 4))})
-    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
-
-
 def test_extra_arguments_go_through_multi_steps():
     """Optax types its gradient_transformation() as one that takes none."""
 

@@ -150,14 +150,6 @@ def test_rule_in_the_shadow_of_another():
         ({"codec": True}, ValueError, "codec is True; it must be one of"),
         ({"signed": 1}, ValueError, "signed is 1; it must be a bool"),
         ({"signed": "no"}, ValueError, "signed is 'no'; it must be a bool"),
-        (
-            {"update_on": "host"},
-            ValueError,
-            "update_on is 'host', which is refused: a GPU's compiler .* See "
-            "docs/host-update.md. Leave update_on out: state is loaded, updated on the "
-            "device and stored",
-        ),
-        ({"update_on": "cpu"}, ValueError, "update_on is 'cpu'; it must be 'device'"),
     ],
 )
 def test_bad_rule(arguments, error, message):
@@ -250,10 +242,6 @@ def test_load_config(tmp_path):
         (
             "[[rules]]\npattern = 'a'\nsigned = 'yes'",
             r"rules\[0\].signed is 'yes'; it must be a bool",
-        ),
-        (
-            "[[rules]]\npattern = 'a'\nupdate_on = 'host'",
-            r"rules\[0\].update_on is 'host', which is refused",
         ),
         ("window_bytes = '1GB'\n[[rules]]\npattern = 'a'", "window_bytes is '1GB'"),
     ],
