@@ -83,9 +83,8 @@ def bodies_of_loops(jaxpr):
                 yield from bodies_of_loops(parameter.jaxpr)
 
 
-@pytest.mark.parametrize(
-    "window_bytes", [2**14, pytest.param(None, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("window_bytes", [2**14, None])
 def test_like_loops_are_traced_once(window_bytes):
     """And unlike ones, by a number of an update or by a shape alone, are not."""
     labels = {f"{kind}_{i}": kind for kind in "abc" for i in range(64)}

@@ -46,7 +46,15 @@ def make_loss(*, reverse=False, unroll=1):
 
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("length", "unroll"), [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2), (6, 3)]
+    ("length", "unroll"),
+    [
+        (4, 1),
+        (6, 3),
+        *(
+            pytest.param(*some, marks=pytest.mark.slow)
+            for some in [(1, 1), (2, 1), (3, 1), (5, 1), (5, 2)]
+        ),
+    ],
 )
 def test_every_row_is_stored(length, unroll, reverse):
     """Of scans too short for it, unrolled, from either end."""

@@ -91,7 +91,9 @@ def test_paths_that_are_the_same():
     assert jax.tree.structure(new) == jax.tree.structure(state)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16]
+)
 def test_moments_of_short_parameters_keep_their_dtype(dtype):
     """Encoded leaves stand for the dtype that inner has."""
     params = make_params(dtype)
@@ -174,7 +176,15 @@ WRAPPERS = {
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [*((name, "int8") for name in WRAPPERS), ("chain", "bfloat16-stochastic")],
+    [
+        ("chain", "int8"),
+        pytest.param("chain", "bfloat16-stochastic", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, "int8", marks=pytest.mark.slow)
+            for name in WRAPPERS
+            if name != "chain"
+        ),
+    ],
 )
 def test_inside_another_transformation(name, codec):
     """Around `low_bit`, others work as around the plain optimizer."""

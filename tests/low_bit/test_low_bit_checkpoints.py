@@ -20,7 +20,10 @@ ocp = pytest.importorskip("orbax.checkpoint")
 LR = 1e-2
 RULE = oo.Rule(MOMENTS, min_bytes=8)
 CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]
-codecs = pytest.mark.parametrize("codec", CODECS)
+codecs = pytest.mark.parametrize(
+    "codec",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c != "int8")) for c in CODECS],
+)
 places = pytest.mark.parametrize(
     "place", [pytest.param("device", marks=pytest.mark.slow), "host"]
 )
@@ -206,6 +209,7 @@ def test_placed_after_a_loader_that_forgets_memories():
     assert bits(from_numpy) == bits(state)
 
 
+@pytest.mark.slow
 def test_numpy_is_encoded_too():
     """As a loader without JAX gives it."""
     like = oo.eval_shape(transformation("int8", "host").init, params_on(1))

@@ -62,7 +62,7 @@ def by_itself(codec):
 @pytest.mark.filterwarnings(
     "ignore:.* over the window of 1:optax_offload.OffloadWarning"
 )
-@pytest.mark.parametrize("slices", [True, False])
+@pytest.mark.parametrize("slices", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("codec", CODECS)
 def test_codes_are_those_without_offload(codec, slices):
     """Bit for bit, in the smallest slices and whole, with the same chances."""
@@ -209,8 +209,18 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective", "reduce-s
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
-@pytest.mark.parametrize("codec", ["int8", "int8-companded", "bfloat16-stochastic"])
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize(
+    ("codec", "place"),
+    [
+        ("int8", "host"),
+        *(
+            pytest.param(codec, place, marks=pytest.mark.slow)
+            for codec in ("int8", "int8-companded", "bfloat16-stochastic")
+            for place in ("host", "device")
+            if (codec, place) != ("int8", "host")
+        ),
+    ],
+)
 def test_sharded_without_collectives(codec, spec, axis_type, place):
     """Codes and scales are where their values are, and no device asks another."""
     mesh = mesh_of(4, axis_type)

@@ -29,9 +29,9 @@ WITH_PARAMETERS = {
 NOTHING_TO_ENCODE = {"adafactor", "dog", "noisy_sgd", "schedule_free_sgd", "sign_sgd"}
 # Their first state is a number that bfloat16 does not have, and counts at once.
 STARTS_ROUNDED = {"adagrad", "yogi"}
-QUICK = ["adamw", "lamb", "multi_steps"]
-# They keep other things, or in other ways, than those do: in every codec too, as slow.
-KINDS = ["adafactor", "adamax", "ema", "lion", "mechanic", "muon", "partition", "sm3"]
+QUICK = ["adamw", "lamb", "multi_steps", "lion"]
+# They keep other things, or in other ways, than those do: in every codec, as slow.
+KINDS = ["adafactor", "adamax", "ema", "mechanic", "muon", "partition", "sm3"]
 KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
 
 
@@ -49,8 +49,7 @@ def cases():
             if codec != "int8" and name not in [*QUICK, *KINDS]:
                 continue
             marks = [pytest.mark.xdist_group(name)]
-            quick = name in QUICK or (codec == "int8" and name in KINDS)
-            if name == "lbfgs" or not quick:
+            if not (name == "adamw" or (codec == "int8" and name in QUICK)):
                 marks.append(pytest.mark.slow)
             yield pytest.param(name, codec, marks=marks)
 

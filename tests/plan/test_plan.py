@@ -119,9 +119,10 @@ def test_what_fits_is_left_alone(tmp_path):
 
 
 @aot_mark
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["h100", *(pytest.param(n, marks=pytest.mark.slow) for n in ("h100:4", "v5e:2x2"))],
+    ["h100", "h100:4", "v5e:2x2"],
 )
 def test_the_rules_fit_the_budget(name, tmp_path):
     """The peak of the program compiled with the file is what the plan says."""
@@ -179,7 +180,8 @@ def test_fusing_alone_may_do():
 
 
 @aot_mark
-@pytest.mark.parametrize("jit", [pytest.param(jax.jit, marks=pytest.mark.slow), oo.jit])
+@pytest.mark.slow
+@pytest.mark.parametrize("jit", [jax.jit, oo.jit])
 def test_a_jitted_step_is_compiled_as_it_is(jit):
     """It cannot be fused from outside; one of `oo.jit` is fused already."""
 
@@ -232,6 +234,7 @@ def test_what_cannot_be_fused_is_said():
 
 
 @aot_mark
+@pytest.mark.slow
 def test_does_not_fit():
     """By how much, what takes the memory, and what would help."""
     everything = aot.peak(compile_with(oo.offload, fuse=True)).peak_bytes
@@ -248,6 +251,7 @@ def test_does_not_fit():
 
 
 @aot_mark
+@pytest.mark.slow
 def test_does_not_fit_for_rules():
     """State that has to stay may be what is in the way."""
     budget = aot.peak(compile_with(oo.offload)).peak_bytes

@@ -26,7 +26,6 @@ def write_state(directory):
         make(), memory_kind="disk", directory=directory, block=True
     )
     del tree
-    gc.collect()
     return oo.eval_shape(make)
 
 

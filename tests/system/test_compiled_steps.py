@@ -114,7 +114,9 @@ def test_no_leaf_is_copied_for_its_slices(chip):
     assert not copies
 
 
-@pytest.mark.parametrize("around", ["nothing", "multi_steps"])
+@pytest.mark.parametrize(
+    "around", ["nothing", pytest.param("multi_steps", marks=pytest.mark.slow)]
+)
 def test_slices_are_copies(chip, around):
     """No kernel of a GPU reads or writes host memory: its processors compute (F14).
 

@@ -25,7 +25,7 @@ COMPILING = {
 
 def page(path):
     """A document as a parameter: those that compile for chips are marked so."""
-    marks = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
+    marks = [pytest.mark.aot, pytest.mark.xdist_group("aot"), pytest.mark.slow]
     return pytest.param(
         path, id=path.name, marks=marks if path.name in COMPILING else []
     )
@@ -74,9 +74,8 @@ def check_printed(expected, printed, numbers_vary):
 
 @pytest.mark.aot
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize(
-    "name", ["planning", pytest.param("getting-started", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["planning", "getting-started"])
 def test_the_command_beside_a_step_factory(name, tmp_path, monkeypatch):
     """It plans for what the page has up to there, and the file is read."""
     pytest.importorskip("jax_plugins")

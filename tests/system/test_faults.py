@@ -245,7 +245,7 @@ def by_out_shardings_on_a_device(state):
         by_out_shardings_on_a_device,
     ],
 )
-@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("jitted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_kinds_changed_behind_our_back(move, jitted):
     """Leaves are named; the update raises, or warns, is exact, and puts them back."""
     params = harness.make_params()

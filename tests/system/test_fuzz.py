@@ -8,7 +8,7 @@ from fuzz_programs import CHOICES, Drawn, draw
 
 from optax_offload._backward import body
 
-QUICK, ALL = 20, 140
+QUICK, ALL = 24, 224
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def gradients(fn, *args):
     return jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(args)))))(*args)
 
 
+@pytest.mark.slow
 def test_chunks_change_nothing(monkeypatch):
     """Attention and the loss in chunks are those that are computed whole."""
     keys = jax.random.split(jax.random.key(0), 5)
@@ -166,6 +167,7 @@ def test_it_trains(shape):
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_a_vit_has_a_loss(monkeypatch):
     """Of images and classes, and gradients of all of its parameters."""
     monkeypatch.setattr(models, "IMAGE", 28)

@@ -24,7 +24,23 @@ TARGETS = {
     "tpu": {1: "v5e", 4: "v5e:2x2", 8: "v5e:2x4"},
     "gpu": {1: "h100", 4: "h100:4", 8: "h100:8"},
 }
-each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+# One of each kind; the others are like these, or take long to compile.
+QUICK = {"adam_moments-adamw", "all_states-adafactor", "scanned", "fsdp_4", "bfloat16"}
+QUICK |= {"multi_steps-inside", "apply_if_finite-inside", "narrow_window"}
+
+
+def slow_unless(quick):
+    """What is left to CI."""
+    return [] if quick else [pytest.mark.slow]
+
+
+each_case = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=slow_unless(name in QUICK))
+        for name, case in CASES.items()
+    ],
+)
 each_compiler = pytest.mark.parametrize(
     "platform",
     # A process for each, so that it loads one compiler, once.
@@ -220,7 +236,9 @@ def collectives(compiled):
 
 
 @each_compiler
-@pytest.mark.parametrize("name", ["fsdp_4", "fsdp_8"])
+@pytest.mark.parametrize(
+    "name", ["fsdp_4", pytest.param("fsdp_8", marks=pytest.mark.slow)]
+)
 def test_no_collective_is_added(platform, name):
     """No slice crosses a shard, so that offloading has no need of any."""
     case = CASES[name]
@@ -291,7 +309,10 @@ def test_what_is_wrong_is_caught(platform, name, wrong, message):
     ("devices", "case"),
     # On the CPU, so that nothing is run for the first time on an accelerator. That the
     # optimizers of the rule files have their bits there, the contract suite has shown.
-    [pytest.param("cpu", case, id=f"cpu-{name}") for name, case in OTHERS.items()]
+    [
+        pytest.param("cpu", case, id=f"cpu-{name}", marks=slow_unless(name in QUICK))
+        for name, case in OTHERS.items()
+    ]
     + [
         pytest.param(
             *attached.values, case, id=f"attached-{name}", marks=attached.marks

@@ -68,7 +68,9 @@ def test_what_members_share_is_not_batched():
     np.testing.assert_allclose(updates["w"][1], -0.1 * shared["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("window_bytes", [2**17, None])
+@pytest.mark.parametrize(
+    "window_bytes", [pytest.param(2**17, marks=pytest.mark.slow), None]
+)
 def test_forward_mode(window_bytes):
     """Tangents of updates and of state are those of the inner optimizer."""
     params = {"w": jnp.linspace(1.0, 2.0, 64 * 128).reshape(64, 128)}

@@ -33,6 +33,8 @@ TRAINERS = {
     "nanodo": nanodo.Trainer,
     "tunix": tunix.Trainer,
 }
+# One that gives shardings, and two that do not.
+QUICK = {"equinox", "maxtext", "tunix"}
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 # Losses with and without offload: a few ulp of a step's fusions.
 RTOL = 2e-6
@@ -61,7 +63,13 @@ def check(trainer):
     assert report.totals["pinned_host"] >= 2 * 4 * pattern.IN * pattern.OUT
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK))
+        for name in TRAINERS
+    ],
+)
 def test_trains_saves_and_resumes(name, tmp_path):
     """The losses of the plain trainer, and the kinds planned, also after a restart."""
     plain_path, path = tmp_path / "plain", tmp_path / "offloaded"
