@@ -1,4 +1,7 @@
-"""Flax's gemma example: an nnx.Optimizer made within a mesh, and a jitted step."""
+"""Flax's gemma example: an nnx.Optimizer made within a mesh, and a jitted step.
+
+Its mesh has explicit axes, in which NNX leaves the state where it is made.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,15 @@ import optax_offload as oo
 
 
 class Model(nnx.Module):
-    """One layer, sharded over its inputs."""
+    """One layer, sharded over its outputs, of which those of a batch are gathered."""
 
-    def __init__(self, rngs: nnx.Rngs):
-        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
+    def __init__(self, rngs: nnx.Rngs, out_sharding: P | None):
+        kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "fsdp"))
         self.dense = nnx.Linear(pattern.IN, pattern.OUT, kernel_init=kernel, rngs=rngs)
+        self._out_sharding = out_sharding
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return self.dense(x)
+        return self.dense(x, out_sharding=self._out_sharding)
 
 
 def train_step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> Any:
@@ -42,12 +46,14 @@ class Trainer(pattern.Trainer):
     """As its train_and_evaluate."""
 
     under = "opt_state"
+    axis_type = jax.sharding.AxisType.Explicit
 
     def __init__(self, setup: pattern.Setup):
         rules = pattern.RULES
-        self._mesh = pattern.mesh("fsdp")
+        self._mesh = pattern.mesh("fsdp", self.axis_type)
+        explicit = self.axis_type is jax.sharding.AxisType.Explicit
         with jax.set_mesh(self._mesh):
-            model = Model(nnx.Rngs(0))
+            model = Model(nnx.Rngs(0), P("fsdp", None) if explicit else None)
             tx = setup.offload(optax.adamw(1e-2), rules)
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         self._path = setup.directory / "checkpoint"
@@ -81,3 +87,9 @@ class Trainer(pattern.Trainer):
         }
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(self._path, states)
+
+
+class AutoTrainer(Trainer):
+    """In a mesh of Auto axes, where NNX puts the state on the device."""
+
+    axis_type = jax.sharding.AxisType.Auto

@@ -58,9 +58,11 @@ class Trainer(abc.ABC):
         """Writes a checkpoint."""
 
 
-def mesh(name: str = "data") -> jax.sharding.Mesh:
-    """Four devices on one axis, as the trainers' meshes are: in Auto mode."""
-    return jax.make_mesh((4,), (name,), axis_types=(jax.sharding.AxisType.Auto,))
+def mesh(
+    name: str = "data", axis_type: jax.sharding.AxisType = jax.sharding.AxisType.Auto
+) -> jax.sharding.Mesh:
+    """Four devices on one axis, in Auto mode as most trainers' meshes are."""
+    return jax.make_mesh((4,), (name,), axis_types=(axis_type,))
 
 
 def batch(step: int) -> jax.Array:

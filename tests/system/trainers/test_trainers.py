@@ -26,6 +26,7 @@ TRAINERS = {
     "easylm": easylm.Trainer,
     "equinox": equinox_loop.Trainer,
     "gemma": gemma.Trainer,
+    "gemma, Auto axes": gemma.AutoTrainer,
     "levanter": levanter.Trainer,
     "lm1b": lm1b.Trainer,
     "maxtext": maxtext.Trainer,
@@ -93,7 +94,18 @@ def test_trains_saves_and_resumes(name, tmp_path):
     assert len(set(losses)) == 5
 
 
-@pytest.mark.parametrize("name", TRAINERS)
+def test_one_line_is_enough_on_explicit_axes(tmp_path):
+    """What NNX and Orbax leave in the memory where it is needs no second line."""
+    trainer = make("gemma", tmp_path, second_line=False)
+    train(trainer, range(1))
+    check(trainer)
+    trainer.save()
+    resumed = make("gemma", tmp_path, second_line=False)
+    train(resumed, range(1, 2))
+    check(resumed)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINERS if name != "gemma"])
 def test_without_the_second_line(name, tmp_path):
     """It is told when the step is traced, at the first or after a restart."""
 
