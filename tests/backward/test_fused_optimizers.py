@@ -49,7 +49,7 @@ NEED_ALL = {
     "lars",
     "multi_steps_skip",
 }
-QUICK = ["adamw", "clip_and_schedule", "multi_steps"]
+QUICK = ["adamw", "clip_and_schedule"]
 
 
 @pytest.fixture(autouse=True)

@@ -223,7 +223,9 @@ def test_offloaded_and_plain_are_interchangeable(form, saved, wanted, tmp_path, 
 
 
 @pytest.mark.optimized
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [pytest.param(4, 2, marks=pytest.mark.slow), (1, 1)]
+)
 def test_training_goes_on(before, after, tmp_path):
     """Two plain steps, then two offloaded ones on fewer devices: as four plain."""
 

@@ -196,6 +196,7 @@ def test_rows_are_taken_one_by_one():
     assert not any(f"'{ROW_LOCAL}'" in message for message in said)
 
 
+@pytest.mark.xdist_group("refused")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     """Updated whole, because of this equation."""
@@ -203,6 +204,7 @@ def test_refused(name):
     assert any(re.search(why, message) for message in lowered()[-1])
 
 
+@pytest.mark.xdist_group("refused")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_right_because_refused(name):
     """The update and the state of a leaf, against those of the plain optimizer."""
