@@ -1,13 +1,14 @@
 """Optimizer state in host memory, on the device only while it is updated."""
 
-from optax_offload._backward import fuse_backward
 from optax_offload._errors import (
     CodecError,
     MemoryKindError,
     OffloadError,
     OffloadWarning,
 )
+from optax_offload._fuse_backward import fuse_backward
 from optax_offload._jit import jit
+from optax_offload._link import measure_link
 from optax_offload._low_bit import (
     low_bit,
     low_bit_decode,
@@ -18,7 +19,7 @@ from optax_offload._low_bit import (
 from optax_offload._memory import set_memory_kind
 from optax_offload._offload import offload
 from optax_offload._place import place
-from optax_offload._plan import Plan, Step, measure_link, plan
+from optax_offload._plan import Plan, Step, plan
 from optax_offload._report import MemoryReport, memory_report
 from optax_offload._rule_files import load_config
 from optax_offload._rules import OffloadConfig, Rule

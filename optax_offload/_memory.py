@@ -84,6 +84,11 @@ def nbytes_on_each_device(x: Any) -> int:
     return -(-nbytes(x) // shards)
 
 
+def decoded_nbytes_on_each_device(x: Any, holds_codes: bool) -> int:
+    """The bytes on each device; of codes of 8 bits those of the float32 they become."""
+    return (4 if holds_codes else 1) * nbytes_on_each_device(x)
+
+
 def itemsize(x: Any) -> int:
     """The bytes of one number of a value or type."""
     return _aval(x).dtype.itemsize

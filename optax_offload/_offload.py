@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
-from optax_offload._errors import CAUSES, MemoryKindError, OffloadWarning, warn
+from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, warn_of_blocks
-from optax_offload._update import (
-    Deferred,
-    Schedule,
-    Update,
-    closed,
-    compare,
-    defer,
-    expect_on_host,
-    note_arguments,
-    schedule,
-    trace,
-    transformable,
-)
-
-logger = logging.getLogger("optax_offload")
+from optax_offload._lowered import Argument
+from optax_offload._program import Caller, Update, call_update, trace
+from optax_offload._schedule import Schedule, schedule
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
@@ -133,8 +120,20 @@ def offload(
             f"on_misplaced is {on_misplaced!r}; it must be 'raise' or 'move'"
         )
     inner = as_rules_say(inner, config, on_misplaced)
-    core = _Offloading(inner, config, on_misplaced)
+    core = _Offloading(inner, _Asked(config, on_misplaced))
     return Offloaded(core.init, core.update)
+
+
+class _Asked(NamedTuple):
+    """What `offload` was asked for.
+
+    Attributes:
+      config: The rules.
+      on_misplaced: What to do with state that is on the device and should not be.
+    """
+
+    config: _rules.OffloadConfig
+    on_misplaced: str
 
 
 class _Offloading:
@@ -143,25 +142,25 @@ class _Offloading:
     def __init__(
         self,
         inner: optax.GradientTransformationExtraArgs,
-        config: _rules.OffloadConfig,
-        on_misplaced: str,
+        asked: _Asked,
     ):
-        self._inner, self._config, self._on_misplaced = inner, config, on_misplaced
+        self._inner, self._asked = inner, asked
         self._jitted_update = jax.jit(self._traced_update, static_argnums=4)
 
     def init(self, params: optax.Params) -> optax.OptState:
         """As of `optax.GradientTransformation`."""
-        if not (jax.tree.leaves(params) or self._config.lenient):
+        config = self._asked.config
+        if not (jax.tree.leaves(params) or config.lenient):
             # Rules may match nothing then: optax.tree.map_params has a placeholder.
-            lenient = self._config.made_lenient()
-            return _Offloading(self._inner, lenient, self._on_misplaced).init(params)
+            lenient = self._asked._replace(config=config.made_lenient())
+            return _Offloading(self._inner, lenient).init(params)
         if _memory.is_traced(params):
             return self._traced_init(params)
         init, args = self._traced_init, params
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             # No arguments for jit; as in optax an init may ask for their shapes only.
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
-            init, args = _Offloading(inner, self._config, "raise")._traced_init, ()
+            init, args = _Offloading(inner, self._asked)._traced_init, ()
         shardings = _templates.init_shardings(init, params)
         state = jax.jit(init, out_shardings=shardings)(args)
         warn_of_blocks(state)
@@ -194,8 +193,8 @@ class _Offloading:
         found: list[Schedule] = []
 
         def update(*args: Any) -> None:
-            traced, _ = trace(self._fn(static), self._config, args, args[1])
-            found.append(schedule(traced, self._config.window_bytes))
+            traced, _ = trace(self._fn(static), self._asked.config, args, args[1])
+            found.append(schedule(traced, self._asked.config.window_bytes))
 
         state = _templates.eval_shape(self.init, params)
         jax.eval_shape(update, params, state, params, dynamic)
@@ -205,61 +204,14 @@ class _Offloading:
         def fn(params: optax.Params) -> tuple[Any, Any]:
             return (), self._inner.init(params)
 
-        def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, (), cells)
-
-        # State is sharded as its parameters, of which the program alone may say how.
-        args, cells = note_arguments((params,), on_device=True)
-        _, state = transformable(fn, stream, args)
+        _, state = _called(fn, (params,), (), self._asked)
         return state
 
     def _traced_update(
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static
     ) -> tuple[optax.Updates, optax.OptState]:
-        def stream(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-            return self._streamed(fn, args, args[1], cells, static.values)
-
-        fn = self._fn(static)
-        args = (updates, state, params, dynamic)
-        placed = _placed(self._config, state)
-        misplaced: dict[int, str] = {}
-        if any(kind != came == "device" for _, kind, came in placed) and (
-            _compat.tracing_for_jit_alone()
-        ):
-            # Types may be wrong (F28): the program says where these are.
-            update, _ = trace(fn, self._config, args, state)
-            misplaced = _misplaced(update, self._config, state)
-            args = (updates, self._expected(state, misplaced), params, dynamic)
-        told: list[str] = []
-        first = len(jax.tree.leaves(updates))
-
-        def tell(argument: int) -> None:
-            leaf = argument - first
-            if told or leaf in misplaced or not 0 <= leaf < len(placed):
-                return
-            path, kind, _ = placed[leaf]
-            if kind == "pinned_host":
-                _tell_of_misplaced([path], self._on_misplaced)
-                told.append(path)
-
-        args = _compared(args)
-        args, cells = note_arguments(args, tell)
-        return transformable(fn, stream, args)
-
-    def _expected(self, state: Any, misplaced: Mapping[int, str]) -> Any:
-        """The state, with leaves as host values that by their type are none."""
-        if not misplaced:
-            return state
-        leaves, structure = jax.tree.flatten(state)
-        paths = list(misplaced.values())
-
-        def tell(found: list[int]) -> None:
-            _tell_of_misplaced([paths[i] for i in found], self._on_misplaced)
-
-        there = expect_on_host([leaves[i] for i in misplaced], tell)
-        for i, x in zip(misplaced, there, strict=True):
-            leaves[i] = x
-        return jax.tree.unflatten(structure, leaves)
+        fn, args = self._fn(static), (updates, state, params, dynamic)
+        return _called(fn, args, state, self._asked, static.values)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
         """The plain update of these extra arguments."""
@@ -271,36 +223,40 @@ class _Offloading:
 
         return fn
 
-    def _streamed(
-        self,
-        fn: Callable[..., tuple[Any, Any]],
-        args: tuple[Any, ...],
-        state: Any,
-        cells: Mapping[int, Any],
-        known: Mapping[str, Any] | None = None,
-    ) -> tuple[Any, Any]:
-        """Evaluates a function that returns (updates, state) as its schedule says.
 
-        Args:
-          fn: The function.
-          args: Its arguments.
-          state: The state among them; () where there is none.
-          cells: See `Deferred`.
-          known: The extra arguments that it closes over.
-        """
-        update, structure = trace(fn, self._config, args, state)
-        misplaced = _misplaced(update, self._config, state)
-        if misplaced:  # In a loop, in a branch, or of a population of small members.
-            _tell_of_misplaced(list(misplaced.values()), self._on_misplaced)
-        if not (update.loads or update.stores):
-            return fn(*args)  # Nothing moves: the program is the plain one.
-        _check_refs(update, known or {})
-        update, leaves = closed(update, jax.tree.leaves(args))
-        planned = schedule(update, self._config.window_bytes)
-        logger.debug("%s", planned)
-        what = Deferred(update, self._config.window_bytes, cells)
-        results = defer(what, planned, leaves)
-        return jax.tree.unflatten(structure, results)
+def _called(
+    fn: Callable[..., tuple[Any, Any]],
+    args: tuple[Any, ...],
+    state: Any,
+    asked: _Asked,
+    known: Mapping[str, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Calls a function that returns (updates, state), with state where rules say.
+
+    Args:
+      fn: The function.
+      args: Its arguments: gradients, and then the state, if there is one.
+      state: The state among them; () where there is none.
+      asked: What `offload` was asked for.
+      known: The extra arguments that it closes over.
+    """
+    update, structure = trace(fn, asked.config, args, state)
+    placed = _Placed.of(update, asked, args, state)
+    if placed.mistyped and not _compat.tracing_for_jit_alone():
+        # In a loop or in a branch nothing but the type says where it is.
+        placed.tell(placed.mistyped)
+        placed = dataclasses.replace(placed, mistyped=())
+    update = update.with_loads(placed.mistyped)
+    if not (update.loads or update.stores):
+        return fn(*args)  # Nothing moves: the program is the plain one.
+    _check_refs(update, known or {})
+    has_state = bool(jax.tree.leaves(state))
+
+    def again(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        return _called(fn, args, args[1] if has_state else (), asked)
+
+    caller = Caller(asked.config.window_bytes, placed.check, again)
+    return call_update(update, args, structure, caller)
 
 
 def _check_refs(update: Update, known: Mapping[str, Any]) -> None:
@@ -345,80 +301,109 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
             )
 
 
-def _placed(config: _rules.OffloadConfig, state: Any) -> list[tuple[str, str, str]]:
-    """Of each leaf of the state its path, where rules have it, and where its type."""
-    leaves = _trees.leaves_with_paths(state)
-    sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
-    placements = _rules.place(config.made_lenient(), sizes)
-    return [
-        (path, placement.memory_kind, _memory.kind_of_type(jax.typeof(x)))
-        for (path, x), placement in zip(leaves, placements, strict=True)
-    ]
+@dataclasses.dataclass(frozen=True)
+class _Placed:
+    """Where state has to be when an update is called.
 
-
-def _misplaced(
-    update: Update, config: _rules.OffloadConfig, state: Any
-) -> dict[int, str]:
-    """State that by its type is not on the host and should be: paths by position."""
-    planned = {o.path: o.memory_kind for o in update.outputs if not o.is_update}
-    # State whose first update widens its dtype may have been too small to go before.
-    return {
-        i: path
-        for i, (path, kind, came) in enumerate(_placed(config, state))
-        if planned.get(path) == kind == "pinned_host" and came == "device"
-    }
-
-
-def _compared(args: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
-    """The arguments of an update, which warns of state that is not sharded as they are.
-
-    A jit that makes parameters and state shards what ``out_shardings`` name, and
-    replicates the rest.
+    Attributes:
+      paths: The path of each leaf of the state, by its position among the arguments.
+      planned: The leaves that have to come from host memory, as positions.
+      mistyped: Those of them whose types are of the device. Types may be wrong (F28).
+      followed: For leaves of host memory the parameter that they are sharded like.
+      on_misplaced: What to do with what is on the device.
     """
-    updates, state, params, dynamic = args
-    leaves, structure = jax.tree.flatten(state)
-    of, structure_of_params = jax.tree.flatten(params)
-    paths = [path for path, _ in _trees.leaves_with_paths(state)]
-    there = [i for i, x in enumerate(leaves) if _memory.on_host(x)]
-    typed = [(paths[i], jax.typeof(leaves[i])) for i in there]
-    like = zip(there, _templates.arguments_like(typed, [params]), strict=True)
-    pairs = [(i, j) for i, j in like if j is not None and _memory.is_traced(of[j])]
-    if not pairs:
-        return args
-    told: list[str] = []
 
-    def tell(found: list[int]) -> None:
-        if not told:
-            told.extend(paths[pairs[n][0]] for n in found)
+    paths: Mapping[int, str]
+    planned: Sequence[int]
+    mistyped: Sequence[int]
+    followed: Mapping[int, int]
+    on_misplaced: str
+
+    @classmethod
+    def of(
+        cls,
+        update: Update,
+        asked: _Asked,
+        args: tuple[Any, ...],
+        state: Any,
+    ) -> _Placed:
+        """As rules and the types of a call's arguments say."""
+        first = len(jax.tree.leaves(args[0]))
+        leaves = dict(enumerate(_trees.leaves_with_paths(state), start=first))
+        sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves.values()]
+        placements = _rules.place(asked.config.made_lenient(), sizes)
+        on_host = {i for i, (_, x) in leaves.items() if _memory.on_host(x)}
+        # State whose first update widens its dtype may have been too small before.
+        after = {o.path for o in update.outputs if o.stored and not o.is_update}
+        planned = [
+            i
+            for i, placement in zip(leaves, placements, strict=True)
+            if placement.memory_kind == "pinned_host"
+            and (i in on_host or leaves[i][0] in after)
+        ]
+        return cls(
+            {i: path for i, (path, _) in leaves.items()},
+            planned,
+            [i for i in planned if i not in on_host],
+            _followed({i: leaves[i] for i in on_host}, args, first + len(leaves)),
+            asked.on_misplaced,
+        )
+
+    def check(self, found: Mapping[int, Argument]) -> None:
+        """Raises or warns, given what the program says of the arguments of a call."""
+        on_device = [i for i in self.planned if i in found and not found[i].on_host]
+        nowhere = [i for i in self.mistyped if i not in found]
+        self.tell(sorted([*on_device, *nowhere]))
+
+        def parts(i: int) -> int:
+            sharding = found[i].sharding if i in found else None
+            return 0 if sharding is None else sharding.parts
+
+        replicated = [
+            self.paths[i]
+            for i, j in self.followed.items()
+            if parts(i) == 1 and parts(j) > 1
+        ]
+        if replicated:
             warn(
                 "state in host memory is replicated, a copy for each device, while the "
-                f"parameters that it follows are sharded: {_trees.listed(told)}. A jit "
-                "that makes parameters and state shards only what its out_shardings "
-                "name. Put the state where it belongs, once, before the first step: "
-                "state = optax_offload.place(state, "
+                f"parameters that it follows are sharded: {_trees.listed(replicated)}. "
+                "A jit that makes parameters and state shards only what its "
+                "out_shardings name. Put the state where it belongs, once, before the "
+                "first step: state = optax_offload.place(state, "
                 "optax_offload.eval_shape(tx.init, params)). If copies are wanted, "
                 "ignore this warning: nothing tells the two apart"
             )
 
-    values = compare([leaves[i] for i, _ in pairs], [of[j] for _, j in pairs], tell)
-    for (i, j), x, y in zip(pairs, values, values[len(pairs) :], strict=False):
-        leaves[i], of[j] = x, y
-    state = jax.tree.unflatten(structure, leaves)
-    return updates, state, jax.tree.unflatten(structure_of_params, of), dynamic
+    def tell(self, misplaced: Sequence[int]) -> None:
+        """Raises or warns of state that should have come from the host and did not."""
+        if not misplaced:
+            return
+        came = (
+            "state planned for pinned_host came to update on the device: "
+            f"{_trees.listed([self.paths[i] for i in misplaced])}"
+        )
+        if self.on_misplaced == "raise":
+            raise MemoryKindError(f"{came}. {CAUSES}")
+        warn(
+            f"{came}. It is on the device whole during this step, which returns it in "
+            "host memory (unless the out_shardings of a jit around move it again) and "
+            "is compiled once more when it comes from there"
+        )
 
 
-def _tell_of_misplaced(misplaced: list[str], on_misplaced: str) -> None:
-    """Raises or warns of state that should have come from the host and did not."""
-    came = (
-        f"state planned for pinned_host came to update on the device: "
-        f"{_trees.listed(misplaced)}"
-    )
-    if on_misplaced == "raise":
-        raise MemoryKindError(f"{came}. {CAUSES}")
-    warnings.warn(
-        f"{came}. It is on the device whole during this step, which returns it in host "
-        "memory (unless the out_shardings of a jit around move it again) and is "
-        "compiled once more when it comes from there",
-        OffloadWarning,
-        stacklevel=2,
-    )
+def _followed(
+    state: Mapping[int, tuple[str, Any]], args: tuple[Any, ...], first: int
+) -> dict[int, int]:
+    """For leaves of a state the parameter that each is like, as positions.
+
+    Args:
+      state: Path and value of each, by position.
+      args: All arguments, of which the third are the parameters.
+      first: The position of the first leaf of these.
+    """
+    if not state:
+        return {}
+    typed = [(path, jax.typeof(x)) for path, x in state.values()]
+    like = _templates.arguments_like(typed, args[2:3])
+    return {i: first + j for i, j in zip(state, like, strict=True) if j is not None}

@@ -111,23 +111,18 @@ def _by_rules(
     leaves: Sequence[tuple[str, Any]], rules: _rules.Rules, under: str
 ) -> list[Sharding | None]:
     """Where rules send each leaf, None for one that is left as it is."""
-    prefix = under and under + "/"
-    inside = [i for i, (path, _) in enumerate(leaves) if path.startswith(prefix)]
-    if under and not inside:
-        paths = [path for path, _ in leaves]
-        raise ValueError(_trees.nothing_under_message(under, paths))
     sizes = [
-        (path.removeprefix(prefix), _memory.movable_nbytes(x) if _is_array(x) else None)
-        for path, x in (leaves[i] for i in inside)
+        (path, _memory.movable_nbytes(x) if _is_array(x) else None)
+        for path, x in leaves
     ]
-    placements = _rules.place(_rules.as_config(rules), sizes)
+    placements = _rules.place(_rules.as_config(rules), sizes, under=under)
     shardings = _shardings_of(leaves)
-    belongs: list[Sharding | None] = [None] * len(leaves)
-    for i, placement in zip(inside, placements, strict=True):
-        if i in shardings:
-            path, kind = leaves[i][0], placement.memory_kind
-            belongs[i] = _memory.with_kind(path, shardings[i], kind)
-    return belongs
+    return [
+        _memory.with_kind(path, shardings[i], placement.memory_kind)
+        if i in shardings and placement.memory_kind
+        else None
+        for i, ((path, _), placement) in enumerate(zip(leaves, placements, strict=True))
+    ]
 
 
 def _shardings_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, Sharding]:

@@ -233,15 +233,42 @@ class Placement:
 
 
 def place(
-    config: OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+    config: OffloadConfig,
+    leaves: Sequence[tuple[str, int | None]],
+    *,
+    under: str = "",
 ) -> list[Placement]:
     """Decides for each leaf, given as (path, bytes), where it is kept.
 
-    The bytes are None for a leaf that cannot be in host memory.
+    Args:
+      config: The rules.
+      leaves: The bytes are None for a leaf that cannot be in host memory.
+      under: The path of the state that the rules are for, whose leaves they know
+        without it.
+
+    Returns:
+      A decision for each leaf. The memory kind of those that are not under that path
+      is "": the rules say nothing of them.
 
     Raises:
-      ValueError: A rule that is not optional decides no leaf.
+      ValueError: A rule that is not optional decides no leaf, or no leaf is there.
     """
+    prefix = under and under + "/"
+    inside = [
+        (path.removeprefix(prefix), nbytes) if path.startswith(prefix) else None
+        for path, nbytes in leaves
+    ]
+    if under and not any(inside):
+        paths = [path for path, _ in leaves]
+        raise ValueError(_trees.nothing_under_message(under, paths))
+    placed = iter(_placed(config, [leaf for leaf in inside if leaf is not None]))
+    elsewhere = Placement("", f"not under {under!r}")
+    return [elsewhere if leaf is None else next(placed) for leaf in inside]
+
+
+def _placed(
+    config: OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+) -> list[Placement]:
     placements: list[Placement] = []
     decided: set[int | None] = set()
     for path, nbytes in leaves:

@@ -170,23 +170,17 @@ def like_those_given(
     known: dict[tuple[str, tuple[int, ...]], set[Sharding]] = {}
     for (path, aval), sharding in zip(leaves, given, strict=True):
         if sharding is not None:
-            for tail in _tails(path)[:-1]:
+            for tail in _trees.tails(path)[:-1]:
                 known.setdefault((tail, aval.shape), set()).add(sharding)
 
     def match(path: str, shape: tuple[int, ...]) -> Sharding | None:
         if not shape:
             return None
-        found = (known.get((tail, shape)) for tail in _tails(path)[:-1])
+        found = (known.get((tail, shape)) for tail in _trees.tails(path)[:-1])
         first = next((shardings for shardings in found if shardings), set())
         return next(iter(first)) if len(first) == 1 else None
 
     return _matched(match, leaves, {shape for _, shape in known}, _for_scales)
-
-
-def _tails(path: str) -> list[str]:
-    """The ends of a path, the whole of it first and the empty one last."""
-    parts = path.split("/") if path else []
-    return ["/".join(parts[i:]) for i in range(len(parts) + 1)]
 
 
 def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
@@ -243,7 +237,7 @@ def _by_longest_tail(
     def match(path: str, shape: tuple[int, ...]) -> T | None:
         if not shape:
             return None
-        found = (known.get((tail, shape)) for tail in _tails(path))
+        found = (known.get((tail, shape)) for tail in _trees.tails(path))
         return next((x for x in found if x is not None), None)
 
     return match

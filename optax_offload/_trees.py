@@ -96,6 +96,12 @@ def path_string(keys: Sequence[Any]) -> str:
     return jax.tree_util.keystr(tuple(keys), simple=True, separator="/")
 
 
+def tails(path: str) -> list[str]:
+    """The ends of a path, the whole of it first and the empty one last."""
+    parts = path.split("/") if path else []
+    return ["/".join(parts[i:]) for i in range(len(parts) + 1)]
+
+
 # An encoded leaf is a node of these.
 ENCODED_PARTS = ("codes", "scales", "step")
 

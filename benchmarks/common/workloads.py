@@ -209,11 +209,11 @@ def decoder(
     batch: int = 8,
     context: int = 512,
     every: int = 1,
+    clipped: bool = True,
 ) -> Workload:
     """A Flax decoder, remat on each layer, with clipping, adamw and a schedule.
 
-    With `every` the gradients of as many steps are accumulated, and not clipped: the
-    norm of what is accumulated would need all of it on the device at once.
+    With `every` the gradients of as many steps are accumulated, and then clipped.
     """
     model = _Decoder(layers, width, heads, vocabulary, scan)
     tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
@@ -223,10 +223,10 @@ def decoder(
         return _next_token_loss(model.apply({"params": params}, tokens), tokens)
 
     tx = _adamw()
+    if clipped:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
     if every > 1:
         tx = optax.MultiSteps(tx, every).gradient_transformation()
-    else:
-        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
     return Workload(loss, variables["params"], tokens, tx)
 
 
@@ -311,7 +311,8 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "decoder_scanned": lambda: decoder(scan=True),
     "decoder_unrolled": lambda: decoder(scan=False),
     "decoder_nnx": decoder_nnx,
-    "decoder_accumulating": lambda: decoder(scan=True, every=4),
+    "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
+    "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
     "gated": gated,
     "gated_16k": lambda: gated(tokens=16384),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from optax_offload import aot
-from optax_offload._update import LINK, Link
+from optax_offload._link import LINK, Link
 
 _H100 = aot.CHIPS["h100"]
 

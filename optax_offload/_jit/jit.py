@@ -12,17 +12,12 @@ import jax
 import jax.core
 
 from optax_offload import _compat, _trees
-from optax_offload._backward import (
-    FusedStep,
-    Held,
-    check_held,
-    plan_of,
-    warn_of_refusals,
-)
-from optax_offload._backward import run as run_fused
+from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
+from optax_offload._fuse_backward import check_held, plan_of, warn_of_refusals
 from optax_offload._jit import donation, shardings
 from optax_offload._jit.kinds import Kinds, check_on_device
+from optax_offload._schedule import FusedStep, Held
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -308,7 +303,7 @@ class _Variants:
                 # What is not traced is static.
                 leaves = jax.tree.leaves((args, kwargs))
                 leaves = [x for x in leaves if isinstance(x, jax.core.Tracer)]
-                results = run_fused(found, leaves)
+                results = streamed(found, leaves)
                 return jax.tree.unflatten(traced.out_tree, results)
         return self._tracer(*args, **kwargs)
 

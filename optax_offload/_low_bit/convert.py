@@ -190,9 +190,7 @@ def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
 
     One in bfloat16 if there is any.
     """
-    parts = path.split("/")
-    tails = ("/".join(parts[start:]) for start in range(len(parts) + 1))
-    found = [p for tail in tails if (p := params.get(tail)) is not None]
+    found = [p for end in _trees.tails(path) if (p := params.get(end)) is not None]
     alike = [p for p in found if p.shape == x.shape]
     fits = [p for p in alike if p.dtype == jnp.bfloat16]
     return next(iter([*fits, *alike]), None)

@@ -57,19 +57,16 @@ def codecs_named(
     masters = master_paths(fields)
     parameters = known_fields.parameters(fields) | masters
     never_negative = known_fields.never_negative(fields)
-    prefix = under and under + "/"
-    inside = [
-        (keys, path, x)
-        for keys, x in leaves
-        if (path := _trees.path_string(keys)).startswith(prefix)
-    ]
-    paths = [path.removeprefix(prefix) for _, path, _ in inside]
+    paths = [_trees.path_string(keys) for keys, _ in leaves]
     # Sizes say where a leaf is kept, and not how.
-    placements = _rules.place(config, [(path, None) for path in paths])
+    sizes = [(path, None) for path in paths]
+    placements = _rules.place(config, sizes, under=under)
     named: dict[tuple[Any, ...], codecs.Codec | None] = {}
     strangers: list[str] = []
     lossy: list[str] = []
-    for (keys, path, x), placed in zip(inside, placements, strict=True):
+    for (keys, x), path, placed in zip(leaves, paths, placements, strict=True):
+        if not placed.memory_kind:
+            continue
         rule = placed.rule
         name = rule and (rule.codec or codec)
         if rule is None or name is None:

@@ -1,16 +1,74 @@
-"""What moving state costs in time: arithmetic that a person can follow."""
+"""What moving costs by a model, and the memory that a step may take."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 
-from optax_offload import _flops, aot
-from optax_offload._plan.candidates import CompiledCandidate
+from optax_offload import _flops, _host_memory, aot
+from optax_offload._plan.search import CompiledCandidate
 from optax_offload._plan.step import StepFactory
 from optax_offload._units import size_text
+from optax_offload.aot import GPUS_PER_HOST, Target
+
+# The share of a device's memory that a program cannot have. A GPU's: CUDA's context,
+# modules, NCCL's buffers, fragmentation, batches on their way. A TPU's: batches and
+# what else the process keeps; `memory_bytes` is less the compiler's own reserve.
+RESERVES = {"gpu": 0.10, "tpu": 0.02}
+# The share of a GPU's memory that JAX takes unless it is told otherwise
+# (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+GPU_DEFAULT_FRACTION = 0.75
+# The share that is asked for above the peak: an allocator finds no perfect fit.
+GPU_FRACTION_MARGIN = 0.02
+# More of a GPU than this cannot be asked for: CUDA's own context has to fit beside it.
+GPU_LARGEST_FRACTION = 0.97
+
+
+def default_budget_bytes(target: Target) -> int:
+    """The memory of each device less the reserve."""
+    return int(target.memory_bytes * (1 - RESERVES[target.platform]))
+
+
+def checked_budget_bytes(budget_bytes: int | None, target: Target) -> int:
+    """The budget of a user, or the default one where there is none.
+
+    Raises:
+      ValueError: the budget is not positive, or more than the target has.
+    """
+    if budget_bytes is None:
+        return default_budget_bytes(target)
+    if not 0 < budget_bytes <= target.memory_bytes:
+        raise ValueError(
+            f"budget_bytes is {budget_bytes}; it must be at least 1 and at most what "
+            f"{target.name!r} has, {target.memory_bytes} "
+            f"({size_text(target.memory_bytes)})"
+        )
+    return budget_bytes
+
+
+def environment(target: Target, used_bytes: int, moved_bytes: int) -> dict[str, str]:
+    """The variables to set for a process that trains on GPUs; none for TPUs.
+
+    Args:
+      target: The chips that it trains on.
+      used_bytes: The peak on each device.
+      moved_bytes: The state of each device that is in host memory.
+    """
+    if target.platform != "gpu":
+        return {}
+    found = {}
+    share = used_bytes / target.memory_bytes
+    if share > GPU_DEFAULT_FRACTION - GPU_FRACTION_MARGIN:
+        fraction = min(
+            math.ceil(share * 100) / 100 + GPU_FRACTION_MARGIN, GPU_LARGEST_FRACTION
+        )
+        found["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.2f}"
+    devices = min(target.device_count, GPUS_PER_HOST)
+    return found | _host_memory.gpu_plugin_settings(moved_bytes * devices)
+
 
 # The share of the link that a step's transfers use: 0.86 to 0.94 on an H100 by the
 # model of `benchmarks/link/census.py` (BUILD_NOTES.md, "Link efficiency"), and somewhat

@@ -8,14 +8,14 @@ from typing import Any
 
 from optax_offload import _rules, aot
 from optax_offload._low_bit import codec_of
-from optax_offload._plan.budget import checked_budget_bytes, environment
-from optax_offload._plan.candidates import CandidateCompiler, Progress
-from optax_offload._plan.cost import cost_of_step
-from optax_offload._plan.movable import movable_state
-from optax_offload._plan.recording import record
-from optax_offload._plan.result import Plan
-from optax_offload._plan.search import Selection, smallest_that_fits
-from optax_offload._plan.shortage import does_not_fit
+from optax_offload._plan.cost import checked_budget_bytes, cost_of_step, environment
+from optax_offload._plan.result import Plan, does_not_fit
+from optax_offload._plan.search import (
+    CandidateCompiler,
+    Progress,
+    smallest_that_fits,
+)
+from optax_offload._plan.state import Selection, movable_state, record
 from optax_offload._plan.step import Step, StepFactory
 
 

@@ -1,6 +1,14 @@
 """What is to be computed, as a value: its equations, and making others of them."""
 
+from optax_offload._program.branches import Branches, find_branches, keeps_state
 from optax_offload._program.build import Builder, flatten
+from optax_offload._program.call import (
+    Call,
+    Caller,
+    call_update,
+    called,
+    offloaded_update,
+)
 from optax_offload._program.graph import (
     Atom,
     Components,
@@ -18,23 +26,55 @@ from optax_offload._program.graph import (
     variables,
     within,
 )
+from optax_offload._program.keys import Places, key_data
+from optax_offload._program.remats import scans
+from optax_offload._program.step import (
+    InlinedUpdate,
+    Step,
+    constrained,
+    handed_on,
+    is_transfer,
+    take_apart,
+)
+from optax_offload._program.update import Input, Output, Update, trace
 
 __all__ = [
     "Atom",
+    "Branches",
     "Builder",
+    "Call",
+    "Caller",
     "Components",
+    "InlinedUpdate",
+    "Input",
+    "Output",
+    "Places",
     "Program",
+    "Step",
+    "Update",
     "ancestors",
+    "call_update",
+    "called",
+    "constrained",
     "dependents",
     "described",
     "evaluate",
+    "find_branches",
     "flatten",
+    "handed_on",
+    "is_transfer",
+    "keeps_state",
+    "key_data",
     "live",
     "needed",
     "nested",
+    "offloaded_update",
     "read",
+    "scans",
     "shape",
     "signature",
+    "take_apart",
+    "trace",
     "variables",
     "within",
 ]

@@ -12,10 +12,18 @@ from jax.extend import core as jex
 
 from optax_offload._program.graph import Atom, Program
 
-# Enough to know a predicate, and what a selection is multiplied with.
-_FOLDED = frozenset(
-    ("add", "and", "convert_element_type", "mul", "ne", "not", "or", "sub")
-)
+# Enough to know a predicate, and what a selection is multiplied with. By NumPy: when a
+# program is lowered, JAX's own would be evaluated on devices that may not be here.
+_FOLDED: Mapping[str, Callable[..., Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "convert_element_type": lambda x: x,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "not": np.bitwise_not,
+    "or": np.bitwise_or,
+    "sub": np.subtract,
+}
 
 
 class Builder:
@@ -79,11 +87,18 @@ class Builder:
             e.replace(invars=operands, outvars=outvars, params=changed)
         )
         if e.primitive.name in _FOLDED:
-            values = [self.value(a) for a in operands]
-            if all(v is not None for v in values):
-                with jax.ensure_compile_time_eval():
-                    folded = np.asarray(e.primitive.bind(*values, **e.params))
-                self._known[outvars[0]] = folded
+            self._fold(e, operands, outvars[0])
+
+    def _fold(self, e: jex.JaxprEqn, operands: Sequence[Atom], result: jex.Var) -> None:
+        """Knows the value of a result, if those of all operands are known."""
+        values = [self.value(a) for a in operands]
+        if any(v is None for v in values):
+            return
+        types: list[Any] = [a.aval for a in (*operands, result)]
+        *given, made = (t.dtype for t in types)
+        arrays = [np.asarray(v, dtype) for v, dtype in zip(values, given, strict=True)]
+        with np.errstate(all="ignore"):
+            self._known[result] = np.asarray(_FOLDED[e.primitive.name](*arrays), made)
 
     def inline(self, closed: jex.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
         """Adds what a jaxpr computes, with variables of its own each time.

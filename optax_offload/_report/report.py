@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
-from optax_offload import _memory, _rules, _trees
+from optax_offload import _host_memory, _memory, _rules, _trees
 from optax_offload._errors import CodecError, MemoryKindError, OffloadWarning
 from optax_offload._low_bit import codecs_named, encoded_parts, in_other_forms
-from optax_offload._report import host_memory as _host
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
 from optax_offload._units import Printed, size_text
@@ -37,7 +36,9 @@ class MemoryReport(Printed):
     """
 
     rows: tuple[Row, ...]
-    host: _host.HostMemory = dataclasses.field(default_factory=_host.HostMemory)
+    host: _host_memory.HostMemory = dataclasses.field(
+        default_factory=_host_memory.HostMemory
+    )
 
     @property
     def totals(self) -> dict[str | None, int]:
@@ -224,7 +225,7 @@ def memory_report(
         row_of(path, x, placement, formats.get(path), named.get(path))
         for (path, x), placement in zip(leaves, placements, strict=True)
     ]
-    host = _host_memory(rows, [x for _, x in leaves])
+    host = _host_needs(rows, [x for _, x in leaves])
     for shortage in host.shortages:
         warnings.warn(shortage, OffloadWarning, stacklevel=2)
     return MemoryReport(tuple(rows), host)
@@ -238,20 +239,8 @@ def _placements(
         if under:
             raise ValueError(f"under={under!r} says where rules begin: give the rules")
         return [_rules.Placement("", "no rules given")] * len(leaves)
-    prefix = under and under + "/"
-    inside = {
-        i: path.removeprefix(prefix)
-        for i, (path, _) in enumerate(leaves)
-        if path.startswith(prefix)
-    }
-    if under and not inside:
-        raise ValueError(
-            _trees.nothing_under_message(under, [path for path, _ in leaves])
-        )
-    sizes = [(path, _memory.movable_nbytes(leaves[i][1])) for i, path in inside.items()]
-    placed = iter(_rules.place(_rules.as_config(rules), sizes))
-    elsewhere = _rules.Placement("", f"not under {under!r}")
-    return [next(placed) if i in inside else elsewhere for i in range(len(leaves))]
+    sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
+    return _rules.place(_rules.as_config(rules), sizes, under=under)
 
 
 def _in_other_forms(
@@ -269,7 +258,7 @@ def _in_other_forms(
     return said | parts
 
 
-def _host_memory(rows: list[Row], leaves: list[Any]) -> _host.HostMemory:
+def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:
     needed: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     for row, x in zip(rows, leaves, strict=True):
@@ -282,8 +271,8 @@ def _host_memory(rows: list[Row], leaves: list[Any]) -> _host.HostMemory:
     limits = ()
     if needed and platforms:
         pinned = _memory.pinned_bytes_of_this_process() if "gpu" in platforms else 0
-        limits = tuple(_host.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
-    return _host.HostMemory(dict(needed), dict(missing), limits)
+        limits = tuple(_host_memory.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
+    return _host_memory.HostMemory(dict(needed), dict(missing), limits)
 
 
 def _platforms_here(x: Any) -> set[str]:

@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
+from optax_offload._link import LINK, Link
 from optax_offload._units import GIB, MIB
-from optax_offload._update import LINK, Link
 
 # GPUs of one host, which share its memory: as in NVIDIA's DGX and HGX machines, and in
 # the machines that clouds lend.
@@ -30,7 +30,7 @@ class Chip:
       memory_source: Where that figure is from.
       link: The link to the host's memory, each way. Loads and stores run at once.
       link_source: Where its bandwidth is documented; "assumed" where it is not. The
-        latency is assumed on every chip: it is that of `optax_offload._update.LINK`.
+        latency is assumed on every chip: it is that of `optax_offload._link.LINK`.
       flops_per_second: Dense matrix products in bfloat16.
       float32_flops_per_second: Dense matrix products of float32 at JAX's default
         precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.

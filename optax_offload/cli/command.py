@@ -27,7 +27,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _plan, _rule_files, _rules, aot
+from optax_offload import __version__, _link, _plan, _rule_files, _rules, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -146,7 +146,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     with _errors():
         _check_can_write(out, plot)
         make_step = load_factory(factory, set_ or ())
-        link = _plan.measure_link() if measure_link else None
+        link = _link.measure_link() if measure_link else None
         with _progress() as progress:
             plan = _plan.plan(
                 make_step,

@@ -12,7 +12,7 @@ from jax import lax
 from benchmarks.link.counting import census
 from benchmarks.link.model import Model, model_of
 from optax_offload import aot
-from optax_offload._update import Link
+from optax_offload._link import Link
 
 # A transfer of 4 MiB takes 1 ms and 0.1 ms of latency, an operation that reads and
 # writes as much 1 ms.

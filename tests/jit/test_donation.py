@@ -14,9 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload import _lowered as lowered_arguments
 from optax_offload import aot
 from optax_offload._jit.donation import Buffer, Pairs, pairs_by_kind
-from optax_offload._update import arguments
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 UNUSABLE = "Some donated buffers were not usable"
@@ -68,7 +68,7 @@ def crossing(lowered):
 @pytest.fixture
 def unchecked(monkeypatch):
     """Programs of `jax.jit` whose pairs are wrong, for those who only read them."""
-    monkeypatch.setattr(arguments, "_crossing_pair", lambda main, i: "")
+    monkeypatch.setattr(lowered_arguments, "_crossing_pair", lambda main, i: "")
 
 
 def jaxs(order):

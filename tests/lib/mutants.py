@@ -23,13 +23,14 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 COPIED = ("optax_offload", "tests", "examples", "configs", "docs", "pyproject.toml")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 PYTEST += ("-m", "not aot and not slow")
-RULES = "_update/slicing_rules"
-REFUSED = "tests/update/test_refused_rows.py"
-MODELS = "tests/backward/test_fused_models.py"
-OPTIMIZERS = "tests/backward/test_fused_optimizers.py"
-LEFT = "tests/backward/test_left_outside.py"
-LATE = "tests/backward/test_delayed_rows.py"
-STREAM = "tests/update/test_stream.py"
+RULES = "_rows/rules"
+REFUSED = "tests/rows/test_refused_rows.py"
+MODELS = "tests/fused/test_fused_models.py"
+OPTIMIZERS = "tests/fused/test_fused_optimizers.py"
+LEFT = "tests/fused/test_left_outside.py"
+LATE = "tests/fused/test_delayed_rows.py"
+STREAM = "tests/emit/test_stream.py"
+PASSES = "tests/schedule/test_passes.py"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,51 +53,51 @@ class Mutant:
 MUTANTS = {
     # Rows in the scan.
     "rows in the wrong order": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "self._scan.length - 1 - number if reverse else number",
         "number",
         (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
     ),
     "a late row one off": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "state.delayed, number - 1)",
         "state.delayed, number)",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "the last late row one off": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "last = scan.length - 1",
         "last = scan.length - 2",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "rows that are late stored too early": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "found = self._iteration(number, state, buffers, together=True)",
         "found = self._iteration(number, state, given(state), together=True)",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "new values read for old ones": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "before, buffers = buffers, dict(buffers)",
         "before = buffers = dict(buffers)",
         (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
     ),
     "a dropped store": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "for v in self._work.kept:",
         "for v in ():",
         (f"{LEFT}::test_what_else_a_step_does[a gradient]",),
     ),
     "gradients that wait stored in the wrong row": Mutant(
-        "_backward/body.py",
-        """            row = _memory.transfer(row, "pinned_host")
-            buffers[v] = _put(buffers[v], row, i, 0)""",
-        """            row = _memory.transfer(row, "pinned_host")
-            buffers[v] = _put(buffers[v], row, number, 0)""",
+        "_emit/scan.py",
+        """            row = store(rows[v], "pinned_host", of=v.aval)
+            buffers[v] = with_rows(buffers[v], row, i, 0)""",
+        """            row = store(rows[v], "pinned_host", of=v.aval)
+            buffers[v] = with_rows(buffers[v], row, number, 0)""",
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "no barrier between what leaves together": Mutant(
-        "_backward/body.py",
+        "_emit/scan.py",
         "if len(leave) < 2:",
         "if len(leave) < 200:",
         (f"{LATE}::test_late_rows_with_every_jax",),
@@ -114,115 +115,144 @@ MUTANTS = {
     ),
     # What is done in which order.
     "effects in no order": Mutant(
-        "_backward/step.py",
+        "_program/step.py",
         "found[i] = before, (jex.Var(_TOKEN),)",
         "found[i] = (), (jex.Var(_TOKEN),)",
-        ("tests/backward/test_effects.py::test_ordered_effects_are_in_their_order",),
+        ("tests/fused/test_effects.py::test_ordered_effects_are_in_their_order",),
     ),
     "a norm of a norm in the pass of that norm": Mutant(
-        "_backward/order.py",
+        "_schedule/order.py",
         "return last + (after >= scan)",
         "return last + (after > scan)",
         (f"{LEFT}::test_norms_of_norms",),
     ),
     # What is summed up.
     "sums that begin with one": Mutant(
-        "_backward/sums.py",
+        "_emit/sums.py",
         '{"add": 0, "mul": 1',
         '{"add": 1, "mul": 1',
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "a largest value that begins with the largest": Mutant(
-        "_backward/sums.py",
+        "_emit/sums.py",
         'least = by == "max"',
         'least = by == "min"',
         (f"{LEFT}::test_what_else_a_step_does[other sums]",),
     ),
     "a product of other axes summed up": Mutant(
-        "_backward/rows.py",
+        "_rows/sums.py",
         "return [a, b] if right[left.index(axes[a])] == axes[b] else []",
         "return [a, b]",
         (f"{LEFT}::test_what_else_a_step_does[products with other rows]",),
     ),
+    # Passes that read state first.
+    "a norm of a norm read in the first pass": Mutant(
+        "_schedule/passes.py",
+        "if not late.isdisjoint(used):",
+        "if False:",
+        (f"{PASSES}::test_values_and_passes[clip twice-262144]",),
+    ),
+    "effects had in each pass": Mutant(
+        "_schedule/passes.py",
+        "if any(map(_compat.has_effects, update.program.equations)):",
+        "if False:",
+        (f"{PASSES}::test_no_pass[an effect]",),
+    ),
+    "a sum without the rows that are left": Mutant(
+        "_emit/loop.py",
+        """        if self.group.sums:
+            return buffers | self._totals(results, buffers)""",
+        """        if self.group.sums and not isinstance(self._first, int):
+            return buffers | self._totals(results, buffers)
+        if self.group.sums:
+            return buffers""",
+        (f"{PASSES}::test_rows_that_are_left_when_a_loop_ends",),
+    ),
+    "a slice that is only read waits for none": Mutant(
+        "_schedule/loops.py",
+        "if group is earlier and not group.sums:",
+        "if group is earlier:",
+        (f"{PASSES}::test_a_slice_waits_for_the_one_before",),
+    ),
     # What is moved into the scan.
     "a gradient that another scan adds to": Mutant(
-        "_backward/plan.py",
+        "_schedule/step.py",
         "if not self._taken.isdisjoint(c.results):",
         "if False:",
         (f"{MODELS}::test_three_steps[layers used twice]",),
     ),
     "old parameters gone before the second run": Mutant(
-        "_backward/plan.py",
+        "_schedule/step.py",
         "now, held = (), tuple(all_fused)",
         "pass",
         (f"{LATE}::test_what_need_not_wait_for_a_second_run_does",),
     ),
     "a value read after it is replaced": Mutant(
-        "_backward/plan.py",
+        "_schedule/step.py",
         "        self._check_old_values(found, all_fused)\n",
         "",
         (f"{LEFT}::test_what_else_a_step_does[old parameters used]",),
     ),
     "what a later scan gives taken for known": Mutant(
-        "_backward/rows.py",
+        "_schedule/follow.py",
         "late = i in self._later or not self.late.isdisjoint(operands)",
         "late = not self.late.isdisjoint(operands)",
         (f"{MODELS}::test_an_update_that_takes_what_a_later_scan_gives",),
     ),
     "the next argument of another type replaced": Mutant(
-        "_backward/plan.py",
+        "_schedule/step.py",
         "and _type(x) == _type(v)",
         "and True",
         (f"{OPTIMIZERS}::test_each_result_replaces_an_argument_of_its_type",),
     ),
     # Loops over slices.
     "one slice for all of an iteration": Mutant(
-        "_update/loop.py",
+        "_emit/loop.py",
         "at((number * loop.unroll + i) * (rows or 0))",
         "at((number * loop.unroll + 0) * (rows or 0))",
         (f"{STREAM}::test_stages_give_the_plain_values[a last slice]",),
     ),
     "the rest of the rows at the wrong place": Mutant(
-        "_update/loops.py",
+        "_schedule/loops.py",
         "group.rows - self.slices * rows, self.slices * rows)",
         "group.rows - self.slices * rows, 0)",
-        ("tests/update/test_loops.py",),
+        ("tests/schedule/test_loops.py",),
     ),
     "no barrier between what is stored and the next load": Mutant(
-        "_update/loop.py",
+        "_emit/loop.py",
         "if load_after or self._handed:",
         "if False:",
         (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),
     "no barrier between read and replace": Mutant(
-        "_update/loop.py",
+        "_emit/loop.py",
         "return lax.optimization_barrier(x) if replaced else x",
         "return x",
         (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),
     "the other branch of a predicate": Mutant(
-        "_update/branches.py",
+        "_program/branches.py",
         "for value in (0, 1))",
         "for value in (1, 0))",
-        ("tests/update/test_branches.py",),
+        ("tests/program/test_branches.py",),
     ),
     "a window counted twice": Mutant(
-        "_update/window.py",
+        "_schedule/window.py",
         "while inside > window_bytes and first < k:",
         "while inside > 2 * window_bytes and first < k:",
-        ("tests/update/test_window.py",),
+        ("tests/schedule/test_window.py",),
     ),
     "slices along a sharded axis": Mutant(
-        "_update/slicing.py",
+        "_rows/analysis.py",
         "if aval.sharding.spec[axis] is not None:",
         "if False:",
-        ("tests/update/test_slicing.py",),
+        ("tests/rows/test_slicing.py",),
     ),
     "a value whole and by rows": Mutant(
-        "_update/slicing.py",
+        "_rows/analysis.py",
         "if any(v in self.axes for v in self._whole_to.get(id(e), ())):",
         "if False:",
-        ("tests/update/test_slicing.py",),
+        ("tests/rows/test_slicing.py",),
     ),
     # Buffers.
     "donation across memories": Mutant(

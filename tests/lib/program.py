@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 from optax_offload import aot
+from optax_offload._emit import carry_out
+from optax_offload._emit import step as emit
 from optax_offload.aot import _hlo
 from optax_offload.aot._dataflow import touches_no_data
 from optax_offload.aot.transfers import instruction_transfers
@@ -22,6 +25,28 @@ def signature(
     """The arguments and the results of a compiled program, on one device."""
     module = _hlo.parse(compiled.as_text() or "")
     return module.arguments, module.results
+
+
+def emitted(closed: Any, *, late: bool = False) -> Any:
+    """What the only update, or streamed step, of a jaxpr becomes when it is lowered.
+
+    Args:
+      closed: The jaxpr of a function.
+      late: Whether rows are stored an iteration late, as on a GPU.
+    """
+    (e,) = (e for e in closed.jaxpr.eqns if "what" in e.params)
+    what = e.params["what"]
+
+    def step(*given: Any) -> Any:
+        values = dict(zip(what.operands, given, strict=True))
+        return emit.results(what.plan, values, {}, late=late)
+
+    def update(*data: Any) -> Any:
+        args = what.given.keys(list(data))
+        return carry_out(what.update, what.caller.window_bytes, args, {})
+
+    fn = step if e.primitive.name == "streamed_step" else update
+    return jax.make_jaxpr(fn)(*(a.aval for a in e.invars)).jaxpr
 
 
 def instructions(module: _hlo.Module) -> Iterator[_hlo.Instruction]:

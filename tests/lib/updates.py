@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_offload import _program, _trees
-from optax_offload._update import Input, Output, Update
-from optax_offload._update import schedule as scheduled
+from optax_offload._program import Input, Output, Update
+from optax_offload._schedule import schedule as scheduled
 
 
 def traced(

@@ -15,9 +15,11 @@ from harness import bits, committed
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_bit_cases import MOMENTS, encoded_leaves, make_params
+from program import emitted
 
 import optax_offload as oo
-from optax_offload._update import schedule
+from optax_offload._emit import carry_out, held
+from optax_offload._schedule import schedule
 
 LR = 1e-2
 CODECS = ["int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic"]
@@ -107,7 +109,7 @@ def test_only_codes_cross(window_bytes):
     rule = dataclasses.replace(RULE, codec="int8")
     tx = oo.offload(optax.adam(LR), rule, window_bytes=window_bytes)
     state = tx.init(params)
-    text = str(jax.make_jaxpr(tx.update)(params, state, params))
+    text = str(emitted(jax.make_jaxpr(tx.update)(params, state, params)))
     moved = re.findall(r"[\w:]+:(\w+)(?:<host>)?\[([\d,]*)\] = device_put\[", text)
     sizes = {dtype: math.prod(map(int, shape.split(","))) for dtype, shape in moved}
     # Two codes are a word of 16 bits; of float32 there are the scales alone.
@@ -293,18 +295,22 @@ def clipped_steps(held, windows=(None, None)):
         return optax.apply_updates(params, updates), state
 
     step = oo.fuse_backward(step, held=held)
-    closed = jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512)))
-    (form,) = closed.jaxpr.eqns
-    return form.params["jaxprs"][0]
+    return emitted(jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512))))
 
 
-def test_codes_whose_gradients_wait_are_counted_as_decoded():
+def test_codes_whose_gradients_wait_are_counted_as_decoded(monkeypatch):
     """By the window, which is the least of those that were asked for."""
-    step = clipped_steps("store", (2**22, 2**21))
-    found = (e.params["what"] for e in step.eqns if "what" in e.params)
-    (what,) = (x for x in found if x.update.loads)  # Counters are on the device.
-    assert what.window_bytes == 2**21
-    (planned,) = schedule(what.update, what.window_bytes).straights()
+    given = []
+
+    def noted(update, window_bytes, *args):
+        given.append((update, window_bytes))
+        return carry_out(update, window_bytes, *args)
+
+    monkeypatch.setattr(held, "carry_out", noted)
+    clipped_steps("store", (2**22, 2**21))
+    ((update, window_bytes),) = given
+    assert window_bytes == 2**21
+    (planned,) = schedule(update, window_bytes).straights()
     # Two moments, a byte for each number where they are at rest; the gradient, of four.
     numbers = 4 * 512 * 256
     scales = 2 * 4 * numbers // 256

@@ -1,9 +1,10 @@
-"""The arithmetic of a plan's cost."""
+"""Budgets, what a process sets, and the cost of moving."""
 
 import dataclasses
 
 import pytest
 
+from optax_offload import aot
 from optax_offload._plan import cost
 
 COST = cost.Cost(
@@ -66,3 +67,49 @@ def test_nothing_moved_costs_nothing():
     assert "nothing is moved" in str(still)
     assert cost.Cost(1, 1.0, "", 0.0, 1.0, "").slowdown() == float("inf")
     assert cost.Cost(0, 1.0, "", 0.0, 1.0, "").slowdown() == 1.0
+
+
+H100 = aot.Target("h100")
+
+
+def test_default_budget():
+    """The memory less the reserve that the docstring names."""
+    assert cost.default_budget_bytes(H100) == int(84942979072 * 0.9)
+    v5e = aot.Target("v5e:2x2")
+    assert cost.default_budget_bytes(v5e) == int(v5e.memory_bytes * 0.98)
+
+
+@pytest.mark.parametrize("bytes_", [0, -1, 84942979073])
+def test_budgets_that_are_none(bytes_):
+    """The message has what is allowed."""
+    message = (
+        rf"budget_bytes is {bytes_}; it must be at least 1 and at most what 'h100' "
+        r"has, 84942979072 \(79\.11 GiB\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        cost.checked_budget_bytes(bytes_, H100)
+
+
+def test_a_budget_is_taken_as_it_is():
+    """Without one, the default."""
+    assert cost.checked_budget_bytes(7, H100) == 7
+    assert cost.checked_budget_bytes(None, H100) == cost.default_budget_bytes(H100)
+
+
+@pytest.mark.parametrize(
+    ("target", "used", "moved", "expected"),
+    [
+        ("h100", 0.5, 0, {}),
+        ("h100", 0.74, 0, {"XLA_CLIENT_MEM_FRACTION": "0.76"}),
+        ("h100", 0.895, 0, {"XLA_CLIENT_MEM_FRACTION": "0.92"}),
+        ("h100", 0.5, 90, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "99"}),
+        ("h100:8", 0.5, 10, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "88"}),
+        ("h100:16", 0.5, 10, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "88"}),
+        ("v5e:2x2", 0.9, 90, {}),
+    ],
+)
+def test_environment(target, used, moved, expected):
+    """What JAX does not give by itself has to be asked for."""
+    target = aot.Target(target)
+    used_bytes = round(used * target.memory_bytes)
+    assert cost.environment(target, used_bytes, moved * 2**30) == expected

@@ -15,9 +15,9 @@ from step_factories import HEAD, MIB, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.cost import cost_of_step
 from optax_offload._plan.result import Plan
+from optax_offload._plan.search import CompiledCandidate
 from optax_offload._plan.step import StepFactory, compile_step
 from optax_offload._units import size_text
 

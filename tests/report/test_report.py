@@ -13,8 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _memory
-from optax_offload._report import host_memory
+from optax_offload import _host_memory, _memory
 from optax_offload._report import report as reporting
 from optax_offload._states import records
 
@@ -262,7 +261,7 @@ def machine(root, free_kib, total_kib=1000):
 def test_too_little_host_memory(shape, tmp_path, monkeypatch):
     """A warning before the first step, for what is not there yet only."""
     machine(tmp_path, free_kib=300)
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
     state = optax.adam(1e-3).init(PARAMS)
     if shape == "template":
         state = oo.eval_shape(optax.adam(1e-3).init, PARAMS)
@@ -287,7 +286,7 @@ def test_too_little_host_memory(shape, tmp_path, monkeypatch):
 def test_host_memory_of_shards(tmp_path, monkeypatch):
     """Each device's copy of a replicated leaf is memory of its own."""
     machine(tmp_path, free_kib=700)
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = oo.offload(optax.adam(1e-3))
 
@@ -305,7 +304,7 @@ def test_host_memory_of_shards(tmp_path, monkeypatch):
 def test_devices_that_are_not_attached(tmp_path, monkeypatch):
     """Their host is not this machine, but what they need is known."""
     machine(tmp_path, free_kib=1)
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
     mesh = jax.sharding.AbstractMesh(
         (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -327,7 +326,7 @@ def test_pinned_bytes_are_counted_once():
 
 def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):
     """State of GPUs is held to it, with what other arrays have pinned."""
-    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
     monkeypatch.setattr(reporting, "_platforms_here", lambda x: {"gpu"})
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
     leaf = jax.ShapeDtypeStruct((2**27,), jnp.float32)

@@ -22,7 +22,7 @@ from optimizers import INSIDE, OUTSIDE
 
 import optax_offload as oo
 from optax_offload import _compat
-from optax_offload._update import group_slices
+from optax_offload._schedule import group_slices
 
 pytestmark = pytest.mark.optimized
 

@@ -279,6 +279,5 @@ def test_out_shardings_on_a_device(fused):
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = jax.jit(step, out_shardings=device)
     params, state, _ = step(params, tx.init(params), BATCH)
-    with pytest.raises(oo.MemoryKindError, match="state_shardings") as error:
+    with pytest.raises(oo.MemoryKindError, match=r"(?s)'0/mu/.*state_shardings"):
         step(params, state, BATCH)
-    assert ("float32<host>[" if fused else "'0/mu/") in str(error.value)

@@ -6,7 +6,7 @@ import pytest
 from fuzz_compare import run
 from fuzz_programs import CHOICES, Drawn, draw
 
-from optax_offload._backward import body
+from optax_offload._emit import scan as body
 
 QUICK, ALL = 24, 224
 
@@ -24,6 +24,20 @@ def test_as_plain_jit(seed):
     if found.kind in ("chaotic", "no program"):
         pytest.skip(f"{found.kind}: {found.detail}")
     assert found.kind in ("fused", "not fused", "refused"), str(found)
+
+
+# Of seeds that only a thousand had, what was left when all else was made simple.
+FOUND = [
+    "modes=twice; optimizer=multi_steps; frozen=set_to_zero; devices=4; "
+    "axis_types=Explicit; sharded=last",  # Buffers that replace nothing, sharded.
+]
+
+
+@pytest.mark.parametrize("text", FOUND)
+def test_what_was_found(text):
+    """As plain, and fused."""
+    (found,) = run(Drawn.of_text(text))
+    assert found.kind == "fused", str(found)
 
 
 SMALL = Drawn(donated="both", effect="debug in step", clip="around")

@@ -1,0 +1,98 @@
+"""Updates whose gradients wait in host memory: carried out as `offload` does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._emit.update import carry_out
+from optax_offload._lowered import Sharded
+from optax_offload._program import Input, Output, Program, Step, Update
+from optax_offload._rows import Kernel, kernel_of
+from optax_offload._schedule import Fused, Scan, asked_window
+
+
+def run(
+    step: Step,
+    fused: Sequence[Fused],
+    env: Mapping[jex.Var, Any],
+    sharded: Mapping[jex.Var, Sharded],
+) -> dict[jex.Var, Any]:
+    """The results of updates whose gradients wait in host memory."""
+    update, sources, results = _held(
+        step, [(f, kernel_of(f.rows.restricted(f.component.results))) for f in fused]
+    )
+    args = [env[v] for v in sources]
+    inputs = tuple(
+        dataclasses.replace(x, on_host=_memory.on_host(value))
+        for x, value in zip(update.inputs, args, strict=True)
+    )
+    update = dataclasses.replace(update, inputs=inputs)
+    window_bytes = asked_window(step, fused)
+    known = {i: sharded[v] for i, v in enumerate(sources) if v in sharded}
+    values = carry_out(update, window_bytes, args, known)
+    return dict(zip(results, values, strict=True))
+
+
+def over_rows(scan: Scan) -> Scan:
+    """A scan of as many rows that computes nothing of its own.
+
+    In it rows of what waits are loaded, with those of its state, and summed up.
+    """
+    closed = jax.make_jaxpr(
+        lambda: lax.scan(lambda _, __: (0, None), 0, None, length=scan.length)
+    )()
+    (e,) = closed.jaxpr.eqns
+    return Scan(scan.position, e)
+
+
+def _held(
+    step: Step, fused: Sequence[tuple[Fused, Kernel]]
+) -> tuple[Update, list[jex.Var], list[jex.Var]]:
+    """One update of all that waits; its arguments and its results in the step."""
+    program = step.program
+    equations: dict[int, jex.JaxprEqn] = {}
+    sources: dict[jex.Var, jex.Var] = {}
+    axes: dict[jex.Var, int] = {}
+    outputs: list[tuple[jex.Var, jex.Var, jex.Var | None]] = []
+    codes = {v for f, _ in fused for v in f.codes}
+    for f, k in fused:
+        for e in k.rows.equations:
+            equations[program.producers[e.outvars[0]]] = e
+        axes |= {v: i for v, i in k.rows.axes.items() if v in k.rows.inputs}
+        sources |= dict(zip(k.rows.inputs, k.sources, strict=True))
+        inside = dict(zip(k.targets, k.rows.outputs, strict=True))
+        outputs += [(v, inside[v], f.replaced[v]) for v in f.component.results]
+    known = set(sources.values())
+    for _, _, before in outputs:
+        if before is not None and before not in known:
+            sources[jex.Var(_memory.device_type(before.aval))] = before
+    invars = list(sources)
+    position = {v: i for i, v in enumerate(sources.values())}
+    paths = {
+        v: of[-1].inlined.what.update.outputs[of[-1].output].path
+        for v, of in step.origins.items()
+    }
+    ordered = [equations[i] for i in sorted(equations)]
+    inner = Program(ordered, {}, invars, [a for _, a, _ in outputs], program.debug_info)
+    update = Update(
+        inner,
+        tuple(Input(slice_axis=axes.get(v)) for v in invars),
+        tuple(
+            Output(
+                paths.get(v, "a parameter"),
+                _memory.kind_of_type(v.aval),
+                None if before is None else position[before],
+                is_update=False,
+                holds_codes=v in codes,
+            )
+            for v, _, before in outputs
+        ),
+    )
+    return update, list(sources.values()), [v for v, _, _ in outputs]

@@ -1,0 +1,328 @@
+"""Carrying out a scan that updates are moved into: it decides nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._emit import part_by_part, sums
+from optax_offload._emit.moves import load, load_whole, rows_of, store, with_rows
+from optax_offload._lowered import Sharded, constrain
+from optax_offload._program import Program, read
+from optax_offload._rows import Kernel, RowLocal, Sum, kernel_of
+from optax_offload._schedule import Fused, Scan
+
+Env = Mapping[jex.Var, Any]
+Buffers = dict[jex.Var, Any]
+
+
+class _Unit:
+    """An update of a row: loaded, computed and stored."""
+
+    def __init__(self, fused: Fused, k: Kernel, debug_info: Any):
+        self.fused, self.kernel = fused, k
+        self.jaxpr = k.rows.jaxpr(1, debug_info)
+        self.results = [v for v in k.targets if v in fused.replaced]
+
+    @property
+    def rows(self) -> RowLocal:
+        """The equations, with what they move."""
+        return self.kernel.rows
+
+
+@dataclasses.dataclass(frozen=True)
+class InScan:
+    """What a scan does beside its own iterations.
+
+    Attributes:
+      fused: What is updated, in order.
+      delayed: The results whose rows are stored in the next iteration.
+      sums: What is summed up over the rows.
+      kept: The stacked results that are made whole, on the device.
+      waiting: Those that wait in host memory.
+      like: For gradients that need all others first, what they are sharded like.
+    """
+
+    fused: Sequence[Fused]
+    delayed: Collection[jex.Var]
+    sums: Sequence[Sum]
+    kept: Sequence[jex.Var]
+    waiting: Sequence[jex.Var]
+    like: Mapping[jex.Var, jex.Var | None]
+
+
+def run(
+    program: Program,
+    scan: Scan,
+    work: InScan,
+    env: Env,
+    sharded: Mapping[jex.Var, Sharded],
+) -> dict[jex.Var, Any]:
+    """The values of what a scan and the work in it define.
+
+    Args:
+      program: The step.
+      scan: The scan.
+      work: What is done in it.
+      env: The values of what it takes.
+      sharded: How arguments are sharded whose types do not say it.
+    """
+    return _Loop(program, scan, work, env, sharded).run()
+
+
+class _State(NamedTuple):
+    """What iterations hand on.
+
+    Attributes:
+      carry: What those of the scan do.
+      buffers: What rows are written into.
+      delayed: The rows that are still to be stored, with an axis of one row.
+      totals: What is summed up.
+    """
+
+    carry: Any
+    buffers: Any
+    delayed: Any
+    totals: Any
+
+
+class _Loop:
+    """A scan whose stacked gradients are used up row by row."""
+
+    def __init__(
+        self,
+        program: Program,
+        scan: Scan,
+        work: InScan,
+        env: Env,
+        sharded: Mapping[jex.Var, Sharded],
+    ):
+        self._program, self._scan, self._work = program, scan, work
+        self._env, self._sharded = env, sharded
+        self._units = [
+            _Unit(f, kernel_of(f.rows), program.debug_info) for f in work.fused
+        ]
+        self._unit_of = {v: unit for unit in self._units for v in unit.results}
+        self._delayed = [v for v in self._unit_of if v in work.delayed]
+        # The buffer that has the rows of an argument that are not yet replaced, and
+        # along which axis.
+        self._now = {
+            before: (after, f.rows.axes[after])
+            for f in work.fused
+            for after, before in f.replaced.items()
+            if before is not None
+        }
+
+    def run(self) -> dict[jex.Var, Any]:
+        """The values of what the loop defines."""
+        scan, work = self._scan, self._work
+        carry = [self._read(a) for a in scan.carry]
+        buffers: dict[jex.Var, Any] = {}
+        for f in work.fused:
+            for after, before in f.replaced.items():
+                buffers[after] = (
+                    _memory.full(after.aval, 0, _memory.kind_of_type(after.aval))
+                    if before is None
+                    else self._env[before]
+                )
+        buffers |= {
+            v: _memory.full(v.aval, 0, _memory.kind_of_type(v.aval)) for v in work.kept
+        }
+        # Of equal values a TPU's compiler makes one, and copies of it on the host.
+        buffers |= {
+            v: _memory.full(v.aval, fill, "pinned_host")
+            for fill, v in enumerate(work.waiting)
+        }
+        names = list(buffers)
+        state = _State(
+            carry,
+            list(buffers.values()),
+            [self._empty_row(v) for v in self._delayed],
+            [sums.identity(self._program, s) for s in work.sums],
+        )
+
+        self._at = _memory.positions()
+
+        def given(state: _State) -> Buffers:
+            return dict(zip(names, state.buffers, strict=True))
+
+        def at_once(number: Any, state: _State) -> _State:
+            found = self._iteration(number, state, given(state), together=False)
+            buffers = self._with_delayed(found.buffers, found.delayed, number)
+            return found._replace(buffers=[buffers[v] for v in names])
+
+        def late(number: Any, state: _State) -> _State:
+            buffers = self._with_delayed(given(state), state.delayed, number - 1)
+            found = self._iteration(number, state, buffers, together=True)
+            return found._replace(buffers=[found.buffers[v] for v in names])
+
+        # A position is linear in the counter of a loop that begins with 0, and always
+        # that of a row: else a GPU's transfers are kernels, or go astray (F66). So the
+        # first iterations are a loop of their own: two, of which a loop is left (F58).
+        first = 2 if self._delayed else scan.length
+        unroll = scan.equation.params["unroll"]
+        state = lax.fori_loop(0, first, at_once, state, unroll=unroll)
+        if self._delayed:
+            state = lax.fori_loop(
+                0,
+                scan.length - first,
+                lambda number, state: late(first + number, state),
+                state,
+                unroll=unroll,
+            )
+        last = scan.length - 1
+        found = dict(zip(scan.carried, state.carry, strict=True))
+        found |= self._with_delayed(given(state), state.delayed, last)
+        for s, total in zip(work.sums, state.totals, strict=True):
+            result = self._program.equations[s.position].outvars[0]
+            found[result] = sums.finished(self._program, s, total)
+        return found
+
+    def _position(self, number: Any) -> Any:
+        """The row of an iteration."""
+        reverse = self._scan.equation.params["reverse"]
+        return self._at(self._scan.length - 1 - number if reverse else number)
+
+    def _empty_row(self, v: jex.Var) -> Any:
+        """What is handed on when there is no row yet."""
+        aval: Any = v.aval
+        shape = list(aval.shape)
+        shape[self._unit_of[v].rows.axes[v]] = 1
+        return _memory.full(aval.update(shape=tuple(shape)), 0)
+
+    def _with_delayed(
+        self, buffers: Buffers, rows: Sequence[Any], number: Any
+    ) -> Buffers:
+        """Buffers, with what an iteration left to be stored."""
+        stored = dict(buffers)
+        for v, row in zip(self._delayed, rows, strict=True):
+            stored[v] = self._put(buffers[v], v, row, self._position(number))
+        return stored
+
+    def _iteration(
+        self, number: Any, state: _State, buffers: Buffers, *, together: bool
+    ) -> _State:
+        """What it hands on; the buffers by name, without what is to be stored later."""
+        scan, body, i = self._scan, self._scan.body, self._position(number)
+        xs = [self._x(a, i, buffers) for a in scan.xs]
+        consts = [self._read(a) for a in scan.consts]
+        results = jax.core.eval_jaxpr(
+            body.jaxpr, body.consts, *consts, *state.carry, *xs
+        )
+        count = len(state.carry)
+        stacked = {
+            v: lax.expand_dims(y, (0,))
+            for v, y in zip(scan.stacked, results[count:], strict=True)
+        }
+        # Else every device adds all of a gradient up for its norm, and what waits is
+        # made anew on the host.
+        rows: dict[jex.Var, Any] = {
+            v: constrain(row, self._like(v), 0) for v, row in stacked.items()
+        }
+        # What a unit replaces, another may read too.
+        before, buffers = buffers, dict(buffers)
+        for unit in self._units:
+            if unit.fused.parts is not None:
+                whole = functools.partial(self._whole, unit, before, buffers)
+                part_by_part.run(unit.fused, i, rows, whole, buffers)
+                continue
+            rows |= self._values(unit, i, before, rows)
+            now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
+            for v, row in (_together(now) if together else now).items():
+                buffers[v] = self._put(buffers[v], v, row, i)
+        for v in self._work.kept:
+            buffers[v] = with_rows(buffers[v], stacked[v], i, 0)
+        for v in self._work.waiting:
+            row = store(rows[v], "pinned_host", of=v.aval)
+            buffers[v] = with_rows(buffers[v], row, i, 0)
+        totals = [
+            sums.added(self._program, s, total, rows, self._env)
+            for s, total in zip(self._work.sums, state.totals, strict=True)
+        ]
+        delayed = [rows[v] for v in self._delayed]
+        return _State(results[:count], buffers, delayed, totals)
+
+    def _like(self, gradient: jex.Var) -> Sharded | None:
+        """How the rows of a gradient are to be sharded."""
+        like = self._work.like.get(gradient)
+        return None if like is None else self._sharded[like]
+
+    def _read(self, a: Any) -> Any:
+        return read(a, lambda v: _as_typed(self._env[v], v))
+
+    def _row(self, v: jex.Var, i: Any, axis: int, buffers: Buffers) -> Any:
+        """The row of a value of the step, as it was before the scan."""
+        after, replaced_axis = self._now.get(v, (v, None))
+        whole = buffers[after] if replaced_axis == axis else self._env[v]
+        return rows_of(whole, i, 1, axis)
+
+    def _x(self, a: Any, i: Any, buffers: Buffers) -> Any:
+        """What an iteration of the scan takes a row of."""
+        if not isinstance(a, jex.Var):
+            return a.val[i]
+        return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
+
+    def _values(
+        self, unit: _Unit, i: Any, buffers: Buffers, rows: Mapping[jex.Var, Any]
+    ) -> dict[jex.Var, Any]:
+        """The outputs of a unit."""
+        k = unit.kernel
+        inputs = [
+            load_whole(rows[v]) if v in rows else self._input(v, to, unit, i, buffers)
+            for v, to in zip(k.sources, k.rows.inputs, strict=True)
+        ]
+        values = jax.core.eval_jaxpr(unit.jaxpr, (), *inputs)
+        return dict(zip(k.targets, values, strict=True))
+
+    def _input(
+        self, v: jex.Var, to: jex.Var, unit: _Unit, i: Any, buffers: Buffers
+    ) -> Any:
+        """What the equations for a row take."""
+        axis = unit.rows.axes.get(v)
+        if axis is None:
+            return load_whole(self._env[v])
+        return load(self._row(v, i, axis, buffers), to.aval)
+
+    def _whole(self, unit: _Unit, before: Buffers, buffers: Buffers, v: jex.Var) -> Any:
+        """What a part of a row is taken of: what the unit replaces, as it is now."""
+        after, _ = self._now.get(v, (v, None))
+        now = buffers if after in unit.results else before
+        return now.get(after, self._env[v])
+
+    def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
+        """The buffer of a result, with the row in it."""
+        unit = self._unit_of[v]
+        axis, before = unit.rows.axes[v], unit.fused.replaced[v]
+        row = store(
+            row,
+            _memory.kind_of_type(v.aval),
+            of=v.aval if v in unit.fused.codes else None,
+            like=None if before is None else self._sharded.get(before),
+            axis=axis,
+        )
+        return with_rows(buffer, row, i, axis)
+
+
+def _as_typed(x: Any, v: jex.Var) -> Any:
+    """A value in the memory that the step has it in."""
+    return _memory.transfer(x, _memory.kind_of_type(v.aval))
+
+
+def _together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
+    """The rows of an update, of which those that leave the device do so together.
+
+    Then a GPU loads all that the update takes at once (F65).
+    """
+    leave = [v for v in rows if _memory.on_host(v.aval)]
+    if len(leave) < 2:
+        return rows
+    held = lax.optimization_barrier([rows[v] for v in leave])
+    return rows | dict(zip(leave, held, strict=True))

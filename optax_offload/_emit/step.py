@@ -1,0 +1,245 @@
+"""Evaluating a step as its plan says: it decides nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _flops, _memory
+from optax_offload._emit import held
+from optax_offload._emit import scan as body
+from optax_offload._emit.update import carry_out
+from optax_offload._lowered import Sharded
+from optax_offload._program import (
+    constrained,
+    dependents,
+    evaluate,
+    read,
+    shape,
+    variables,
+)
+from optax_offload._rows import Sum
+from optax_offload._schedule import (
+    Fused,
+    FusedScan,
+    FusedStep,
+    Outer,
+    RemainingUpdate,
+    Scan,
+    by_gradients,
+    delayed_rows,
+)
+
+
+def results(
+    plan: FusedStep,
+    values: Mapping[jex.Var, Any],
+    sharded: Mapping[jex.Var, Sharded],
+    *,
+    late: bool,
+) -> list[Any]:
+    """The results of a step, evaluated as its plan says.
+
+    Args:
+      plan: The plan.
+      values: Those of its arguments, and of what it closes over.
+      sharded: How arguments are sharded whose types do not say it.
+      late: Whether rows may be stored an iteration late.
+    """
+    return _Run(plan, values, sharded, late).results()
+
+
+class _Run:
+    """The values of a step's variables, as they become known."""
+
+    def __init__(
+        self,
+        plan: FusedStep,
+        values: Mapping[jex.Var, Any],
+        sharded: Mapping[jex.Var, Sharded],
+        late: bool,
+    ):
+        self._plan, self._step, self._late = plan, plan.step, late
+        self._sharded = sharded
+        self._env: dict[jex.Var, Any] = {**values, **plan.step.program.constants}
+
+    def results(self) -> list[Any]:
+        """The values of the step's results."""
+        program = self._step.program
+        scans = {s.scan.position: s for s in self._plan.scans}
+        fused = [f for s in self._plan.scans for f in s.fused]
+        nodes = self._plan.rest
+        wanted = {v for node in nodes for v in node.reads}
+        wanted.update(variables(program.outvars))
+        wanted.update(v for f in fused for v in f.rows.inputs)
+        postponed: list[Outer] = []
+        for is_scan, some in itertools.groupby(nodes, lambda n: n.position in scans):
+            if is_scan:
+                for node in some:
+                    self._run_scan(scans[node.position], wanted)
+            else:
+                postponed += self._run_nodes(list(some))
+        waiting = [each for each in self._plan.scans if each.held]
+        for number in range(1, self._plan.passes.last + 1):
+            for each in waiting:
+                self._run_pass(each, number)
+        self._run_nodes(postponed)
+        for v in (v for f in fused for v in f.component.results):
+            self._env[v] = constrained(program, v, self._env[v])
+        return [read(a, self._env.__getitem__) for a in program.outvars]
+
+    def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
+        gradients = {g for f in each.fused for g in f.component.gradients}
+        held = [g for f in each.held for g in f.component.gradients]
+        waiting = held if each.way == "store" else []
+        kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
+        sums = self._plan.passes.sums(each.fused, 0)
+        first = [*each.now, *(f.summing(sums) for f in each.held)]
+        work = self._work(each, first, sums, kept, waiting)
+        self._require([*self._step.reads(each.scan.position), *_inputs(each, first)])
+        self._run_work(each.scan, work)
+        self._env |= dict.fromkeys(self._step.tokens(each.scan.position))
+
+    def _work(
+        self,
+        each: FusedScan,
+        fused: Sequence[Fused],
+        sums: Sequence[Sum],
+        kept: Sequence[jex.Var] = (),
+        waiting: Sequence[jex.Var] = (),
+    ) -> body.InScan:
+        ordered = by_gradients(each.scan, fused)
+        delayed = frozenset[jex.Var]()
+        if self._late:
+            delayed = delayed_rows(each.scan, _whole(ordered))
+        like = {g: self._like(f, g) for f in each.held for g in f.component.gradients}
+        return body.InScan(ordered, delayed, sums, kept, waiting, like)
+
+    def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
+        """What a gradient is to be sharded like: its state, else its parameter."""
+        fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
+        return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
+
+    def _run_pass(self, each: FusedScan, number: int) -> None:
+        """Passes over what waits: for a norm of what norms have scaled, or at last."""
+        last = number == self._plan.passes.last
+        sums = self._plan.passes.sums(each.held, number)
+        some = [
+            f.summing(sums)
+            for f in each.held
+            if not set(sums).isdisjoint(f.component.sums)
+        ]
+        if each.way == "twice":
+            some = each.held if last else some
+            if some:
+                self._require(_inputs(each, some))
+                self._run_work(each.scan, self._work(each, some, sums))
+            return
+        if some:
+            self._require(_inputs(each, some))
+            scan = held.over_rows(each.scan)
+            self._run_work(scan, body.InScan(some, (), sums, (), (), {}))
+        if last:
+            self._require(_inputs(each, each.held))
+            self._env |= held.run(self._step, each.held, self._env, self._sharded)
+
+    def _run_work(self, scan: Scan, work: body.InScan) -> None:
+        if work.delayed:
+            self._finish_products(scan)
+        self._env |= body.run(self._step.program, scan, work, self._env, self._sharded)
+
+    def _finish_products(self, scan: Scan) -> None:
+        """Has what only the rest of the step reads be computed before a scan.
+
+        Else a compiler may do so beside the scan's last stores, and keep over all of it
+        what products are made of, such as the gradient of logits (F67). What depends on
+        no product, such as a cast, is left to be joined with what reads it.
+        """
+        program, at = self._step.program, scan.position
+        nodes = (node for node in self._plan.rest if node.position > at)
+        wanted = {v for node in nodes for v in node.reads}
+        wanted.update(variables(program.outvars))
+        wanted -= {v for s in self._plan.scans for f in s.fused for v in f.replaced}
+        products = (e for e in program.equations[:at] if _flops.of_equation(e))
+        wanted &= dependents(program, {v for e in products for v in e.outvars})
+        found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
+        found = list(dict.fromkeys([*found, *variables(scan.carry)]))
+        values = lax.optimization_barrier([self._env[v] for v in found])
+        self._env |= zip(found, values, strict=True)
+
+    def _require(self, wanted: Iterable[jex.Var]) -> None:
+        """Evaluates what variables take, as far as it is not known yet."""
+        program = self._step.program
+        missing = {v for v in wanted if v not in self._env}
+        found: list[int] = []
+        for i in reversed(range(len(program.equations))):
+            if not missing.isdisjoint(self._step.defines(i)):
+                found.append(i)
+                missing.update(v for v in self._step.reads(i) if v not in self._env)
+        for i in found[::-1]:
+            self._evaluate([i])
+
+    def _run_nodes(self, nodes: Sequence[Outer]) -> list[Outer]:
+        """Evaluates nodes, and returns those that take what is not known yet.
+
+        What is summed up over rows that have to wait is known when these are updated.
+        """
+        known = set(self._env)
+        ready: list[Outer] = []
+        postponed: list[Outer] = []
+        for node in nodes:
+            (ready if known.issuperset(node.reads) else postponed).append(node)
+            if ready and ready[-1] is node:
+                known.update(self._defines(node))
+        for left, some in itertools.groupby(ready, lambda node: node.left):
+            if left is None:
+                found = (
+                    node.position
+                    for node in some
+                    if any(v not in self._env for v in self._defines(node))
+                )
+                self._evaluate(list(found))
+            else:
+                self._run_remaining(left)
+        return postponed
+
+    def _evaluate(self, positions: Sequence[int]) -> None:
+        """Evaluates equations of the step."""
+        step = self._step
+        self._env |= evaluate(step.program, positions, self._env.__getitem__)
+        self._env |= dict.fromkeys(v for i in positions for v in step.tokens(i))
+
+    def _defines(self, node: Outer) -> list[jex.Var]:
+        if node.left is None:
+            return self._step.defines(node.position)
+        return variables(node.left.inlined.results[k] for k in node.left.wanted)
+
+    def _run_remaining(self, left: RemainingUpdate) -> None:
+        """Carries out what is left of an update."""
+        inlined, wanted, update, operands = left
+        args = [read(a, self._env.__getitem__) for a in operands]
+        sharded = {
+            i: self._sharded[a]
+            for i, a in enumerate(operands)
+            if isinstance(a, jex.Var) and a in self._sharded
+        }
+        values = carry_out(update, inlined.what.caller.window_bytes, args, sharded)
+        for k, value in zip(wanted, values, strict=True):
+            a = inlined.results[k]
+            if isinstance(a, jex.Var):
+                self._env[a] = value
+
+
+def _whole(fused: Sequence[Fused]) -> list[Fused]:
+    """Updates without those in parts, whose window is for less than a row."""
+    return [f for f in fused if f.parts is None]
+
+
+def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:
+    """What updates take besides what the scan gives them."""
+    given = set(each.scan.equation.outvars)
+    return [v for f in fused for v in f.rows.inputs if v not in given]

@@ -1,0 +1,167 @@
+"""A streamed step as one equation, whose body is the step as it was.
+
+What is done in what order is written down when the equation is lowered: only then the
+platform is known, and what the program says of its arguments. JAX transforms the body:
+a population's step, or tangents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax.extend import core as jex
+from jax.interpreters import ad, batching, mlir
+
+from optax_offload import _compat, _memory
+from optax_offload._emit import step as emit
+from optax_offload._errors import CAUSES, MemoryKindError, warn
+from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
+from optax_offload._program import Atom, Step
+from optax_offload._schedule import FusedStep
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A step that is called.
+
+    Attributes:
+      plan: What of it is fused. It closes over no traced value.
+      operands: What stands for each operand of the equation in the step.
+    """
+
+    plan: FusedStep
+    operands: tuple[jex.Var, ...]
+
+    def __repr__(self) -> str:
+        return f"<{len(self.plan.scans)} scans>"
+
+
+def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
+    """The results of a step, given its arguments.
+
+    Refs are read before it, and written after it.
+
+    Args:
+      plan: What of the step is fused.
+      args: The values of its arguments.
+    """
+    for message in _over_window(plan):
+        warn(message)
+    step = plan.step
+    program = step.program
+    args = [*args, *step.refs]
+    values = [x[...] if isinstance(x, jax.Ref) else x for x in args]
+    constants = program.constants
+    own = dict.fromkeys(step.jaxpr.constvars)
+    traced = [v for v, x in constants.items() if isinstance(x, jax.core.Tracer)]
+    given = {v: constants[v] for v in (*own, *traced)}
+    rest = {v: x for v, x in constants.items() if v not in given}
+    program = dataclasses.replace(program, constants=rest)
+    plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
+    what = _Call(plan, (*program.invars, *given))
+    results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
+    refs = [
+        (v, x)
+        for v, x in zip(program.invars, args, strict=True)
+        if isinstance(x, jax.Ref)
+    ]
+    first = len(results) - len(refs)
+    after = zip(refs, program.outvars[first:], results[first:], strict=True)
+    for (before, ref), a, value in after:
+        if a is not before:
+            ref[...] = value
+    return results[:first]
+
+
+def _over_window(plan: FusedStep) -> Iterator[str]:
+    """What to warn of; what waits on the host does so by itself."""
+    for each in plan.scans:
+        stored = [f for f in each.held if f.component.late_sums]
+        some = [*each.now, *stored] if each.way == "store" else each.fused
+        for over in each.over_window(some):
+            yield f"fused into the backward pass over the window: {over}"
+
+
+def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
+    """Raises or warns of arguments that are not where they should be."""
+    of_updates: set[Atom] = set()
+    for inlined in step.inlined_updates:
+        known = {i: found[a] for i, a in enumerate(inlined.operands) if a in found}
+        inlined.what.caller.check(known)
+        of_updates.update(inlined.operands)
+    for i, v in enumerate(step.program.invars):
+        here = v in found and not found[v].on_host
+        if here and v not in of_updates and _memory.on_host(v.aval):
+            aval: Any = v.aval
+            raise MemoryKindError(
+                f"argument {i} of the step, {aval.str_short()}, should come from host "
+                f"memory and is on the device. {CAUSES}"
+            )
+
+
+def _types(*_: Any, jaxpr: jex.Jaxpr, **__: Any) -> Any:
+    return [a.aval for a in jaxpr.outvars], jaxpr.effects
+
+
+def _plain(*given: Any, jaxpr: jex.Jaxpr, **_: Any) -> list[Any]:
+    """The step as it was."""
+    count = len(jaxpr.invars)
+    return jax.core.eval_jaxpr(jaxpr, given[count:], *given[:count])
+
+
+def _now(*given: Any, **params: Any) -> list[Any]:
+    if _compat.jit_is_disabled():
+        return _plain(*given, **params)
+    return jax.jit(lambda *given: _step.bind(*given, **params))(*given)
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) -> Any:
+    plan, operands = what.plan, what.operands
+    found = arguments(ctx, given)
+    _check(plan.step, {operands[i]: argument for i, argument in found.items()})
+    check_pairs(ctx)
+    sharded = {operands[i]: s for i, s in shardings(found, ctx.avals_in).items()}
+    # A TPU's compiler spreads transfers over an iteration by itself: there no row is
+    # stored late, so that none is on the device longer.
+    late = tuple(ctx.module_context.platforms) != ("tpu",)
+
+    def fn(*given: Any) -> list[Any]:
+        values = {
+            v: _memory.transfer(x, _memory.kind_of_type(v.aval))
+            for v, x in zip(operands, given, strict=True)
+        }
+        return emit.results(plan, values, sharded, late=late)
+
+    return lower(ctx, fn, found, given)
+
+
+def _batched(given: Any, dims: Any, **params: Any) -> Any:
+    results = jax.vmap(lambda *x: _plain(*x, **params), in_axes=tuple(dims))(*given)
+    return results, [0] * len(results)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Of what has no tangent none is made."""
+    given = list(primals)
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of(*values: Any) -> list[Any]:
+        for i, x in zip(moving, values, strict=True):
+            given[i] = x
+        return _plain(*given, **params)
+
+    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+
+_step = jex.Primitive("streamed_step")
+_step.multiple_results = True
+_step.def_impl(_now)
+_step.def_effectful_abstract_eval(_types)
+# Not as a function of its own, in which nothing would be an argument of the program.
+mlir.register_lowering(_step, _lower, cacheable=False)
+batching.primitive_batchers[_step] = _batched
+ad.primitive_jvps[_step] = _jvp

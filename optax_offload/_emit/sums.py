@@ -1,0 +1,107 @@
+"""Reductions over the rows of a gradient, summed up row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import Program, variables
+from optax_offload._rows import SUMMED_BY, Sum
+
+_ADD = {
+    "add": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    "mul": lax.mul,
+    "and": lax.bitwise_and,
+    "or": lax.bitwise_or,
+}
+
+
+def identity(program: Program, s: Sum) -> Any:
+    """What a reduction of nothing is, in the dtype of the running total."""
+    e = _widened(program.equations[s.position])
+    aval: Any = e.outvars[0].aval
+    by = SUMMED_BY[e.primitive.name]
+    value: Any = {"add": 0, "mul": 1, "and": -1, "or": 0}.get(by)
+    if by in ("max", "min"):
+        least = by == "max"
+        if jnp.issubdtype(aval.dtype, jnp.inexact):
+            value = -jnp.inf if least else jnp.inf
+        elif aval.dtype == jnp.bool_:
+            value = not least
+        else:
+            info = jnp.iinfo(aval.dtype)
+            value = info.min if least else info.max
+    if aval.dtype == jnp.bool_:
+        value = bool(value)
+    return _memory.full(aval, value)
+
+
+def added(
+    program: Program,
+    s: Sum,
+    total: Any,
+    rows: Mapping[jex.Var, Any],
+    env: Mapping[jex.Var, Any],
+) -> Any:
+    """A total with what a row adds to it.
+
+    Args:
+      program: The step.
+      s: The reduction.
+      total: What the rows before add up to.
+      rows: The values of the row, each with an axis of one row.
+      env: The values of what has no rows.
+    """
+    before = program.equations[s.position]
+    e = _widened(before)
+    free = dict(zip(variables(e.invars), variables(before.invars), strict=True))
+    one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
+
+    def value(v: jex.Var, like: Any) -> Any:
+        found = _memory.transfer(rows[v] if v in rows else env[v], "device")
+        return lax.convert_element_type(found, like.dtype)
+
+    values = [value(v, inside.aval) for inside, v in free.items()]
+    (part,) = jax.core.eval_jaxpr(one, (), *values)
+    return _ADD[SUMMED_BY[e.primitive.name]](total, part)
+
+
+def finished(program: Program, s: Sum, total: Any) -> Any:
+    """The result of a reduction, given the total of all rows."""
+    aval: Any = program.equations[s.position].outvars[0].aval
+    total = lax.convert_element_type(total, aval.dtype)
+    return _memory.transfer(total, _memory.kind_of_type(aval))
+
+
+def _widened(e: jex.JaxprEqn) -> jex.JaxprEqn:
+    """The equation as it adds to a total in float32, where its own dtype is narrower.
+
+    XLA accumulates a sum over all rows in float32 too. In bfloat16 a total of ones
+    would stay at 256.
+    """
+    aval: Any = e.outvars[0].aval
+    if (
+        SUMMED_BY[e.primitive.name] not in ("add", "mul")
+        or not jnp.issubdtype(aval.dtype, jnp.floating)
+        or jnp.finfo(aval.dtype).bits >= 32
+    ):
+        return e
+
+    def wide(a: Any) -> jex.Var:
+        return jex.Var(a.aval.update(dtype=np.dtype(np.float32)))
+
+    outvars = [wide(v) for v in e.outvars]
+    if e.primitive.name == "dot_general":
+        wider = {"preferred_element_type": np.dtype(np.float32)}
+        return e.replace(outvars=outvars, params=e.params | wider)
+    return e.replace(outvars=outvars, invars=[wide(a) for a in e.invars])

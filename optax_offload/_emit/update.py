@@ -1,0 +1,315 @@
+"""Carrying out a schedule: it decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.interpreters import mlir
+
+from optax_offload import _memory, _trees
+from optax_offload._emit.loop import Traces, run_loop
+from optax_offload._emit.moves import load_whole, store
+from optax_offload._errors import warn
+from optax_offload._lowered import (
+    Sharded,
+    arguments,
+    check_pairs,
+    lower,
+    sharding_of,
+    shardings,
+)
+from optax_offload._program import (
+    Call,
+    Places,
+    Update,
+    evaluate,
+    key_data,
+    offloaded_update,
+    read,
+    variables,
+)
+from optax_offload._schedule import (
+    Branched,
+    Group,
+    Loop,
+    OverWindow,
+    Phased,
+    Schedule,
+    Straight,
+    schedule,
+)
+
+logger = logging.getLogger("optax_offload")
+
+Env = Mapping[jex.Var, Any]
+
+
+def carry_out(
+    update: Update,
+    window_bytes: int | None,
+    args: Sequence[Any],
+    sharded: Mapping[int, Sharded],
+) -> list[Any]:
+    """The values of an update's outputs, as its schedule says.
+
+    It warns of what is on the device over the window: not before, since who moves parts
+    of an update elsewhere may need less.
+
+    Args:
+      update: The update.
+      window_bytes: The window that was asked for.
+      args: The values of its inputs.
+      sharded: How inputs are sharded where their types do not say, by position.
+    """
+    planned = schedule(update, window_bytes)
+    logger.debug("%s", planned)
+    for each, straight in planned.updates(update):
+        for message in _over_window(each, window_bytes, straight):
+            warn(message)
+    return run(update, planned, args, sharded)
+
+
+def run(
+    update: Update,
+    schedule: Schedule,
+    args: Sequence[Any],
+    sharded: Mapping[int, Sharded] | None = None,
+) -> list[Any]:
+    """Evaluates an update as its schedule says.
+
+    Args:
+      update: The update.
+      schedule: Its schedule.
+      args: The values of its inputs, wherever they are.
+      sharded: How inputs are sharded whose types do not say it, by position.
+
+    Returns:
+      The values of its outputs, each in its memory kind.
+    """
+    sharded = sharded or {}
+    return _run(update, schedule, args, _Around({}, sharded))
+
+
+def _over_window(
+    update: Update, window_bytes: int | None, straight: Straight
+) -> Iterator[str]:
+    for over in straight.over_window(window_bytes):
+        paths = [update.paths[k] for k in over.outputs]
+        yield (
+            f"{over.nbytes} bytes of state are on the device at once, over the "
+            f"window of {straight.window.nbytes}: {_trees.listed(paths)}: "
+            f"{over.reason}{_instead(update, over)}"
+        )
+
+
+def _instead(update: Update, over: OverWindow) -> str:
+    """What to write where some leaves join the state of all, as a norm of them does."""
+    if not over.joined:
+        return ""
+    found = (
+        ". Instead, take it of each step's own gradients, before what keeps state: "
+        "optax.chain(what takes it, offload(...))"
+    )
+    paths = [o.path for o in update.outputs if o.alias in over.joined]
+    prefix = posixpath.commonpath(paths) if paths else ""
+    if prefix:
+        pattern = prefix if len(paths) == 1 else f"{prefix}/.*"
+        found += (
+            f". Or leave on the device what it is of: Rule({pattern!r}, 'device') as "
+            "the first rule"
+        )
+    return found
+
+
+class _Around(NamedTuple):
+    """What is known outside of an update that is a version of another.
+
+    Attributes:
+      known: The values of further variables.
+      sharded: How inputs are sharded whose types do not say it, by position.
+    """
+
+    known: Env
+    sharded: Mapping[int, Sharded]
+
+
+def _run(
+    update: Update, schedule: Schedule, args: Sequence[Any], around: _Around
+) -> list[Any]:
+    if isinstance(schedule, Phased):
+        for reading, each in schedule.passes:
+            values = _run(reading, each, args, around)
+            sums = dict(zip(variables(reading.program.outvars), values, strict=True))
+            around = around._replace(known={**around.known, **sums})
+        return _run(schedule.update, schedule.schedule, args, around)
+    program = update.program
+    known = {**around.known, **program.constants}
+    env = dict(zip(program.invars, args, strict=True)) | known
+    if isinstance(schedule, Branched):
+        before = evaluate(program, schedule.branches.before, _on_device(env))
+        env |= before
+        predicate = schedule.branches.predicate  # Maybe an argument.
+        before[predicate] = load_whole(env[predicate])
+        env |= evaluate(program, schedule.branches.beside, _on_device(env))
+        done = _run_branches(
+            update, schedule, args, _Around(known | before, around.sharded)
+        )
+    else:
+        done = _run_stages(update, schedule, env, around.sharded)
+    return [
+        done[k]
+        if k in done
+        else _memory.transfer(read(a, env.__getitem__), output.memory_kind)
+        for k, (a, output) in enumerate(
+            zip(program.outvars, update.outputs, strict=True)
+        )
+    ]
+
+
+def _run_stages(
+    update: Update,
+    schedule: Straight,
+    env: dict[jex.Var, Any],
+    sharded: Mapping[int, Sharded],
+) -> dict[int, Any]:
+    """The values of what is computed in stages. The others are in the environment."""
+    program = update.program
+    for i in schedule.scalars:
+        env[program.invars[i]] = load_whole(env[program.invars[i]])
+    env |= evaluate(program, schedule.shared, env.__getitem__)
+    done: dict[int, Any] = {}
+    computed: list[list[Any]] = []
+    traces = Traces()
+    held: list[Any] = []
+    for stage in schedule.stages:
+        if isinstance(stage, Loop):
+            done |= run_loop(update, stage, env, traces, sharded)
+            continue
+        # One value of the group before stands for all that it waited for, so that no
+        # result is waited for twice and the barriers are linear in all.
+        tokens = held + [x for at in stage.after for x in computed[at]]
+        values, results, held = _run_group(update, stage.group, env, tokens, sharded)
+        done |= values
+        computed.append(results)
+    return done
+
+
+def _run_group(
+    update: Update,
+    group: Group,
+    env: Env,
+    tokens: list[Any],
+    sharded: Mapping[int, Sharded],
+) -> tuple[dict[int, Any], list[Any], list[Any]]:
+    """Loads, computes and stores one group once the tokens are there.
+
+    Returns:
+      The values of its outputs, those that are stored as they are on the device (with
+      stored values as tokens, an H100's compiler copies a leaf on the host: F03), and
+      what to wait for to wait for the tokens.
+    """
+    program = update.program
+    loaded = [program.invars[i] for i in group.loads]
+    loads, held = _after(tokens, [env[v] for v in loaded])
+    loads = [load_whole(x) for x in loads]
+    local = dict(zip(loaded, loads, strict=True))
+
+    def lookup(v: jex.Var) -> Any:
+        return local[v] if v in local else env[v]
+
+    local |= evaluate(program, group.equations, lookup)
+    results = [read(program.outvars[k], lookup) for k in group.outputs]
+    if not group.loads:
+        results, held = _after(tokens, results)
+    done: dict[int, Any] = {}
+    for k, x in zip(group.outputs, results, strict=True):
+        output = update.outputs[k]
+        source = update.in_place(k)
+        like = sharding_of(sharded, output.like if source is None else source)
+        done[k] = store(x, output.memory_kind, like=like)
+    stored = [
+        x
+        for k, x in zip(group.outputs, results, strict=True)
+        if update.outputs[k].stored
+        and isinstance(x, jax.Array)
+        and not _memory.on_host(x)
+    ]
+    return done, stored, held
+
+
+def _after(tokens: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
+    """The values, once the tokens are there, and one that stands for the tokens."""
+    if not tokens or not values:
+        return values, tokens[:1]
+    values, _ = lax.optimization_barrier((values, tokens))
+    return values, values[:1]
+
+
+def _on_device(env: Env) -> Callable[[jex.Var], Any]:
+    """Looks up variables, and loads what is on the host."""
+    return lambda v: load_whole(env[v])
+
+
+def _run_branches(
+    update: Update, schedule: Branched, args: Sequence[Any], around: _Around
+) -> dict[int, Any]:
+    """The values of the outputs that the predicate may change.
+
+    Each version is a loop that runs once or not at all, in place. In a conditional both
+    compilers copy what both branches write to (F18).
+    """
+    program, branches = update.program, schedule.branches
+    values = {
+        k: _memory.full(program.outvars[k].aval, 0, update.outputs[k].memory_kind)
+        if alias is None
+        else args[alias]
+        for k, alias in branches.outputs.items()
+    }
+    index = around.known[branches.predicate] > 0
+    with_keys = [*args, *around.known.values()]
+    places, data = Places.of(with_keys), key_data(with_keys)
+    for wanted, version, each in zip(
+        (~index, index), branches.versions, schedule.schedules, strict=True
+    ):
+
+        def once(carry: Any, version: Update = version, each: Schedule = each) -> Any:
+            _, values = carry
+            found = places.keys(data)
+            here, rest = found[: len(args)], found[len(args) :]
+            inside = dict(zip(around.known, rest, strict=True))
+            for k, alias in branches.outputs.items():
+                if alias is not None:
+                    here[alias] = values[k]
+            results = _run(version, each, here, around._replace(known=inside))
+            return jnp.asarray(False), {k: results[k] for k in values}
+
+        _, values = lax.while_loop(lambda carry: carry[0], once, (wanted, values))
+    return values
+
+
+def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> Any:
+    found = arguments(ctx, data)
+    what.caller.check(found)
+    check_pairs(ctx)
+    sharded = shardings(found, ctx.avals_in)
+    update, window_bytes = what.update, what.caller.window_bytes
+
+    def fn(*data: Any) -> list[Any]:
+        args = [
+            _memory.transfer(x, "pinned_host" if input.on_host else "device")
+            for x, input in zip(what.given.keys(list(data)), update.inputs, strict=True)
+        ]
+        return key_data(carry_out(update, window_bytes, args, sharded))
+
+    return lower(ctx, fn, found, data)
+
+
+# Not as a function of its own, in which nothing would be an argument of the program.
+mlir.register_lowering(offloaded_update, _lower, cacheable=False)

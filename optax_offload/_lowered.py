@@ -1,0 +1,259 @@
+"""What only the program that is lowered says of arguments: shardings and memories.
+
+New state is sharded as the old. On a mesh in Auto mode a type does not say how an
+argument is sharded. XLA then gives new state the sharding of its gradient, and where
+that is another one (a replicated leaf in a step sharded over a mesh) it has to be made
+whole again in host memory: host temporaries, or a program that a TPU's compiler
+refuses. When a step is lowered, the sharding is an attribute of its main function's
+argument, and what is stored is constrained to it while it is on the device.
+
+Nor does a type always say where an argument is (F28). What the type has in host memory
+may be on the device, and what it has on the device in host memory, as state is that a
+checkpoint library restored onto one device. That is an attribute too.
+
+Whose buffer a result takes is an attribute of a donated argument. `jax.jit` gives host
+buffers to device results and device buffers to host results (`_jit/donation.py` says
+why, and mends it): on the CPU such a call ends the process, and on a GPU the result is
+silently in the other memory. So such a program is refused before it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+from jax.extend import core as jex
+from jax.interpreters import mlir
+from jax.interpreters.mlir import ir
+from jax.sharding import AxisType
+from jaxlib.mlir.dialects import sdy
+
+from optax_offload import _memory
+from optax_offload._errors import MemoryKindError
+
+_SHARDING = "sdy.sharding"
+_MEMORY_KIND = "mhlo.memory_kind"
+_ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
+_NAME = "jax.result_info"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharded:
+    """How a value is spread over the devices of a mesh.
+
+    Attributes:
+      attribute: The attribute of the program that says it.
+      mesh: The mesh of its type, whose axes have sizes.
+    """
+
+    attribute: Any
+    mesh: Any
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the value is divided."""
+        sharding: Any = sdy.TensorShardingAttr(self.attribute)
+        dimensions = range(len(sharding.dimension_shardings))
+        names = (name for d in dimensions for name in _axes_of(sharding, d))
+        return math.prod(self.mesh.shape.get(name, 1) for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """What a program says of one of its arguments.
+
+    Attributes:
+      on_host: Whether it is in host memory.
+      sharding: How it is sharded; None where nothing says it.
+    """
+
+    on_host: bool
+    sharding: Sharded | None
+
+
+def arguments(
+    ctx: mlir.LoweringRuleContext, values: Sequence[Any]
+) -> dict[int, Argument]:
+    """What the program says of values, of those that are arguments of it.
+
+    Args:
+      ctx: Of the rule that lowers an equation.
+      values: The operands of the equation.
+    """
+    main: Any = ctx.module_context.symbol_table["main"]
+    found: dict[int, Argument] = {}
+    for i, x in enumerate(values):
+        position = _position(main, x)
+        if position is None:
+            continue
+        attributes = ir.DictAttr(main.arg_attrs[position])
+        sharding, aval = None, cast("Any", ctx.avals_in[i])
+        if _SHARDING in attributes:
+            sharding = Sharded(attributes[_SHARDING], aval.sharding.mesh)
+        found[i] = Argument(_kind(attributes) != "device", sharding)
+    return found
+
+
+def lower(
+    ctx: mlir.LoweringRuleContext,
+    fn: Callable[..., list[Any]],
+    found: Mapping[int, Argument],
+    operands: Sequence[Any],
+) -> Any:
+    """Lowers a function in place of an equation.
+
+    Each of its arguments has a type of the memory that the program has it in: types may
+    be wrong (F28).
+
+    Args:
+      ctx: Of the rule that lowers the equation.
+      fn: The function.
+      found: What the program says of the operands.
+      operands: The operands of the equation.
+    """
+    types = [
+        x
+        if i not in found or _memory.movable_nbytes(x) is None
+        else (_memory.host_type if found[i].on_host else _memory.device_type)(x)
+        for i, x in enumerate(ctx.avals_in)
+    ]
+    inside = ctx.replace(avals_in=types)
+    results = mlir.lower_fun(fn, multiple_results=True)(inside, *operands)
+    if inside.tokens_out is not None:  # Of effects in their order.
+        ctx.set_tokens_out(inside.tokens_out)
+    return results
+
+
+def shardings(
+    found: Mapping[int, Argument], types: Sequence[Any]
+) -> dict[int, Sharded]:
+    """How arguments are sharded whose types do not say it, by position."""
+    return {
+        i: a.sharding
+        for i, a in found.items()
+        # Random keys are on the device only.
+        if a.sharding is not None
+        and is_unknown(types[i])
+        and _memory.movable_nbytes(types[i]) is not None
+    }
+
+
+def sharding_of(known: Mapping[int, Sharded], i: int | None) -> Sharded | None:
+    """How an input is sharded, if it is one and that is known."""
+    return None if i is None else known.get(i)
+
+
+def constrain(y: jax.Array, like: Sharded | None, axis: int | None) -> jax.Array:
+    """A value that is sharded as an argument.
+
+    Args:
+      y: The value, on the device, whole or some of its rows.
+      like: How the argument is sharded; None leaves the value as it is.
+      axis: The axis of the rows; None for a whole one.
+    """
+    return y if like is None else _constrain.bind(y, like=like, axis=axis)
+
+
+def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
+    """Refuses a program in which a result takes a donated argument of another memory.
+
+    Args:
+      ctx: Of the rule that lowers an equation of the program.
+
+    Raises:
+      MemoryKindError: There is such a pair.
+    """
+    main: Any = ctx.module_context.symbol_table["main"]
+    pairs = (_crossing_pair(main, i) for i in range(len(main.arg_attrs)))
+    crossing = [pair for pair in pairs if pair]
+    if crossing:
+        raise MemoryKindError(
+            "jax.jit writes results into donated arguments of another memory, which "
+            "ends the process on a CPU and leaves the result in the wrong memory on a "
+            "GPU. It pairs them by shape and dtype alone, in their order:\n- "
+            + "\n- ".join(crossing)
+            + "\nJit the step with optax_offload.jit, which pairs within a memory. If "
+            "jax.jit has to stay: take and return parameters and state in the same "
+            "order, without others of their shapes among the results before them, and "
+            "donate both (donate_argnums) or neither"
+        )
+
+
+def is_unknown(aval: Any) -> bool:
+    """Whether a value is on several devices and its type does not say how."""
+    mesh = aval.sharding.mesh
+    return any(
+        kind == AxisType.Auto and mesh.shape[name] > 1
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+    )
+
+
+def _lower_constrain(
+    ctx: mlir.LoweringRuleContext, y: Any, *, like: Sharded, axis: int | None
+) -> list[Any]:
+    sharding: Any = sdy.TensorShardingAttr(like.attribute)
+    if axis is not None and _axes_of(sharding, axis):
+        return [y]  # Of rows that are spread over devices a slice is none of these.
+    aval: Any = ctx.avals_in[0]
+    last = len(aval.shape) - 1
+    if last >= 0:
+        parts = math.prod(like.mesh.shape[name] for name in _axes_of(sharding, last))
+        if aval.shape[last] % parts:
+            sharding = _with_whole_rows(sharding)  # Scales of an encoded leaf.
+    return [sdy.ShardingConstraintOp(y, sharding).result]
+
+
+def _position(main: Any, x: Any) -> int | None:
+    """Which of the program's arguments a value is."""
+    if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
+        return ir.BlockArgument(x).arg_number
+    return None
+
+
+def _kind(attributes: Any) -> str:
+    """The memory kind that an argument or a result of the program has."""
+    if _MEMORY_KIND not in attributes:
+        return "device"  # No argument of the program has one, so it is the default.
+    kind: Any = ir.StringAttr(attributes[_MEMORY_KIND])
+    return kind.value
+
+
+def _crossing_pair(main: Any, i: int) -> str:
+    """An argument and the result that takes its buffer, if in two kinds of memory."""
+    argument = ir.DictAttr(main.arg_attrs[i])
+    if _ALIAS not in argument:
+        return ""
+    j = ir.IntegerAttr(argument[_ALIAS]).value
+    result = ir.DictAttr(main.result_attrs[j])
+    if _kind(argument) == _kind(result):
+        return ""
+    # What JAX calls them: their paths in the call and in what it returns.
+    location = main.entry_block.arguments[i].location
+    name = getattr(location, "name_str", "") or f"argument {i}"
+    other = ir.StringAttr(result[_NAME]).value if _NAME in result else f"result {j}"
+    return (
+        f"{name} ({_kind(argument)}) and {other} ({_kind(result)}), "
+        f"each {main.type.inputs[i]}"
+    )
+
+
+def _axes_of(sharding: Any, dimension: int) -> list[str]:
+    """The mesh axes that a dimension is spread over."""
+    spread = sdy.DimensionShardingAttr(sharding.dimension_shardings[dimension])
+    return [sdy.AxisRefAttr(axis).name for axis in spread.axes]
+
+
+def _with_whole_rows(sharding: Any) -> Any:
+    """The sharding with the last dimension spread over no devices."""
+    dimensions = [*sharding.dimension_shardings]
+    dimensions[-1] = sdy.DimensionShardingAttr.get([], is_closed=True)
+    return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dimensions)
+
+
+_constrain = jex.Primitive("constrain_to_sharding_of_argument")
+_constrain.def_abstract_eval(lambda y, **_: y)
+# Lowered where it is, not in a function of its own that JAX would use again.
+mlir.register_lowering(_constrain, _lower_constrain, cacheable=False)

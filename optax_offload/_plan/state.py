@@ -1,0 +1,360 @@
+"""Which state the optimizers of a step have, of what size, and what of it may move."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Sharding
+
+from optax_offload import _memory, _offload, _rules, _trees, aot
+from optax_offload._low_bit import encoded_parts, low_bit, moments
+from optax_offload._plan.step import StepFactory
+
+# Positions of patterns.
+Selection = frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of the optimizer's state.
+
+    Attributes:
+      path: The path that rules match.
+      nbytes: Its bytes over all devices; None for a leaf that cannot move.
+      nbytes_per_device: Its bytes on each device.
+      slice_axis: The first axis that is not sharded; None if there is none.
+      stacked: Whether it has three dimensions or more, as layers under `nn.scan` have.
+      codec: The format that a plan keeps it in; None where it keeps its dtype, or the
+        user's own rules say.
+    """
+
+    path: str
+    nbytes: int | None
+    nbytes_per_device: int
+    slice_axis: int | None
+    stacked: bool
+    codec: _rules.CodecName | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPattern:
+    r"""Leaves whose paths differ in numbers only, which one rule moves together.
+
+    Attributes:
+      pattern: The regex that matches their paths, as in ``\d+/mu/layers_\d+/kernel``.
+      leaves: The leaves that the rule moves.
+    """
+
+    pattern: str
+    leaves: tuple[Leaf, ...]
+
+    @property
+    def codec(self) -> _rules.CodecName | None:
+        """The format of those that a plan encodes; None where it encodes none."""
+        return next((leaf.codec for leaf in self.leaves if leaf.codec), None)
+
+    @property
+    def nbytes_per_device(self) -> int:
+        """The bytes that moving them takes off each device."""
+        return sum(leaf.nbytes_per_device for leaf in self.leaves)
+
+    @property
+    def slice_axis(self) -> int | None:
+        """The axis along which all of them can be sliced; None if there is none."""
+        axes = {leaf.slice_axis for leaf in self.leaves}
+        return axes.pop() if len(axes) == 1 else None
+
+    @property
+    def stacked(self) -> bool:
+        """Whether all of the leaves are stacked."""
+        return all(leaf.stacked for leaf in self.leaves)
+
+
+def pattern_of(path: str) -> str:
+    r"""The regex that matches a path, and those that differ from it in numbers only.
+
+    Example:
+      >>> pattern_of("0/mu/layers_10/kernel")
+      '\\d+/mu/layers_\\d+/kernel'
+    """
+    return re.sub(r"\d+", lambda _: r"\d+", re.escape(path))
+
+
+def leaf_patterns(
+    leaves: Sequence[Leaf], min_bytes: int = _rules.DEFAULT_MIN_BYTES
+) -> list[LeafPattern]:
+    """Puts leaves under patterns, in the order in which they should be moved.
+
+    What can be sliced comes first (a move takes all of it from the peak; of other
+    leaves a whole one comes back for its update), stacked leaves before matrices, and
+    large before small: fewer rules, in longer transfers. Leaves under ``min_bytes``
+    are left out, as `Rule` does.
+    """
+    by_pattern: dict[str, list[Leaf]] = {}
+    for leaf in leaves:
+        if leaf.nbytes is not None and leaf.nbytes >= min_bytes:
+            by_pattern.setdefault(pattern_of(leaf.path), []).append(leaf)
+    found = [LeafPattern(pattern, tuple(same)) for pattern, same in by_pattern.items()]
+    return sorted(
+        found,
+        key=lambda p: (
+            p.slice_axis is None,
+            not p.stacked,
+            -p.nbytes_per_device,
+            p.pattern,
+        ),
+    )
+
+
+class RecordedOptimizer(NamedTuple):
+    """An optimizer that a step factory gave to its ``offload``.
+
+    Attributes:
+      state: The leaves of the optimizer's state.
+      parameter_bytes: The bytes on each device of the parameters that it was
+        initialised with.
+    """
+
+    state: tuple[Leaf, ...]
+    parameter_bytes: int
+
+
+def record(
+    factory: StepFactory,
+    given: _rules.OffloadConfig | None = None,
+    codec: _rules.CodecName | None = None,
+) -> tuple[RecordedOptimizer, ...]:
+    """Calls a step factory, and notes the state of each optimizer.
+
+    Args:
+      factory: Makes the step.
+      given: The rules that the user gave, some of which may have a codec.
+      codec: The format for moments of which no given rule decides; None for none.
+
+    Raises:
+      TypeError: the factory returns something else than a `Step`.
+      ValueError: the factory gives no optimizer to ``offload``, or does not initialise
+        it.
+    """
+    calls: list[tuple[Any, Any, Mapping[str, str]] | None] = []
+
+    def offload(inner: Any) -> Any:
+        wrapped = _offload.check_inner(inner)
+        position = len(calls)
+        calls.append(None)
+
+        def init(params: Any) -> Any:
+            state = wrapped.init(params)
+            rules = _codecs(state, given, codec)
+            if rules is not None:
+                state = low_bit(wrapped, rules, codec=None).init(params)
+            formats = encoded_parts(state) if codec else {}
+            calls[position] = (_types(params), _types(state), formats)
+            return state
+
+        return optax.GradientTransformationExtraArgs(init, wrapped.update)
+
+    step = factory.step(offload)
+    if not calls or None in calls:
+        missing = "init of what" if calls else "its first argument: what"
+        raise ValueError(
+            f"{factory.make_step!r} does not call {missing} it makes has to be in the "
+            "step. Write tx = optax.chain(..., offload(optimizer)), and give the "
+            "step's args the state of oo.eval_shape(tx.init, params)"
+        )
+    # By the ends of their paths; the first of those that are alike.
+    arguments: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for path, x in _trees.leaves_with_paths(step.args):
+        for end in _trees.tails(path):
+            arguments.setdefault((end, getattr(x, "shape", ())), x)
+    recorded = []
+    for call in calls:
+        assert call is not None
+        params, state, formats = call
+        leaves = [_leaf(path, x, arguments, factory.target) for path, x in state]
+        leaves = _joined(leaves, formats, codec)
+        weights = [_leaf(path, x, arguments, factory.target) for path, x in params]
+        nbytes = sum(leaf.nbytes_per_device for leaf in weights)
+        recorded.append(RecordedOptimizer(tuple(leaves), nbytes))
+    return tuple(recorded)
+
+
+def _codecs(
+    state: Any, given: _rules.OffloadConfig | None, codec: _rules.CodecName | None
+) -> _rules.OffloadConfig | None:
+    """The rules with a codec: those given, then one for moments that are left."""
+    rules = list(given.made_lenient().rules) if given else []
+    if codec is not None:
+        patterns = sorted({pattern_of(path) for path in moments(state)})
+        if patterns:
+            rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
+    return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
+
+
+def _joined(
+    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: _rules.CodecName | None
+) -> list[Leaf]:
+    """With codes and scales as one leaf again, which one rule moves."""
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
+        if path is None:
+            found[leaf.path] = leaf
+        elif path not in found:
+            found[path] = dataclasses.replace(leaf, path=path, codec=codec)
+        else:
+            whole = found[path]
+            found[path] = dataclasses.replace(
+                whole,
+                nbytes=(whole.nbytes or 0) + (leaf.nbytes or 0),
+                nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,
+            )
+    return list(found.values())
+
+
+def _types(tree: Any) -> list[tuple[str, Any]]:
+    return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
+
+
+def _leaf(
+    path: str,
+    aval: Any,
+    arguments: Mapping[tuple[str, tuple[int, ...]], Any],
+    target: aot.Target,
+) -> Leaf:
+    """A leaf, with the sharding of the step's argument that it is.
+
+    That is the one of its shape whose path ends in the leaf's. Where none is, it counts
+    as a type does that says no more.
+    """
+    like = arguments.get((path, aval.shape))
+    nbytes = _memory.nbytes(aval)
+    sharding = getattr(like, "sharding", None)
+    if isinstance(sharding, Sharding) and aval.ndim:
+        shard = sharding.shard_shape(aval.shape)
+        per_device = math.ceil(
+            nbytes * math.prod(shard) / max(math.prod(aval.shape), 1)
+        )
+        whole = [i for i, n in enumerate(shard) if n == aval.shape[i]]
+        axis = whole[0] if whole else None
+    else:
+        replicated = like is not None or target.device_count == 1
+        per_device = nbytes if replicated else _memory.nbytes_on_each_device(aval)
+        axis = 0 if aval.ndim else None
+    return Leaf(path, _memory.movable_nbytes(aval), per_device, axis, aval.ndim >= 3)
+
+
+@dataclasses.dataclass(frozen=True)
+class MovableState:
+    """The state of a step, as far as rules have decided about it and as they may.
+
+    Attributes:
+      given: The rules that the user gave; None without any.
+      optimizers: The optimizers of the step, with the leaves of their states.
+      moved_by_given: The leaves that the given rules move.
+      patterns: The patterns of the leaves that no given rule matches, in the order in
+        which they should be moved. A `Selection` has positions in it.
+      device_count: The number of devices of the target.
+    """
+
+    given: _rules.OffloadConfig | None
+    optimizers: tuple[RecordedOptimizer, ...]
+    moved_by_given: tuple[Leaf, ...]
+    patterns: tuple[LeafPattern, ...]
+    device_count: int
+
+    @property
+    def everything(self) -> Selection:
+        """The selection of all patterns."""
+        return frozenset(range(len(self.patterns)))
+
+    @property
+    def state_bytes(self) -> int:
+        """The bytes of all state on each device, without offload."""
+        return sum(x.nbytes_per_device for o in self.optimizers for x in o.state)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """The bytes on each device of the parameters that the optimizers update."""
+        return sum(o.parameter_bytes for o in self.optimizers)
+
+    def selected(self, selection: Selection) -> tuple[LeafPattern, ...]:
+        """The patterns of a selection."""
+        return tuple(self.patterns[i] for i in sorted(selection))
+
+    def moved_bytes(self, selection: Selection) -> int:
+        """The bytes that leave each device, by the given rules and by a selection."""
+        chosen = [x for pattern in self.selected(selection) for x in pattern.leaves]
+        return sum(x.nbytes_per_device for x in (*self.moved_by_given, *chosen))
+
+    @property
+    def encoded(self) -> tuple[LeafPattern, ...]:
+        """The patterns of the leaves that are encoded, whether they move or not."""
+        return tuple(p for p in self.patterns if p.codec)
+
+    def changes_any(self, selection: Selection) -> bool:
+        """Whether any leaf moves or is encoded, by given rules or by a selection."""
+        given = self.given is not None and any(r.codec for r in self.given.rules)
+        return bool(self.moved_by_given or selection or self.encoded or given)
+
+    def config(self, selection: Selection) -> _rules.OffloadConfig:
+        """The given rules, and one for each pattern of a selection.
+
+        Then one for each that is encoded where it is. If there is none of these, one
+        that keeps all on the device.
+        """
+        rules = list(self.given.rules) if self.given else []
+        rules += [self._rule(pattern) for pattern in self.selected(selection)]
+        stay = [
+            p for i, p in enumerate(self.patterns) if p.codec and i not in selection
+        ]
+        rules += [_rules.Rule(p.pattern, "device", codec=p.codec) for p in stay]
+        if not rules:
+            rules = [_rules.Rule(".*", "device")]
+        return _rules.OffloadConfig(
+            [self._optional_where_needed(rule) for rule in rules],
+            self.given and self.given.window_bytes,
+        )
+
+    def _rule(self, pattern: LeafPattern) -> _rules.Rule:
+        # What the library would find by itself need not be written: on one device, and
+        # for stacked leaves on several, the leading axis.
+        found = 0 if pattern.stacked or self.device_count == 1 else None
+        axis = "auto" if pattern.slice_axis == found else pattern.slice_axis
+        return _rules.Rule(pattern.pattern, slice_axis=axis, codec=pattern.codec)
+
+    def _optional_where_needed(self, rule: _rules.Rule) -> _rules.Rule:
+        """The rule; optional if it matches in some of several optimizers only.
+
+        All of them are given the same rules, and a rule has to match in each.
+        """
+        matches = [any(rule.matches(x.path) for x in o.state) for o in self.optimizers]
+        return rule if all(matches) else dataclasses.replace(rule, optional=True)
+
+
+def movable_state(
+    optimizers: tuple[RecordedOptimizer, ...],
+    given: _rules.OffloadConfig | None,
+    device_count: int,
+) -> MovableState:
+    """Applies the given rules to the state of the optimizers.
+
+    Raises:
+      ValueError: a rule matches no leaf.
+    """
+    leaves = [x for o in optimizers for x in o.state]
+    undecided, moved = leaves, []
+    if given is not None:
+        sizes = [(x.path, x.nbytes) for x in leaves]
+        placements = list(zip(leaves, _rules.place(given, sizes), strict=True))
+        undecided = [x for x, p in placements if p.rule is None]
+        moved = [x for x, p in placements if p.memory_kind != "device"]
+    return MovableState(
+        given, optimizers, tuple(moved), tuple(leaf_patterns(undecided)), device_count
+    )

@@ -1,0 +1,212 @@
+"""An offloaded update as one equation of a step: a call whose body says what it means.
+
+The body loads, computes what the optimizer does, and stores. In what order, and how
+much at a time, is decided when the equation is lowered: only then it is known where
+arguments are and how they are sharded. Until then whoever reads the jaxpr of a step
+finds its updates there.
+
+JAX's transformations treat the update as a whole. Taken apart, as JAX would, it would
+have slices of host buffers at positions that differ by member of a population, and
+tangents that are written into buffers that are none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.core
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import ad, batching
+
+from optax_offload import _compat, _memory
+from optax_offload._lowered import (
+    Argument,
+)
+from optax_offload._program.graph import evaluate, read
+from optax_offload._program.keys import Places, key_data
+from optax_offload._program.update import Input, Update
+
+Function: TypeAlias = Callable[..., tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Caller:
+    """Who calls an update.
+
+    Attributes:
+      window_bytes: The window that was asked for.
+      check: Told what the program says of the arguments, by position, when the call is
+        lowered: raises or warns of what is not as it should be.
+      again: Calls another function in the same way, given its arguments: the update of
+        a whole population.
+    """
+
+    window_bytes: int | None
+    check: Callable[[Mapping[int, Argument]], None]
+    again: Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Call:
+    """An update that is called.
+
+    Attributes:
+      update: The update, which closes over no traced value.
+      caller: Who calls it.
+      arguments: The structure of its arguments.
+      results: The structure of its results.
+      given: The arguments that are random keys: the equation has their data.
+      made: The results that are.
+    """
+
+    update: Update
+    caller: Caller
+    arguments: Any
+    results: Any
+    given: Places
+    made: Places
+
+    def __repr__(self) -> str:
+        return f"<{len(self.update.outputs)} outputs>"
+
+    def plain(self, args: Sequence[Any]) -> list[Any]:
+        """The values of the outputs, given those of the inputs, all on the device."""
+        program = self.update.program
+        env = dict(zip(program.invars, args, strict=True)) | program.constants
+        env |= evaluate(program, range(len(program.equations)), env.__getitem__)
+        return [read(a, env.__getitem__) for a in program.outvars]
+
+
+def call_update(
+    update: Update, args: tuple[Any, ...], results: Any, caller: Caller
+) -> tuple[Any, Any]:
+    """Updates and new state, each leaf in its memory kind, as one equation.
+
+    Args:
+      update: The update.
+      args: Its arguments: a tuple of pytrees.
+      results: The structure of its results.
+      caller: Who calls it.
+    """
+    update, traced = _closed(update)
+    leaves, structure = jax.tree.flatten((*args, traced))
+    given = Places.of(leaves)
+    made = Places.of_types(update.program.outvars)
+    what = Call(update, caller, structure, results, given, made)
+
+    def meaning(*data: Any) -> list[Any]:
+        on_device = [_memory.transfer(x, "device") for x in given.keys(list(data))]
+        moved = [
+            _memory.transfer(x, output.memory_kind)
+            for x, output in zip(what.plain(on_device), update.outputs, strict=True)
+        ]
+        return key_data(moved)
+
+    data = key_data(leaves)
+    # JAX looks through the bodies of equations to learn whether anything is moved.
+    body = jax.make_jaxpr(meaning)(*data)
+    values = offloaded_update.bind(*data, jaxpr=body, what=what)
+    return jax.tree.unflatten(results, made.keys(values))
+
+
+def called(e: jex.JaxprEqn) -> Call | None:
+    """What an equation calls, if it is an update."""
+    return e.params["what"] if e.primitive is offloaded_update else None
+
+
+def _closed(update: Update) -> tuple[Update, list[Any]]:
+    """An update that closes over no traced value, and those that it did."""
+    constants = update.program.constants
+    traced = {v: x for v, x in constants.items() if isinstance(x, jax.core.Tracer)}
+    program = dataclasses.replace(
+        update.program,
+        invars=[*update.program.invars, *traced],
+        constants={v: x for v, x in constants.items() if v not in traced},
+    )
+    inputs = (*update.inputs, *(Input(_memory.on_host(x)) for x in traced.values()))
+    update = dataclasses.replace(update, program=program, inputs=inputs)
+    return update, [*traced.values()]
+
+
+def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
+    return jaxpr.out_avals, jaxpr.jaxpr.effects
+
+
+def _now(*data: Any, **params: Any) -> list[Any]:
+    if _compat.jit_is_disabled():
+        body = params["jaxpr"]
+        return jax.core.eval_jaxpr(body.jaxpr, body.consts, *data)
+    return jax.jit(lambda *data: offloaded_update.bind(*data, **params))(*data)
+
+
+def _batched(data: Sequence[Any], dims: Sequence[Any], *, what: Call, **_: Any) -> Any:
+    """The update of a population is one whose batch axis leads in every leaf.
+
+    So are its rules applied.
+    """
+    size = next(x.shape[d] for x, d in zip(data, dims, strict=True) if d is not None)
+    data = [
+        x if d in (None, 0) else jnp.moveaxis(x, d, 0)
+        for x, d in zip(data, dims, strict=True)
+    ]
+    args = jax.tree.unflatten(what.arguments, what.given.keys(data))
+
+    def member(*args: Any) -> Any:
+        return jax.tree.unflatten(what.results, what.plain(jax.tree.leaves(args)))
+
+    axes = [None if d is None else 0 for d in dims]
+    in_axes = tuple(jax.tree.unflatten(what.arguments, axes))
+    population = jax.vmap(member, in_axes=in_axes, axis_size=size)
+    values = key_data(jax.tree.leaves(what.caller.again(population, args)))
+    return values, [0] * len(values)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Streamed, with tangents beside it, on the device as a whole."""
+    what: Call = params["what"]
+    values = offloaded_update.bind(*primals, **params)
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    on_device = [_memory.transfer(x, "device") for x in primals]
+
+    def of(*some: Any) -> list[Any]:
+        data = list(on_device)
+        for i, x in zip(moving, some, strict=True):
+            data[i] = x
+        return key_data(what.plain(what.given.keys(data)))
+
+    _, out = jax.jvp(
+        of,
+        [on_device[i] for i in moving],
+        [_memory.transfer(tangents[i], "device") for i in moving],
+    )
+    return values, [_beside(t, x) for t, x in zip(out, values, strict=True)]
+
+
+def _beside(tangent: Any, primal: Any) -> Any:
+    """A tangent in the memory of what it is of, in a way that forbids transposition."""
+    aval: Any = jax.typeof(primal)
+    if tangent.dtype == jax.dtypes.float0:
+        return ad.Zero(aval.to_tangent_aval())
+
+    def refuse(residuals: Any, cotangent: Any) -> Any:
+        raise TypeError(
+            "an offloaded update is differentiated in reverse mode (jax.grad, "
+            "jax.vjp), for which all of its state would have to stay on the device. "
+            "Differentiate through the inner optimizer, before it is given to "
+            "offload(...), or in forward mode (jax.jvp, jax.jacfwd)"
+        )
+
+    forward = jax.custom_derivatives.linear_call(lambda _, t: t, refuse, (), tangent)
+    return _memory.transfer(forward, _memory.kind_of_type(aval))
+
+
+offloaded_update = jex.Primitive("offloaded_update")
+offloaded_update.multiple_results = True
+offloaded_update.def_impl(_now)
+offloaded_update.def_effectful_abstract_eval(_types)
+batching.primitive_batchers[offloaded_update] = _batched
+ad.primitive_jvps[offloaded_update] = _jvp

@@ -1,0 +1,91 @@
+"""Conditionals over many leaves, as one conditional for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._program.build import flatten
+from optax_offload._program.graph import Components, Program, live, shape, variables
+
+
+def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+    """A conditional taken apart, so that leaves that only it joins can be followed.
+
+    Results that no array in a branch has in common are results of conditionals of their
+    own. What is computed of scalars alone is computed by each.
+    """
+    if e.primitive.name != "cond" or _compat.has_effects(e) or len(e.outvars) < 2:
+        return [e]
+    branches = [flatten(branch) for branch in e.params["branches"]]
+    classes = _classes(branches, len(e.outvars))
+    if len(classes) < 2:
+        return [e]
+    return [_restricted(e, branches, results) for results in classes]
+
+
+def _classes(branches: Sequence[Program], count: int) -> list[list[int]]:
+    """The results, by what they have in common."""
+    joined = Components[int]()
+    for program in branches:
+        owner: dict[jex.Var, int] = {}
+
+        def own(v: jex.Var, k: int, owner: dict[jex.Var, int] = owner) -> None:
+            if shape(v) and v in owner:
+                joined.join([owner[v], k])
+            owner.setdefault(v, k)
+
+        for k, a in enumerate(program.outvars):
+            for v in variables([a]):
+                own(v, k)
+        for equation in reversed(program.equations):
+            # A scalar is computed by all who want it: it is one's as good as another's.
+            mine = [owner[v] for v in equation.outvars if v in owner]
+            for k in mine:
+                for v in variables(equation.invars):
+                    own(v, k)
+    found: dict[int, list[int]] = {}
+    for k in range(count):
+        found.setdefault(joined.of(k), []).append(k)
+    return list(found.values())
+
+
+def _restricted(
+    e: jex.JaxprEqn, branches: Sequence[Program], results: Sequence[int]
+) -> jex.JaxprEqn:
+    """A conditional for some of its results."""
+    smaller: list[Program] = []
+    for program in branches:
+        program = dataclasses.replace(
+            program, outvars=[program.outvars[k] for k in results]
+        )
+        equations = [program.equations[i] for i in live(program)]
+        smaller.append(dataclasses.replace(program, equations=equations))
+    used = {
+        i
+        for program in smaller
+        for i, v in enumerate(program.invars)
+        if v in program.used
+    }
+    kept = sorted(used)
+    return e.replace(
+        invars=[e.invars[0], *(e.invars[1 + i] for i in kept)],
+        outvars=[e.outvars[k] for k in results],
+        params=e.params
+        | {"branches": tuple(_closed(program, kept) for program in smaller)},
+    )
+
+
+def _closed(program: Program, kept: Sequence[int]) -> jex.ClosedJaxpr:
+    constants = {v: c for v, c in program.constants.items() if v in program.used}
+    jaxpr = jex.Jaxpr(
+        constvars=tuple(constants),
+        invars=[program.invars[i] for i in kept],
+        outvars=program.outvars,
+        eqns=program.equations,
+        debug_info=program.debug_info,
+    )
+    return jex.ClosedJaxpr(jaxpr, list(constants.values()))

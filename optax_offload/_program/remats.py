@@ -1,0 +1,83 @@
+"""What `jax.checkpoint` computes again: taken apart where it has a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._program.build import Builder, flatten
+from optax_offload._program.graph import Atom, variables, within
+
+
+class Opened(NamedTuple):
+    """What an equation of `jax.checkpoint` stands for.
+
+    Attributes:
+      equations: What it computes, after what keeps a compiler from joining it with the
+        first time that this is computed.
+      results: What stands for its results.
+      constants: The values that the equations close over.
+    """
+
+    equations: list[jex.JaxprEqn]
+    results: list[Atom]
+    constants: dict[jex.Var, Any]
+
+
+def has_scan(e: jex.JaxprEqn) -> bool:
+    """Whether an equation is of `jax.checkpoint`, around a scan."""
+    return e.primitive.name == "remat2" and scans(e)
+
+
+def scans(e: jex.JaxprEqn) -> bool:
+    """Whether there is a scan in an equation's bodies."""
+    return any(inner.primitive.name == "scan" for inner in within(e))
+
+
+def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
+    """What JAX lowers an equation of `jax.checkpoint` to, as equations.
+
+    But for what only scans take a row of in each iteration, as parameters of layers:
+    there is nothing to join, and behind a barrier it would be a value of its own beside
+    what is written in its place.
+    """
+    program = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
+    taken = [_split(x) for x in program.equations]
+    whole = {v for some, _ in taken for v in some} | set(variables(program.outvars))
+    rows = {v for _, some in taken for v in some} - whole
+    asked = e.params["prevent_cse"]
+    asked = (asked,) * len(operands) if isinstance(asked, bool) else asked
+    held = [
+        i
+        for i, (v, a, kept) in enumerate(
+            zip(program.invars, operands, asked, strict=True)
+        )
+        if e.params["differentiated"]
+        and kept
+        and isinstance(a, jex.Var)
+        and v not in rows
+    ]
+    builder = Builder(program.constants)
+    builder.rename(program.invars, operands)
+    if held:
+        behind = builder.trace(
+            lambda *x: lax.optimization_barrier(x), *(operands[i] for i in held)
+        )
+        builder.rename([program.invars[i] for i in held], behind)
+    for x in program.equations:
+        builder.add(x)
+    return Opened(
+        builder.equations, builder.read_all(program.outvars), builder.constants
+    )
+
+
+def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
+    """What an equation takes whole, and what it takes row by row."""
+    count = len(e.invars)
+    if e.primitive.name == "scan":
+        count = sum(_compat.scan_counts(e.params))
+    return variables(e.invars[:count]), variables(e.invars[count:])

@@ -1,0 +1,386 @@
+"""A train step as one value: its equations, those of its updates among them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.core
+import jax.ref
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory
+from optax_offload._program import remats
+from optax_offload._program.branches import as_zero
+from optax_offload._program.build import Builder, flatten
+from optax_offload._program.call import Call, called
+from optax_offload._program.conds import split
+from optax_offload._program.graph import Atom, Program, live, variables
+from optax_offload._program.update import Update
+
+
+@dataclasses.dataclass(frozen=True)
+class InlinedUpdate:
+    """An offloaded update in a step.
+
+    Attributes:
+      what: The update.
+      operands: What the step gives it.
+      results: What the step takes from it.
+      positions: The positions of its equations.
+      names: What the step calls the variables of the update.
+    """
+
+    what: Call
+    operands: tuple[Atom, ...]
+    results: tuple[Atom, ...]
+    positions: range
+    names: Mapping[jex.Var, Atom]
+
+    def left(
+        self, wanted: Sequence[int], known: Collection[jex.Var]
+    ) -> tuple[Update, list[Atom]]:
+        """The update for some of its outputs only, without what has effects.
+
+        Args:
+          wanted: The outputs, as positions.
+          known: Variables of the step that are computed elsewhere, besides the results
+            of what has effects.
+
+        Returns:
+          The update, and what the step gives it.
+        """
+        names = self.names.items()
+        done = {
+            v
+            for e in self.what.update.program.equations
+            if _compat.has_effects(e)
+            for v in e.outvars
+        }
+        inner = [
+            v for v, a in names if v in done or (isinstance(a, jex.Var) and a in known)
+        ]
+        update, kept = self.what.update.restricted(wanted, inner)
+        operands = [self.operands[i] for i in kept]
+        return update, [*operands, *(self.names[v] for v in inner)]
+
+
+class Origin(NamedTuple):
+    """A result of an offloaded update.
+
+    Attributes:
+      inlined: The update.
+      output: Which of its outputs it is.
+    """
+
+    inlined: InlinedUpdate
+    output: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A train step.
+
+    Attributes:
+      program: All equations. What is moved to or from the host is an equation too.
+      inlined_updates: The offloaded updates whose equations are among them.
+      jaxpr: The step as it was traced, of the values of its refs.
+      refs: The refs that it closes over. Their values are its last arguments, and the
+        new values of all refs are its last results.
+    """
+
+    program: Program
+    inlined_updates: tuple[InlinedUpdate, ...]
+    jaxpr: jex.Jaxpr
+    refs: tuple[Any, ...]
+
+    @functools.cached_property
+    def inlined_at(self) -> Mapping[int, InlinedUpdate]:
+        """The region that an equation is of, by position."""
+        return {
+            i: inlined for inlined in self.inlined_updates for i in inlined.positions
+        }
+
+    @functools.cached_property
+    def live(self) -> frozenset[int]:
+        """The equations that a result or an effect needs, as positions."""
+        return frozenset(live(self.program))
+
+    @functools.cached_property
+    def origins(self) -> Mapping[jex.Var, Sequence[Origin]]:
+        """The outputs of offloaded updates that variables are, maybe constrained.
+
+        A step may constrain the sharding of new state after the update, or move it.
+        """
+        found: dict[jex.Var, list[Origin]] = {}
+        for inlined in self.inlined_updates:
+            for k, a in enumerate(inlined.results):
+                if isinstance(a, jex.Var):
+                    found.setdefault(a, []).append(Origin(inlined, k))
+        for e in self.program.equations:
+            for a, v in handed_on(e):
+                if a in found and v not in found:
+                    found[v] = found[a]
+        return found
+
+    def reads(self, i: int) -> list[jex.Var]:
+        """What an equation takes; with effects, also that those before it are done."""
+        before, _ = self._tokens.get(i, ((), ()))
+        return [*variables(self.program.equations[i].invars), *before]
+
+    def defines(self, i: int) -> list[jex.Var]:
+        """What an equation defines; with effects, also that it is done."""
+        _, after = self._tokens.get(i, ((), ()))
+        return [*self.program.equations[i].outvars, *after]
+
+    def tokens(self, i: int) -> Sequence[jex.Var]:
+        """What stands for the effects of an equation; nothing where it has none."""
+        return self._tokens.get(i, ((), ()))[1]
+
+    @functools.cached_property
+    def _tokens(self) -> Mapping[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]]:
+        """The tokens that an equation with effects takes and gives, by position.
+
+        Each takes the one of the equation before, so that whatever follows what values
+        need keeps effects in their order too.
+        """
+        found: dict[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]] = {}
+        before: Sequence[jex.Var] = ()
+        for i, e in enumerate(self.program.equations):
+            if _compat.has_effects(e):
+                found[i] = before, (jex.Var(_TOKEN),)
+                before = found[i][1]
+        return found
+
+
+_TOKEN = jax.core.ShapedArray((), np.dtype(bool))
+
+
+def take_apart(closed: jex.ClosedJaxpr) -> Step:
+    """The equations of a step, and of the updates in it."""
+    closed, refs = _of_values(closed)
+    outer = flatten(closed)
+    taken = _Taken(outer)
+    for e in outer.equations:
+        taken.take(e)
+    builder = taken.builder
+    program = dataclasses.replace(
+        outer,
+        equations=builder.equations,
+        constants=builder.constants,
+        outvars=builder.read_all(outer.outvars),
+    )
+    return Step(program, tuple(taken.inlined_updates), closed.jaxpr, refs)
+
+
+def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
+    """A step of the values of its refs, and the refs that it closes over.
+
+    What is read and written is followed then as other values are, in the order of the
+    program, and no equation is left whose place is all that says what it reads.
+    """
+    jaxpr = closed.jaxpr
+    constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
+    refs = [(v, x) for v, x in constants if isinstance(x, jax.Ref)]
+    if not (refs or any(map(_is_ref, jaxpr.invars))):
+        return closed, ()
+    others = [(v, x) for v, x in constants if not isinstance(x, jax.Ref)]
+    jaxpr = jex.Jaxpr(
+        constvars=[v for v, _ in others],
+        invars=[*jaxpr.invars, *(v for v, _ in refs)],
+        outvars=jaxpr.outvars,
+        eqns=jaxpr.eqns,
+        effects=jaxpr.effects,
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    pure = _compat.without_refs(jex.ClosedJaxpr(jaxpr, [x for _, x in others]))
+    return pure, tuple(x for _, x in refs)
+
+
+def _is_ref(v: jex.Var) -> bool:
+    return isinstance(v.aval, jax.ref.AbstractRef)
+
+
+class _Taken:
+    """Equations taken out of a step one after the other."""
+
+    def __init__(self, outer: Program):
+        self.builder = Builder(outer.constants)
+        self.inlined_updates: list[InlinedUpdate] = []
+
+    def take(self, e: jex.JaxprEqn) -> None:
+        """Takes an equation, or an update's own in its place."""
+        builder = self.builder
+        operands = builder.read_all(e.invars)
+        what = called(e)
+        # What comes from the host and has a type of the device is left as it is (F28).
+        if what is not None and _as_typed(what.update, operands):
+            operands = [
+                self._key(a, what.given.impls[i]) if i in what.given.impls else a
+                for i, a in enumerate(operands)
+            ]
+            inlined = self._inlined(what, operands)
+            self.inlined_updates.append(inlined)
+            results = [
+                builder.trace(jax.random.key_data, a)[0] if k in what.made.impls else a
+                for k, a in enumerate(inlined.results)
+            ]
+            builder.rename(e.outvars, results)
+        elif remats.has_scan(e):
+            opened = remats.opened(e, operands)
+            builder.close_over(opened.constants)
+            for inner in opened.equations:
+                self.take(inner)
+            builder.rename(e.outvars, builder.read_all(opened.results))
+        else:
+            for small in _apart(e):
+                builder.add(small)
+            if e.primitive.name == "scan":
+                passed_on = _passed_on(builder.equations[-1])
+                builder.rename(passed_on, passed_on.values())
+
+    def _inlined(self, what: Call, operands: list[Atom]) -> InlinedUpdate:
+        what = _split(what)
+        dropped = as_zero(what.update)
+        program, builder = what.update.program, self.builder
+        first = len(builder.equations)
+        builder.close_over(program.constants)
+        builder.rename(program.invars, [self._moved(a, "device") for a in operands])
+        for e in program.equations:
+            builder.add(e, [jex.Var(v.aval) for v in e.outvars])
+            for v in e.outvars:
+                if v in dropped:
+                    predicate, value = dropped[v]
+                    builder.rename([v], [self._zero_if(predicate, value, v)])
+        results = [
+            self._moved(builder.read(a), output.memory_kind)
+            for a, output in zip(program.outvars, what.update.outputs, strict=True)
+        ]
+        inside = [*program.invars, *(v for e in program.equations for v in e.outvars)]
+        return InlinedUpdate(
+            what,
+            tuple(operands),
+            tuple(results),
+            range(first, len(builder.equations)),
+            {v: builder.read(v) for v in inside},
+        )
+
+    def _zero_if(self, predicate: jex.Var, value: int, update: jex.Var) -> Atom:
+        """An update, or zero where it is dropped, as where the two are programs apart.
+
+        `optax.MultiSteps` multiplies it by zero, which is NaN where it is not finite.
+        """
+        (result,) = self.builder.trace(
+            lambda p, u: lax.select(p == value, lax.full_like(u, 0), u),
+            *self.builder.read_all([predicate, update]),
+        )
+        return result
+
+    def _key(self, a: Atom, impl: Any) -> Atom:
+        """A random key, given its data."""
+        (key,) = self.builder.trace(lambda x: jax.random.wrap_key_data(x, impl=impl), a)
+        return key
+
+    def _moved(self, a: Atom, memory_kind: str) -> Atom:
+        """What an atom is in a memory."""
+        if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
+            return a
+        (result,) = self.builder.trace(lambda x: _memory.transfer(x, memory_kind), a)
+        return result
+
+
+def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
+    """Whether what comes from the host has such a type."""
+    return all(
+        _memory.on_host(a.aval) == x.on_host
+        for a, x in zip(operands, update.inputs, strict=True)
+    )
+
+
+def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+    """An equation over many leaves, as one for each where it treats each alone."""
+    if e.primitive.name != "device_put":
+        return split(e)
+    return [
+        e.replace(
+            invars=[a],
+            outvars=[v],
+            params={name: (values[i],) for name, values in e.params.items()},
+        )
+        for i, (a, v) in enumerate(zip(e.invars, e.outvars, strict=True))
+    ]
+
+
+def _split(what: Call) -> Call:
+    """An update whose equations over many leaves are taken apart."""
+    program = what.update.program
+    equations = [small for e in program.equations for small in _apart(e)]
+    program = dataclasses.replace(program, equations=equations)
+    return dataclasses.replace(
+        what, update=dataclasses.replace(what.update, program=program)
+    )
+
+
+def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
+    """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
+    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
+    consts, carried = _compat.scan_counts(e.params)
+    first = consts + carried
+    xs = dict(zip(body.invars[first:], e.invars[first:], strict=True))
+    stacked = zip(e.outvars[carried:], body.outvars[carried:], strict=True)
+    return {v: xs[a] for v, a in stacked if isinstance(a, jex.Var) and a in xs}
+
+
+def _is_key(a: Atom) -> bool:
+    return _memory.movable_nbytes(a.aval) is None
+
+
+# What gives back what it takes: in another memory, sharding or dtype, or as it was.
+_HANDS_ON = {
+    "convert_element_type",
+    "copy",
+    "device_put",
+    "optimization_barrier",
+    "reshard",
+    "sharding_constraint",
+}
+
+
+def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
+    """What an equation takes and only hands on, and what it gives for it."""
+    if e.primitive.name in _HANDS_ON:
+        for a, v in zip(e.invars, e.outvars, strict=True):
+            if isinstance(a, jex.Var):
+                yield a, v
+
+
+def constrained(program: Program, v: jex.Var, x: Any) -> Any:
+    """The value of a result that was made row by row, sharded as the step has it.
+
+    Its rows are already, but not the buffer that they were written into.
+    """
+    e = program.equations[program.producers[v]]
+    if e.primitive.name not in ("device_put", "sharding_constraint") or (
+        _memory.on_host(v.aval)
+    ):
+        return x
+    (x,) = jax.core.eval_jaxpr(
+        jex.Jaxpr(
+            (), variables(e.invars), e.outvars, [e], debug_info=program.debug_info
+        ),
+        (),
+        x,
+    )
+    return x
+
+
+def is_transfer(e: jex.JaxprEqn) -> bool:
+    """Whether an equation moves one value to or from the host, or keeps it there."""
+    return e.primitive.name == "device_put" and any(
+        _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
+    )

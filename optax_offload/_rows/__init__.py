@@ -1,0 +1,20 @@
+"""Which values have rows, and what equations are for some of them."""
+
+from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
+from optax_offload._rows.kernel import Kernel, kernel_of
+from optax_offload._rows.proof import analyze
+from optax_offload._rows.rules.registry import NotRowLocalError
+from optax_offload._rows.sums import SUMMED_BY, Sum, summed
+
+__all__ = [
+    "SUMMED_BY",
+    "Analysis",
+    "Kernel",
+    "NotRowLocalError",
+    "RowCount",
+    "RowLocal",
+    "Sum",
+    "analyze",
+    "kernel_of",
+    "summed",
+]

@@ -1,0 +1,66 @@
+"""The proof that what is computed from loads treats every row alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jax.extend import core as jex
+
+from optax_offload._program import Atom, Program, shape, variables
+from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
+from optax_offload._rows.rules.registry import NotRowLocalError
+
+
+def analyze(
+    program: Program,
+    positions: Sequence[int],
+    loads: Mapping[jex.Var, int],
+    outputs: Sequence[Atom],
+    beside: Mapping[jex.Var, jex.Var],
+) -> RowLocal:
+    """Proves that equations are row-local, or raises `NotRowLocalError`.
+
+    What the equations take besides the loads is followed back through arithmetic, so
+    that it is computed for the slice too rather than whole beforehand; up to arguments
+    and to the results of the whole, which have to be computed anyway.
+
+    Args:
+      program: What the equations are of.
+      positions: The equations that depend on a load, in order.
+      loads: The axis along which the rows of each load are counted.
+      outputs: What is computed from the loads.
+      beside: Of inputs, a variable that replaces it: where rows of the input are taken
+        and arithmetic leads to the variable, it becomes an output too.
+
+    Raises:
+      NotRowLocalError: The message names the equation that mixes rows.
+    """
+    counts = {shape(v)[axis] for v, axis in loads.items()}
+    if len(counts) != 1:
+        sizes = ", ".join(str(shape(v)) for v in loads)
+        raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
+    (rows,) = counts
+    analysis = Analysis(RowCount(rows), program.equations, program.producers)
+    analysis.whole = set(variables(program.outvars))
+    for v, axis in loads.items():
+        analysis.mark(v, axis)
+    for i in positions:
+        analysis.visit(program.equations[i])
+        analysis.positions.add(i)
+    mixes = analysis.conflict()
+    if mixes is not None:
+        raise NotRowLocalError(f"{mixes.primitive.name} takes whole what has rows")
+    found: list[jex.Var] = []
+    for a in outputs:
+        if isinstance(a, jex.Literal) or a not in analysis.axes:
+            raise NotRowLocalError("an output that is the same for every row")
+        found.append(a)
+    longer, further = analysis, list(found)
+    for before in [v for v in analysis.axes if v in beside]:
+        more = longer.with_result(beside[before], before)
+        if more is not None:
+            longer = more
+            further.append(beside[before])
+    if longer.conflict() is None:
+        analysis, found = longer, further
+    return analysis.row_local(loads, found)

@@ -1,0 +1,38 @@
+"""What each primitive means for slicing: one rule for each, in a registry.
+
+A value has rows along one axis, its batch axis, or it is the same for all rows. A rule
+carries batch axes from the operands of an equation to its results, as `jax.vmap` does,
+and back; and it says what the equation is for fewer rows. To add a primitive, add a
+rule to the file that fits, and an example of it to the table in
+`tests/rows/test_slicing_rules.py`.
+"""
+
+from optax_offload._rows.rules import (
+    bodies,
+    elementwise,
+    indexing,
+    products,
+    random,
+    shapes,
+)
+from optax_offload._rows.rules.registry import (
+    RULES,
+    Axes,
+    NotRowLocalError,
+    Rule,
+    rule_of,
+)
+
+__all__ = [
+    "RULES",
+    "Axes",
+    "NotRowLocalError",
+    "Rule",
+    "bodies",
+    "elementwise",
+    "indexing",
+    "products",
+    "random",
+    "rule_of",
+    "shapes",
+]

@@ -1,0 +1,156 @@
+"""Equations with bodies: loops, branches, jits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._rows.rules.registry import (
+    Axes,
+    Axis,
+    NotRowLocalError,
+    Rows,
+    Rule,
+    rule,
+)
+
+
+def _join(a: Sequence[Axis], b: Sequence[Axis]) -> list[Axis]:
+    return [y if x is None else x for x, y in zip(a, b, strict=True)]
+
+
+class _Bodies(Rule):
+    """Equations with bodies, through which batch axes are carried both ways.
+
+    A carry has the axis of what goes in or of what comes out, whichever has one.
+    """
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        """The axes, and what follows from them."""
+        raise NotImplementedError
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        return self._settled(e, Axes([*ins], [None] * len(e.outvars)), rows)
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        return self._settled(e, Axes([None] * len(e.invars), [*outs]), rows).ins
+
+    def _settled(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        before = None
+        while before != axes:
+            before, axes = axes, self.step(e, axes, rows)
+        return axes
+
+
+@rule("jit", "pjit")
+class Jit(_Bodies):
+    """One body."""
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        return rows.through(e.params["jaxpr"], axes)
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        return {"jaxpr": rows.resized(e.params["jaxpr"], axes, size)}
+
+
+@rule("cond")
+class Cond(_Bodies):
+    """Branches, of which one is chosen for all rows."""
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        ins, outs = axes
+        if ins[0] is not None:
+            raise NotRowLocalError(e.primitive.name)
+        for branch in e.params["branches"]:
+            of_branch = rows.through(branch, Axes(ins[1:], outs))
+            ins, outs = [None, *of_branch.ins], of_branch.outs
+        return Axes(ins, outs)
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        of_branch = Axes(axes.ins[1:], axes.outs)
+        branches = e.params["branches"]
+        return {"branches": tuple(rows.resized(b, of_branch, size) for b in branches)}
+
+
+@rule("while")
+class While(_Bodies):
+    """It goes on for all rows, or for none."""
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        ins, outs = axes
+        of_cond, consts = self._counts(e.params)
+        carry = _join(ins[consts:], outs)
+        body = rows.through(
+            e.params["body_jaxpr"], Axes([*ins[of_cond:consts], *carry], carry)
+        )
+        carry = _join(body.ins[consts - of_cond :], body.outs)
+        cond = rows.through(
+            e.params["cond_jaxpr"], Axes([*ins[:of_cond], *carry], [None])
+        )
+        if cond.outs != [None]:
+            raise NotRowLocalError(e.primitive.name)
+        carry = _join(carry, cond.ins[of_cond:])
+        body_consts = body.ins[: consts - of_cond]
+        return Axes([*cond.ins[:of_cond], *body_consts, *carry], carry)
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        of_cond, consts = self._counts(e.params)
+        for_cond = Axes([*axes.ins[:of_cond], *axes.ins[consts:]], [None])
+        for_body = Axes(axes.ins[of_cond:], axes.outs)
+        return {
+            "cond_jaxpr": rows.resized(e.params["cond_jaxpr"], for_cond, size),
+            "body_jaxpr": rows.resized(e.params["body_jaxpr"], for_body, size),
+        }
+
+    @staticmethod
+    def _counts(params: Mapping[str, Any]) -> tuple[int, int]:
+        """How many operands are the condition's, and how many are carried by none."""
+        of_cond = params["cond_nconsts"]
+        return of_cond, of_cond + params["body_nconsts"]
+
+
+@rule("scan")
+class Scan(_Bodies):
+    """What is scanned over has its own axis in front, which rows must not be."""
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        ins, outs = axes
+        consts, count = _compat.scan_counts(e.params)
+        carried = consts + count
+        carry = _join(ins[consts:carried], outs[:count])
+        xs = [_shifted(x, -1, e) for x in ins[carried:]]
+        ys = [_shifted(y, -1, e) for y in outs[count:]]
+        body = rows.through(
+            e.params["jaxpr"], Axes([*ins[:consts], *carry, *xs], [*carry, *ys])
+        )
+        carry = _join(body.ins[consts:carried], body.outs[:count])
+        xs = [_shifted(x, 1, e) for x in body.ins[carried:]]
+        ys = [_shifted(y, 1, e) for y in body.outs[count:]]
+        return Axes([*body.ins[:consts], *carry, *xs], [*carry, *ys])
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        consts, count = _compat.scan_counts(e.params)
+        carried = consts + count
+        xs = [_shifted(axis, -1, e) for axis in axes.ins[carried:]]
+        ys = [_shifted(axis, -1, e) for axis in axes.outs[count:]]
+        of_body = Axes([*axes.ins[:carried], *xs], [*axes.outs[:count], *ys])
+        return {"jaxpr": rows.resized(e.params["jaxpr"], of_body, size)}
+
+
+def _shifted(axis: Axis, by: int, e: jex.JaxprEqn) -> Axis:
+    if axis is None:
+        return None
+    if axis + by < 0:
+        raise NotRowLocalError(e.primitive.name)
+    return axis + by

@@ -1,0 +1,57 @@
+"""Reductions over the rows, which can be summed up row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload._program import variables
+
+
+class Sum(NamedTuple):
+    """An equation that reduces over the rows, which can be summed up row by row.
+
+    Attributes:
+      position: The position of the equation.
+      operands: Its operands that have rows.
+    """
+
+    position: int
+    operands: tuple[jex.Var, ...]
+
+
+# What a reduction over rows is summed up with.
+SUMMED_BY = {
+    "reduce_sum": "add",
+    "dot_general": "add",
+    "reduce_max": "max",
+    "reduce_min": "min",
+    "reduce_prod": "mul",
+    "reduce_and": "and",
+    "reduce_or": "or",
+}
+
+
+def summed(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:
+    """The operands with rows of an equation that reduces over them."""
+    known = [v for v in variables(e.invars) if v in axes]
+    if e.primitive.name not in SUMMED_BY or not known:
+        return []
+    if e.primitive.name == "dot_general":
+        return _contracted(e, axes)
+    if axes[known[0]] not in e.params["axes"]:
+        return []
+    return known
+
+
+def _contracted(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:
+    """The operands of a product whose rows are summed up in it."""
+    (left, right), _ = e.params["dimension_numbers"]
+    a, b = e.invars
+    if not (isinstance(a, jex.Var) and isinstance(b, jex.Var)):
+        return []
+    if a not in axes or b not in axes or axes[a] not in left:
+        return []
+    return [a, b] if right[left.index(axes[a])] == axes[b] else []

@@ -1,0 +1,44 @@
+"""What is moved and computed when, as a value: it touches no array."""
+
+from optax_offload._schedule.follow import Scan
+from optax_offload._schedule.fused import Fused, asked_window
+from optax_offload._schedule.fused_step import FusedScan, FusedStep, Held
+from optax_offload._schedule.group import Group, Part
+from optax_offload._schedule.loops import Loop
+from optax_offload._schedule.order import by_gradients, delayed_rows
+from optax_offload._schedule.parts import Place
+from optax_offload._schedule.rest import Outer, RemainingUpdate
+from optax_offload._schedule.step import plan, refusals
+from optax_offload._schedule.update import (
+    Branched,
+    OverWindow,
+    Phased,
+    Schedule,
+    Straight,
+    schedule,
+)
+
+__all__ = [
+    "Branched",
+    "Fused",
+    "FusedScan",
+    "FusedStep",
+    "Group",
+    "Held",
+    "Loop",
+    "Outer",
+    "OverWindow",
+    "Part",
+    "Phased",
+    "Place",
+    "RemainingUpdate",
+    "Scan",
+    "Schedule",
+    "Straight",
+    "asked_window",
+    "by_gradients",
+    "delayed_rows",
+    "plan",
+    "refusals",
+    "schedule",
+]

@@ -1,0 +1,305 @@
+"""What follows from the gradients that a scan stacks: row by row, and not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._program import (
+    Components,
+    Program,
+    Step,
+    called,
+    handed_on,
+    variables,
+    within,
+)
+from optax_offload._rows import (
+    Analysis,
+    NotRowLocalError,
+    RowCount,
+    RowLocal,
+    Sum,
+    summed,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A scan of a step.
+
+    Attributes:
+      position: The position of its equation.
+      equation: The equation.
+      is_backward: Whether it is the backward pass of another.
+    """
+
+    position: int
+    equation: jex.JaxprEqn
+    is_backward: bool = True
+
+    @property
+    def length(self) -> int:
+        """The number of its iterations."""
+        return self.equation.params["length"]
+
+    @property
+    def body(self) -> jex.ClosedJaxpr:
+        """What an iteration computes."""
+        return self.equation.params["jaxpr"]
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        """What every iteration takes whole."""
+        return self.equation.invars[: self._counts[0]]
+
+    @property
+    def carry(self) -> Sequence[Any]:
+        """What the first iteration takes, and every other from the one before."""
+        consts, carried = self._counts
+        return self.equation.invars[consts : consts + carried]
+
+    @property
+    def xs(self) -> Sequence[Any]:
+        """What every iteration takes a row of."""
+        return self.equation.invars[sum(self._counts) :]
+
+    @property
+    def carried(self) -> Sequence[jex.Var]:
+        """What the last iteration carries."""
+        return self.equation.outvars[: self._counts[1]]
+
+    @property
+    def stacked(self) -> Sequence[jex.Var]:
+        """What every iteration gives a row of."""
+        return self.equation.outvars[self._counts[1] :]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        return _compat.scan_counts(self.equation.params)
+
+
+def is_backward(program: Program, scan: Scan) -> bool:
+    """Whether a scan is the backward pass of another, and not one that stacks means.
+
+    JAX names what it transposes; within a jit or a checkpoint it names that. There a
+    backward pass runs against the scan that stacked what it takes.
+    """
+    if "transpose(" in str(scan.equation.source_info.name_stack):
+        return True
+    direction = scan.equation.params["reverse"]
+    waiting = variables(scan.xs)
+    while waiting:
+        v = waiting.pop()
+        if v not in program.producers:
+            continue
+        e = program.equations[program.producers[v]]
+        if e.primitive.name == "scan" and e.params["reverse"] != direction:
+            return True
+        waiting += [a for a, b in handed_on(e) if b is v]
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Gradients that some equation joins, and what follows from them row by row.
+
+    Attributes:
+      gradients: The gradients.
+      results: The results of the step that have rows.
+      sums: What is reduced over the rows.
+      late: Whether results depend on what is known only after the scan.
+      late_sums: Those of the sums that do.
+    """
+
+    gradients: tuple[jex.Var, ...]
+    results: tuple[jex.Var, ...]
+    sums: tuple[Sum, ...]
+    late: bool
+    late_sums: tuple[Sum, ...]
+
+    @property
+    def waits(self) -> bool:
+        """Whether what follows from them has to wait for the end of the scan."""
+        return self.late or bool(self.late_sums)
+
+    @property
+    def ends(self) -> list[jex.Var]:
+        """What has to be evaluated for every row."""
+        summed = [v for s in self.sums for v in s.operands]
+        return list(dict.fromkeys([*self.results, *summed]))
+
+
+class MixesError(Exception):
+    """An equation needs all rows of a gradient at once.
+
+    Attributes:
+      gradients: The gradients.
+      reason: The reason.
+    """
+
+    def __init__(self, gradients: Collection[jex.Var], reason: str):
+        super().__init__(reason)
+        self.gradients, self.reason = gradients, reason
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUses:
+    """What follows from gradients of a scan.
+
+    Attributes:
+      rows: The equations that treat every row alone.
+      components: The gradients, by what joins them.
+      late: The variables that depend on the scan otherwise than row by row, or on what
+        does.
+      sums: The equations that reduce over rows, as positions.
+    """
+
+    rows: RowLocal
+    components: tuple[Component, ...]
+    late: frozenset[jex.Var]
+    sums: tuple[int, ...]
+
+
+def follow(
+    step: Step, scan: Scan, gradients: Sequence[jex.Var], later: Collection[int]
+) -> RowUses:
+    """Follows gradients of a scan to the results of a step.
+
+    Args:
+      step: The step.
+      scan: The scan.
+      gradients: Those of its stacked results that are followed.
+      later: Scans that cannot be computed before this one, as positions.
+
+    Raises:
+      MixesError: An equation needs all rows of some at once.
+    """
+    walk = _Walk(step, scan, gradients, later)
+    for i in range(scan.position + 1, len(step.program.equations)):
+        if i in step.live:
+            walk.visit(i)
+    return walk.found()
+
+
+# What decodes state, beside arithmetic: else it would be decoded whole, before a scan.
+LAYOUT = {
+    "bitcast_convert_type",
+    "broadcast_in_dim",
+    "concatenate",
+    "reshape",
+    "slice",
+    "squeeze",
+    "stack",
+    "transpose",
+}
+
+
+class _Walk:
+    """Follows gradients from equation to equation.
+
+    Attributes:
+      of: For each variable with rows that depends on a gradient, one of its component.
+      late: See `RowUses`.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        scan: Scan,
+        gradients: Sequence[jex.Var],
+        later: Collection[int],
+    ):
+        program = step.program
+        self._step, self._gradients, self._later = step, tuple(gradients), later
+        self._analysis = Analysis(
+            RowCount(scan.length), program.equations, program.producers
+        )
+        self._analysis.whole = set(variables(program.outvars))
+        self._analysis.follow = LAYOUT
+        for v in gradients:
+            self._analysis.mark(v, 0)
+        self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+        self._joined = Components[jex.Var]()
+        self.late = set(step.defines(scan.position)).difference(gradients)
+        self._sums: list[Sum] = []
+
+    def _root(self, v: jex.Var) -> jex.Var:
+        """A gradient of the component that a variable with rows is of."""
+        return self._joined.of(self.of[v])
+
+    def visit(self, i: int) -> None:
+        """Goes on with an equation."""
+        e = self._step.program.equations[i]
+        operands = self._step.reads(i)
+        late = i in self._later or not self.late.isdisjoint(operands)
+        touched = [v for v in operands if v in self.of]
+        if touched:
+            self._visit_rows(i, e, touched)
+        if late:
+            self.late.update(self._step.defines(i))
+
+    def _visit_rows(self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]) -> None:
+        roots = list(dict.fromkeys(map(self._root, touched)))
+        operands = summed(e, self._analysis.axes)
+        if operands:
+            self._sums.append(Sum(i, tuple(operands)))
+            self.late.update(e.outvars)
+            return
+        if holds_update(e):
+            found = [v for v in self._gradients if self._root(v) in roots]
+            raise MixesError(found, f"the update is in a {e.primitive.name}")
+        try:
+            self._analysis.visit(e)
+        except NotRowLocalError as error:
+            raise self._mixes(roots, str(error)) from None
+        self._analysis.positions.add(i)
+        self._joined.join(roots)
+        first = roots[0]
+        for v in e.outvars:
+            if v in self._analysis.axes:
+                self.of[v] = first
+            else:
+                raise self._mixes(roots, e.primitive.name)
+
+    def _mixes(self, roots: Collection[jex.Var], reason: str) -> MixesError:
+        found = [v for v in self._gradients if self._root(v) in roots]
+        return MixesError(found, f"{reason} needs all of it at once")
+
+    def found(self) -> RowUses:
+        """What was found."""
+        outvars = dict.fromkeys(variables(self._step.program.outvars))
+        results = [v for v in outvars if v in self.of]
+        components: list[Component] = []
+        for root in dict.fromkeys(map(self._root, self._gradients)):
+            of_root = {v for v in self.of if self._root(v) is root}
+            mine = [v for v in results if v in of_root]
+            sums = [s for s in self._sums if not of_root.isdisjoint(s.operands)]
+            components.append(
+                Component(
+                    tuple(v for v in self._gradients if self._root(v) is root),
+                    tuple(mine),
+                    tuple(sums),
+                    any(v in self.late for v in mine),
+                    tuple(s for s in sums if not self.late.isdisjoint(s.operands)),
+                )
+            )
+        mixes = self._analysis.conflict()
+        if mixes is not None:
+            beside = [*mixes.outvars, *variables(mixes.invars)]
+            roots = {self._root(v) for v in beside if v in self.of}
+            name = mixes.primitive.name
+            raise self._mixes(roots or set(map(self._root, self._gradients)), name)
+        summed = [v for s in self._sums for v in s.operands]
+        rows = self._analysis.row_local(self._gradients, [*results, *summed])
+        positions = tuple(s.position for s in self._sums)
+        return RowUses(rows, tuple(components), frozenset(self.late), positions)
+
+
+def holds_update(e: jex.JaxprEqn) -> bool:
+    """Whether an offloaded update is in a body of an equation."""
+    return called(e) is None and any(called(x) for x in within(e))

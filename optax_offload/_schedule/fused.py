@@ -1,0 +1,68 @@
+"""Gradients that are used up row by row, and what is done with them, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import Step
+from optax_offload._rows import RowLocal, Sum
+from optax_offload._schedule.follow import Component
+from optax_offload._schedule.parts import Parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Gradients of which every row is used up as soon as it is there.
+
+    Attributes:
+      component: The gradients, and what follows from them.
+      rows: The equations that lead to results, and to what is summed up.
+      replaced: For each result the argument whose buffer it is written into.
+      codes: The results that hold codes of 8 bits.
+      parts: How a row is divided, where it is more than the window that was asked for.
+      whole_reason: Why such a row is not divided; "" where it is, or need not be.
+    """
+
+    component: Component
+    rows: RowLocal
+    replaced: Mapping[jex.Var, jex.Var | None]
+    codes: frozenset[jex.Var] = frozenset()
+    parts: Parts | None = None
+    whole_reason: str = ""
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of its gradients on each device."""
+        return sum(map(_nbytes, self.component.gradients))
+
+    @property
+    def loaded_bytes(self) -> int:
+        """The bytes that it takes from the host, on each device.
+
+        Gradients of parameters in host memory are typed as if they were there too.
+        """
+        loaded = set(self.rows.inputs).difference(self.component.gradients)
+        return sum(_nbytes(v) for v in loaded if _memory.on_host(v.aval))
+
+    def summing(self, sums: Collection[Sum]) -> Fused:
+        """What leads to some of its sums, and to no result."""
+        sums = tuple(s for s in self.component.sums if s in sums)
+        component = dataclasses.replace(self.component, results=(), sums=sums)
+        operands = dict.fromkeys(v for s in sums for v in s.operands)
+        return Fused(component, self.rows.restricted([*operands]), {})
+
+
+def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:
+    """The least window that was asked for, of the updates that these are of."""
+    results = {v for f in fused for v in f.component.results}
+    inlined_updates = (o.inlined for v in results for o in step.origins.get(v, ()))
+    asked = (inlined.what.caller.window_bytes for inlined in inlined_updates)
+    return min((n for n in asked if n is not None), default=None)
+
+
+def _nbytes(v: jex.Var) -> int:
+    return _memory.nbytes_on_each_device(v.aval)

@@ -1,0 +1,245 @@
+"""What of a step is fused into its backward pass, and what is not, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, get_args
+
+from optax_offload import _memory
+from optax_offload._program import Step
+from optax_offload._schedule import order, waiting
+from optax_offload._schedule.follow import Scan
+from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.rest import Outer, rest
+from optax_offload._schedule.unfused import Unfused, gradients, updates_inside
+from optax_offload._schedule.update import Schedule, schedule
+from optax_offload._units import Printed, size_text
+
+# What is done with gradients whose update needs all of them first.
+Held = Literal["auto", "store", "twice", "leave"]
+Way = Literal["store", "twice"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedScan:
+    """A scan, and the updates that are moved into it.
+
+    Attributes:
+      scan: The scan.
+      now: What is updated in the iteration that computes its gradient.
+      held: What has to wait for the last gradient.
+      way: How it waits.
+      unfused: What is not fused.
+    """
+
+    scan: Scan
+    now: tuple[Fused, ...]
+    held: tuple[Fused, ...]
+    way: Way
+    unfused: tuple[Unfused, ...]
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """All that is fused."""
+        return (*self.now, *self.held)
+
+    @property
+    def noun(self) -> str:
+        """What its scan stacks: a forward scan stacks statistics, such as means."""
+        return "gradient" if self.scan.is_backward else "stacked result"
+
+    def gradients(self, fused: Sequence[Fused]) -> str:
+        """How many gradients some of these are, and of how many bytes."""
+        count = sum(len(f.component.gradients) for f in fused)
+        return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
+
+    def in_parts(self, f: Fused) -> int | None:
+        """In how many parts a row is updated; None if it is whole."""
+        stored = f in self.held and self.way == "store"
+        return None if f.parts is None or stored else f.parts.count
+
+    def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
+        """What of these is whole although a row is more than the window asked for."""
+        for f in fused:
+            if self.in_parts(f) is None and (f.parts or f.whole_reason):
+                why = f.whole_reason or "its gradient waits in host memory"
+                yield f"{self.gradients([f])}, a row at once: {why}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FusedStep(Printed):
+    """What of a step is fused into its backward pass. Print it.
+
+    Attributes:
+      step: The step.
+      scans: The scans that updates are moved into, in their order.
+      unfused: The gradients of other scans.
+      asked: What was asked for; False where nothing is to be fused.
+    """
+
+    step: Step
+    scans: tuple[FusedScan, ...]
+    unfused: tuple[Unfused, ...]
+    asked: Held | Literal[False] = "auto"
+
+    @functools.cached_property
+    def rest(self) -> tuple[Outer, ...]:
+        """What is evaluated outside of the scans, and these, in order."""
+        fused = [f for each in self.scans for f in each.fused]
+        positions = {each.scan.position for each in self.scans}
+        return tuple(rest(self.step, positions, fused))
+
+    @functools.cached_property
+    def passes(self) -> order.Passes:
+        """How often the rows of gradients that wait are passed over."""
+        return passes_of(self.step, self.scans)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the gradients that never exist, on each device."""
+        return sum(f.gradient_bytes for each in self.scans for f in each.fused)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of these, the bytes that wait in host memory."""
+        stored = (each for each in self.scans if each.way == "store")
+        return sum(f.gradient_bytes for each in stored for f in each.held)
+
+    @property
+    def flops_again(self) -> float:
+        """The operations of backward passes that run again, on each device."""
+        again = [x for x in self.scans if x.held and x.way == "twice"]
+        return sum(waiting.flops(x.scan) * self.passes.twice(x.held) for x in again)
+
+    def reasons(self) -> tuple[str, ...]:
+        """Why gradients are left outside, a line for each reason."""
+        return tuple(_reasons(self))
+
+    def refused(self) -> tuple[Unfused, ...]:
+        """The gradients that were to wait in a way that was asked for, and do not."""
+        if self.asked not in get_args(Way):
+            return ()
+        found = [*self.unfused, *(o for s in self.scans for o in s.unfused)]
+        return tuple(o for o in found if o.waits)
+
+    def schedules(self) -> tuple[Schedule, ...]:
+        """How the offloaded state that is left is updated."""
+        left = (node.left for node in self.rest if node.left is not None)
+        return tuple(
+            schedule(x.update, x.inlined.what.caller.window_bytes) for x in left
+        )
+
+    @property
+    def state_at_once_bytes(self) -> int:
+        """The most state that something joins, so that all of it is loaded at once."""
+        straights = (s for each in self.schedules() for s in each.straights())
+        return max(
+            (o.nbytes for s in straights for o in s.over_window(None)), default=0
+        )
+
+    def __str__(self) -> str:
+        lines = [line for each in self.scans for line in _lines(each, self.passes)]
+        if not self.scans:
+            lines = ["nothing is fused into a backward pass"]
+        lines += self.reasons()
+        for each in self.schedules():
+            if not any(straight.groups for straight in each.straights()):
+                continue
+            lines += ["what is left of an offloaded update:"]
+            lines += [f"  {line}" for line in str(each).splitlines()]
+        return "\n".join(lines)
+
+
+def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
+    """How often the rows of what waits in some scans are passed over."""
+    positions = candidates(step)
+    return order.passes(step, positions, [(x.scan, x.fused) for x in scans])
+
+
+def candidates(step: Step) -> list[int]:
+    """The scans of a step that have rows, as positions."""
+    equations = step.program.equations
+    return [
+        i
+        for i in sorted(step.live)
+        if equations[i].primitive.name == "scan" and equations[i].params["length"] > 1
+    ]
+
+
+def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
+    yield (
+        f"{'backward ' * each.scan.is_backward}scan of {each.scan.length} iterations: "
+        f"{each.gradients(each.fused)} never on the device whole"
+    )
+    if each.now:
+        yield f"  updated with their rows: {each.gradients(each.now)}{_moved(each.now)}"
+    for f in each.fused:
+        count = each.in_parts(f)
+        if count is not None:
+            yield f"  over the window: {each.gradients([f])}, a row in {count} parts"
+    yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
+    if each.held and each.way == "store":
+        nbytes = sum(f.gradient_bytes for f in each.held)
+        loads = passes.stored(each.held)
+        often = f" {_times(loads)}, for a norm of a norm" if loads > 1 else ""
+        yield (
+            f"  need all gradients first: {each.gradients(each.held)}: stored to host "
+            f"memory, and loaded with their state{often}: {size_text(nbytes)} more "
+            f"each way{_moved(each.held)}"
+        )
+    if each.held and each.way == "twice":
+        again = passes.twice(each.held)
+        often = _times(again + 1) + ", for a norm of a norm" * (again > 1)
+        yield (
+            f"  need all gradients first: {each.gradients(each.held)}: the scan runs "
+            f"{often} ({again * waiting.flops(each.scan):.3g} FLOPs more)"
+            f"{_moved(each.held)}"
+        )
+    if any(f.loaded_bytes for f in each.fused) and _memory.moved_by_kernels():
+        yield f"  {_memory.moved_by_kernels()}"
+    sums = sum(len(f.component.sums) for f in each.fused)
+    if sums:
+        yield f"  summed up row by row, in another order: {sums}"
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _counted(count: int, noun: str, nbytes: int) -> str:
+    return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"
+
+
+def _moved(fused: Sequence[Fused]) -> str:
+    nbytes = sum(f.loaded_bytes for f in fused)
+    return f"; {size_text(nbytes)} of state loaded" if nbytes else ""
+
+
+def _reasons(plan: FusedStep) -> Iterator[str]:
+    """Why gradients are left outside."""
+    unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
+    found: dict[str, list[int]] = {}
+    for o in gradients(plan.step, unfused):
+        nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
+        found.setdefault(o.reason, []).append(nbytes)
+    for reason, sizes in found.items():
+        left = _counted(len(sizes), "gradient", sum(sizes))
+        yield f"{left} left outside: {reason}"
+    inside = updates_inside(plan.step)
+    for reason in inside:
+        if reason not in found:
+            yield f"an offloaded update is left as it is: {reason}"
+    if plan.scans or found or inside:
+        return
+    if not plan.asked:
+        yield "it was asked not to: fused_backward=False"
+    elif not candidates(plan.step):
+        yield (
+            "no scan found: only gradients of layers that a scan runs (nn.scan, "
+            "nnx.scan, lax.scan) can be updated in it; those of layers that Python "
+            "loops over cannot"
+        )
+    else:
+        yield "no scan stacks what an update takes row by row, as gradients of layers"

@@ -1,0 +1,122 @@
+"""What must be on the device together, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+from jax.extend import core as jex
+
+from optax_offload._program import Program, signature, variables
+from optax_offload._rows import RowLocal, Sum
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of a group is loaded, computed and stored at a time.
+
+    Attributes:
+      loads: The inputs that are loaded, as positions.
+      outputs: The outputs that these, and the parts before, suffice for.
+      row_local: The equations as they are for a slice, if the group can be updated in
+        slices. Outputs that are not outputs of the group are for the next part.
+    """
+
+    loads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    row_local: RowLocal | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What must be on the device together: usually the state of one parameter.
+
+    Attributes:
+      loads: The inputs that are loaded, as positions.
+      outputs: The outputs that are computed from them, as positions.
+      equations: The equations that only this group needs, as positions; of those that
+        depend on no load, only if it is in a loop and not updated in slices.
+      nbytes: The bytes that its loads take on each device, or its stores if more; of
+        codes of 8 bits what they are decoded to.
+      moved_bytes: The bytes of its loads as they cross the link, or of its stores if
+        more.
+      tied_by: The equations that join leaves of different parameters, where any do: the
+        first of each primitive, of sums of all if there are some, as for a norm.
+      joined: The loads that these depend on, as positions.
+      row_local: The equations as they are for a slice, if it can be updated in slices.
+      aliases: For each output the input whose buffer it is written into, as a position;
+        None where a buffer has to be made on the device. () if the host has none.
+      row_multiple: The number of rows of a slice is a multiple of this.
+      parts: The order within an update: two parts where half of the loads suffice for a
+        store, which then takes place beside the other loads.
+      sums: For each output the equation that reduces it over the rows, in a pass that
+        only reads; () in others.
+      whole_reason: The reason why it cannot be updated in slices; "" if it can.
+    """
+
+    loads: tuple[int, ...]
+    outputs: tuple[int, ...]
+    equations: tuple[int, ...]
+    nbytes: int
+    moved_bytes: int
+    tied_by: tuple[jex.JaxprEqn, ...] = ()
+    joined: tuple[int, ...] = ()
+    row_local: RowLocal | None = None
+    aliases: tuple[int | None, ...] = ()
+    row_multiple: int = 1
+    parts: tuple[Part, ...] = ()
+    sums: tuple[Sum, ...] = ()
+    whole_reason: str = ""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of a group that can be updated in slices."""
+        return self.in_rows.rows
+
+    @property
+    def in_rows(self) -> RowLocal:
+        """The equations for a slice, of a group that can be updated in slices."""
+        if self.row_local is None:
+            raise TypeError(f"a group that is updated whole: {self.whole_reason}")
+        return self.row_local
+
+    def reads(self, program: Program) -> list[jex.Var]:
+        """The variables that it takes to update the group."""
+        aliases = [program.invars[alias] for alias in self.aliases if alias is not None]
+        if self.row_local is not None:
+            return [*self.row_local.inputs, *aliases]
+        equations = [program.equations[i] for i in self.equations]
+        defined = {v for e in equations for v in e.outvars}
+        used = [v for e in equations for v in variables(e.invars)]
+        used += variables(program.outvars[k] for k in self.outputs)
+        loads = [program.invars[i] for i in self.loads]
+        return [*loads, *(v for v in used if v not in defined), *aliases]
+
+    def signature(self, program: Program, inputs: Mapping[jex.Var, int]) -> Hashable:
+        """Equal for groups that are updated alike, given how inputs are numbered."""
+        if self.row_local is not None:
+            reads: Sequence[jex.Var] = self.row_local.inputs
+            summed = tuple(
+                signature(
+                    [program.equations[s.position]],
+                    s.operands,
+                    program.equations[s.position].outvars,
+                )
+                for s in self.sums
+            )
+            update = self.row_local.signature(), summed
+        else:
+            reads = list(dict.fromkeys(self.reads(program)))
+            update = signature(
+                [program.equations[i] for i in self.equations],
+                reads,
+                [program.outvars[k] for k in self.outputs],
+            )
+        return (
+            update,
+            tuple(inputs[v] for v in reads),
+            tuple(inputs[program.invars[i]] for i in self.loads),
+            tuple(
+                None if i is None else inputs[program.invars[i]] for i in self.aliases
+            ),
+        )

@@ -1,0 +1,170 @@
+"""What it takes to update a group in slices, and in which parts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _tpu_layout
+from optax_offload._program import Atom, Program, Update, shape, variables
+from optax_offload._rows import (
+    SUMMED_BY,
+    NotRowLocalError,
+    RowLocal,
+    Sum,
+    analyze,
+    summed,
+)
+from optax_offload._schedule.group import Group, Part
+from optax_offload._units import MIB
+
+# Leaves of less are loaded together with the others of their group: what their stores
+# gain beside those loads is less than the latency, and a part is a kernel to compile.
+LEAST_PART_BYTES = MIB // 2
+
+
+def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
+    """The group with what it takes to slice it, or with why it cannot be."""
+    try:
+        return _in_slices(update, group, beside)
+    except NotRowLocalError as e:
+        aliases = tuple(update.in_place(k) for k in group.outputs)
+        stored = (update.outputs[k].stored for k in group.outputs)
+        if not _compat.LOOPS_RUN_ONCE or any(
+            alias is None and on_host
+            for alias, on_host in zip(aliases, stored, strict=True)
+        ):
+            aliases = ()
+        return dataclasses.replace(
+            group,
+            aliases=aliases,
+            parts=(Part(group.loads, group.outputs),),
+            whole_reason=str(e),
+        )
+
+
+def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
+    program = update.program
+    sums = _sums(program, group)
+    ends: list[Atom] = [program.outvars[k] for k in group.outputs]
+    if sums:
+        ends = [*dict.fromkeys(v for s in sums for v in s.operands)]
+    reduced = {s.position for s in sums}
+    row_local = analyze(
+        program,
+        [i for i in group.equations if i not in reduced],
+        {program.invars[i]: _slice_axis(update, i, group) for i in group.loads},
+        ends,
+        {before: _var(program, k) for before, k in beside.items()},
+    )
+    for e in (program.equations[s.position] for s in sums):
+        if not summed(e, row_local.axes):
+            raise NotRowLocalError(f"{e.primitive.name} mixes rows")
+    # What is on the device, and is read for slices, is replaced in slices too.
+    position = {_var(program, k): k for k in beside.values()}
+    more = [position[v] for v in row_local.outputs[len(ends) :]]
+    outputs = (*group.outputs, *more)
+    aliases = tuple(_row_alias(update, k, row_local) for k in outputs)
+    moved = {program.invars[i] for i in group.loads}
+    moved.update(_var(program, k) for k in outputs if update.outputs[k].stored)
+    # What has one number for each row, as counters of a population, and does not cross
+    # the link is no matter of tiles; nor is what is computed from slices.
+    sliced = {*row_local.inputs, *row_local.outputs}
+    types = {
+        (v.aval, axis)
+        for v, axis in row_local.axes.items()
+        if v in moved or (v in sliced and math.prod(shape(v)) > row_local.rows)
+    }
+    multiple = max(_tpu_layout.unit(aval, axis) for aval, axis in types)
+    if row_local.rows < 2 * multiple:
+        raise NotRowLocalError(f"{row_local.rows} rows, in units of {multiple}")
+    group = dataclasses.replace(
+        group,
+        outputs=outputs,
+        row_local=row_local,
+        aliases=aliases,
+        row_multiple=multiple,
+        sums=sums,
+    )
+    return dataclasses.replace(group, parts=_parts(program, group))
+
+
+def _sums(program: Program, group: Group) -> tuple[Sum, ...]:
+    """What reduces each output, if all of them are numbers that are reduced."""
+    positions = [program.producers[_var(program, k)] for k in group.outputs]
+    equations = [program.equations[i] for i in positions]
+    if not all(
+        e.primitive.name in SUMMED_BY and not shape(e.outvars[0]) for e in equations
+    ):
+        return ()
+    return tuple(
+        Sum(i, tuple(variables(e.invars)))
+        for i, e in zip(positions, equations, strict=True)
+    )
+
+
+def _var(program: Program, k: int) -> jex.Var:
+    """The variable of an output that is no literal."""
+    a = program.outvars[k]
+    assert isinstance(a, jex.Var)
+    return a
+
+
+def _parts(program: Program, group: Group) -> tuple[Part, ...]:
+    """Two parts, if half of the loads suffice for a store; else one."""
+    row_local = group.in_rows
+    early = group.loads[: (len(group.loads) + 1) // 2]
+    later = group.loads[len(early) :]
+    missing = {program.invars[i] for i in later}
+    for e in row_local.equations:
+        if not missing.isdisjoint(variables(e.invars)):
+            missing.update(e.outvars)
+    first: list[int] = []
+    last: list[int] = []
+    for k, alias in zip(group.outputs, group.aliases, strict=True):
+        # What is not loaded is read by both parts, and replaced by the last.
+        ready = alias in early and program.outvars[k] not in missing
+        (first if ready else last).append(k)
+    if group.sums:
+        first = []
+    small = group.nbytes < LEAST_PART_BYTES * len(group.loads)
+    if small or not (later and first and last):
+        return (Part(group.loads, group.outputs, row_local),)
+    one, other = row_local.split(
+        [program.invars[i] for i in early],
+        [_var(program, k) for k in first],
+        [_var(program, k) for k in last],
+    )
+    return Part(early, tuple(first), one), Part(later, tuple(last), other)
+
+
+def _slice_axis(update: Update, i: int, group: Group) -> int:
+    """The axis of the rows of a load."""
+    program = update.program
+    sizes = shape(program.invars[i])
+    axis = update.inputs[i].slice_axis
+    if axis == "auto":
+        # The row means of a stacked leaf have its layer axis.
+        outputs = (shape(program.outvars[k]) for k in group.outputs)
+        if any(len(o) > 2 and o[0] == sizes[0] for o in outputs):
+            return 0
+        axis = None
+    if axis is None or axis >= len(sizes):
+        raise NotRowLocalError(f"no axis to slice a leaf of shape {sizes}")
+    return axis
+
+
+def _row_alias(update: Update, k: int, row_local: RowLocal) -> int | None:
+    """The input into whose buffer an output can be written slice by slice."""
+    program = update.program
+    alias = update.in_place(k)
+    if alias is not None:
+        axis = row_local.axes[_var(program, k)]
+        if row_local.axes.get(program.invars[alias], axis) == axis:
+            return alias
+    if update.outputs[k].stored:
+        raise NotRowLocalError("no buffer on the host to write into")
+    return None

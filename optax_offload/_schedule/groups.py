@@ -1,0 +1,310 @@
+"""Taking an update apart: what must be on the device together.
+
+Every step is linear in the number of equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory
+from optax_offload._program import (
+    Components,
+    Program,
+    Update,
+    ancestors,
+    live,
+    shape,
+    variables,
+)
+from optax_offload._schedule.group import Group
+from optax_offload._schedule.group_slices import sliced
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """An update taken apart.
+
+    Attributes:
+      groups: In the reverse natural order of their outputs' paths, in which gradients
+        become available: last layer first.
+      scalars: The inputs that are loaded before all groups, as positions: scalars, such
+        as a step counter, which would tie every leaf to every other.
+      shared: The equations that are evaluated whole before all groups, as positions.
+      joined: Whether those need the gradients of several groups, as clipping by the
+        global norm does, so that all are there before the first group.
+    """
+
+    groups: tuple[Group, ...]
+    scalars: tuple[int, ...]
+    shared: tuple[int, ...]
+    joined: bool
+
+
+def group(update: Update) -> Grouping:
+    """Takes an update apart.
+
+    Outputs that depend on a common load form a group, and so does each store that
+    depends on none.
+    """
+    program = update.program
+    scalars = tuple(i for i in update.loads if not shape(program.invars[i]))
+    loads = [i for i in update.loads if shape(program.invars[i])]
+    components = _components(program, loads)
+    members, alone = _members(update, loads, components)
+    equations: dict[int, list[int]] = {component: [] for component in members}
+    shared: list[int] = []
+    for i in components.equations:
+        of = components.of
+        used = variables(program.equations[i].invars)
+        component = next((of[v] for v in used if v in of), None)
+        if component is None:
+            shared.append(i)
+        else:
+            equations.setdefault(component, []).append(i)
+    inputs: dict[int, list[int]] = {}
+    for i in loads:
+        inputs.setdefault(components.of[program.invars[i]], []).append(i)
+    beside = _beside(update, components.of)
+    groups: list[Group] = []
+    for component in equations:
+        whole = _whole(
+            update,
+            inputs[component],
+            members.get(component, []),
+            equations[component],
+            components.ties[component],
+        )
+        groups.append(sliced(update, whole, beside))
+        # What is replaced beside a group is replaced by the first that reads it.
+        taken = set(groups[-1].outputs)
+        beside = {v: k for v, k in beside.items() if k not in taken}
+    groups += [
+        Group((), (k,), (), _memory.nbytes_on_each_device(program.outvars[k].aval), 0)
+        for k in alone
+    ]
+    groups, shared = _own(program, shared, groups)
+    groups.sort(key=lambda g: _availability(update, g), reverse=True)
+    joined = _joins_gradients(update, shared)
+    return Grouping(tuple(groups), scalars, tuple(shared), joined)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Components:
+    """Which loads belong together, and by what.
+
+    Attributes:
+      of: For each variable that depends on a load, its component: variables that some
+        live equation joins share one.
+      ties: For each component the equations that joined two.
+      equations: The live equations, as positions.
+    """
+
+    of: Mapping[jex.Var, int]
+    ties: Mapping[int, Sequence[jex.JaxprEqn]]
+    equations: Sequence[int]
+
+
+def _components(program: Program, loads: Sequence[int]) -> _Components:
+    joined = Components[int]()
+    node_of = {program.invars[i]: node for node, i in enumerate(loads)}
+    joints: list[tuple[int, jex.JaxprEqn]] = []
+    equations = live(program)
+    for i in equations:
+        e = program.equations[i]
+        used = variables(e.invars)
+        nodes = sorted({joined.of(node_of[v]) for v in used if v in node_of})
+        if not nodes:
+            continue
+        joined.join(nodes)
+        joints += [(nodes[0], e)] * (len(nodes) - 1)
+        node_of.update((v, nodes[0]) for v in e.outvars)
+    ties = {joined.of(node): list[jex.JaxprEqn]() for node in range(len(loads))}
+    for node, e in joints:
+        ties[joined.of(node)].append(e)
+    return _Components({v: joined.of(n) for v, n in node_of.items()}, ties, equations)
+
+
+def _members(
+    update: Update, loads: Sequence[int], components: _Components
+) -> tuple[dict[int, list[int]], list[int]]:
+    """The outputs of each component, and the stores that belong to none."""
+    program = update.program
+    unmoved = {program.invars[i] for i in loads}
+    members: dict[int, list[int]] = {}
+    alone: list[int] = []
+    for k, a in enumerate(program.outvars):
+        stored = update.outputs[k].stored
+        if isinstance(a, jex.Var) and a in components.of:
+            # What comes back to the host as it came need not move at all.
+            if not (a in unmoved and stored):
+                members.setdefault(components.of[a], []).append(k)
+        elif stored:
+            alone.append(k)
+    return members, alone
+
+
+def _beside(update: Update, of: Mapping[jex.Var, int]) -> dict[jex.Var, int]:
+    """Outputs that stay on the device and depend on no load, by what they replace."""
+    program = update.program
+    return {
+        program.invars[output.alias]: k
+        for k, (a, output) in enumerate(
+            zip(program.outvars, update.outputs, strict=True)
+        )
+        if output.alias is not None
+        and not output.stored
+        and isinstance(a, jex.Var)
+        and a not in of
+        and shape(a)
+        and a is not program.invars[output.alias]
+    }
+
+
+def _whole(
+    update: Update,
+    loads: Sequence[int],
+    outputs: Sequence[int],
+    equations: Sequence[int],
+    ties: Sequence[jex.JaxprEqn],
+) -> Group:
+    """A group, before it is known whether it can be sliced."""
+    program = update.program
+    several = len([k for k in outputs if update.outputs[k].is_update]) > 1
+    encoded = {o.alias for o in update.outputs if o.holds_codes}
+    loaded = [(program.invars[i].aval, i in encoded) for i in loads]
+    stored = [
+        (program.outvars[k].aval, update.outputs[k].holds_codes)
+        for k in outputs
+        if update.outputs[k].stored
+    ]
+    moved = (
+        sum(_memory.nbytes_on_each_device(x) for x, _ in some)
+        for some in (loaded, stored)
+    )
+    decoded = (
+        sum(_memory.decoded_nbytes_on_each_device(*x) for x in some)
+        for some in (loaded, stored)
+    )
+    tied_by = _first_of_each(ties) if several else ()
+    return Group(
+        loads=tuple(loads),
+        outputs=tuple(outputs),
+        equations=tuple(equations),
+        nbytes=max(decoded),
+        moved_bytes=max(moved),
+        tied_by=tied_by,
+        joined=_joined(program, loads, tied_by),
+    )
+
+
+def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
+    """What to name of the equations that join leaves.
+
+    A norm joins all by adding up numbers; what is scaled by it joins them once more.
+    Else it is what joins most at a time, as where leaves are concatenated.
+    """
+    times = Counter(map(id, ties))
+    most = max(times.values(), default=0)
+    of_numbers = [e for e in ties if not any(map(shape, e.outvars))]
+    of_most = [e for e in ties if times[id(e)] == most]
+    first = {e.primitive.name: e for e in reversed(of_numbers or of_most)}
+    return tuple(first.values())[::-1]
+
+
+def _joined(
+    program: Program, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
+) -> tuple[int, ...]:
+    """The loads that equations depend on."""
+    of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(program, v)}
+    read = {v for i in of for v in variables(program.equations[i].invars)}
+    return tuple(i for i in loads if program.invars[i] in read)
+
+
+def _own(
+    program: Program, shared: Sequence[int], groups: Sequence[Group]
+) -> tuple[list[Group], list[int]]:
+    """Gives equations to the groups that alone need them, as far as that is of use.
+
+    What is fused with an update stays fused with it, and takes no memory of its own
+    (F11).
+
+    Returns:
+      The groups, and the equations that are left and needed: not those that are only
+      evaluated slice by slice.
+    """
+    in_slices = {k for g in groups if g.row_local for k in g.outputs}
+    # Which group wants a variable; None for several of them, or for others.
+    wanted_by: dict[jex.Var, int | None] = {
+        a: None
+        for k, a in enumerate(program.outvars)
+        if isinstance(a, jex.Var) and k not in in_slices
+    }
+    own: list[list[int]] = [list(g.equations) for g in groups]
+
+    def want(wanted: Sequence[jex.Var], at: int | None) -> None:
+        for v in wanted:
+            wanted_by[v] = at if wanted_by.get(v, at) == at else None
+
+    for at, g in enumerate(groups):
+        if g.row_local is not None:
+            want(g.row_local.inputs, None)
+        else:
+            for i in g.equations:
+                used = variables(program.equations[i].invars)
+                want(used, at if g.aliases else None)
+    left: list[int] = []
+    for i in reversed(shared):
+        e = program.equations[i]
+        wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
+        effects = _compat.has_effects(e)
+        at = wanted.pop() if len(wanted) == 1 and not effects else None
+        if at is not None:
+            own[at].append(i)
+        elif effects or wanted or any(v in wanted_by for v in e.outvars):
+            left.append(i)
+        else:
+            continue
+        want(variables(e.invars), at)
+    owning = [
+        dataclasses.replace(g, equations=tuple(sorted(equations)))
+        for g, equations in zip(groups, own, strict=True)
+    ]
+    return owning, left[::-1]
+
+
+def _joins_gradients(update: Update, equations: Sequence[int]) -> bool:
+    """Whether some value depends on more than one gradient."""
+    program = update.program
+    gradients = (
+        program.invars[output.alias]
+        for output in update.outputs
+        if output.is_update and output.alias is not None
+    )
+    of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
+    for i in equations:
+        e = program.equations[i]
+        found = {of[v] for v in variables(e.invars) if v in of}
+        if len(found) > 1:
+            return True
+        of.update((v, gradient) for gradient in found for v in e.outvars)
+    return False
+
+
+def _availability(update: Update, group: Group) -> tuple[Any, ...]:
+    """The natural order of the last of its updates, or else of its outputs."""
+    updates = [k for k in group.outputs if update.outputs[k].is_update]
+    paths = (update.outputs[k].path for k in updates or group.outputs)
+    return max(map(_natural, paths), default=())
+
+
+def _natural(path: str) -> tuple[tuple[int, int | str], ...]:
+    """A sort key in which ``layers_10`` comes after ``layers_9``."""
+    parts = re.split(r"(\d+)", path)
+    return tuple((1, int(p)) if p.isdecimal() else (0, p) for p in parts if p)

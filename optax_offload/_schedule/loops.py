@@ -1,0 +1,296 @@
+"""Loops: their slices, the order of what they do, and how long that takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._link import LINK
+from optax_offload._program import Program
+from optax_offload._schedule import window
+from optax_offload._schedule.group import Group
+from optax_offload._units import MIB
+
+# Two slices have to fit into the window, so that one can be loaded while another is
+# stored. Beyond these bytes slices need not grow, and more of them fit: they take 0.3
+# ms each way by the link's model, thirty times its latency.
+MOST_SLICE_BYTES = 16 * MIB
+# The time in which a loop begins and ends, when nothing crosses the link.
+LOOP_SECONDS = 40e-6
+# One iteration of a loop and the next do not overlap: of n updates, each in two parts,
+# the link is busy for 2 n parts in 2 n + 1. More cost compile time.
+UPDATES_IN_AN_ITERATION = 32
+# However many fit the window: of more a TPU's compiler loads as many as fit, and only
+# then stores them. What cannot be sliced, such as Muon's products, computes with more
+# memory than it loads (F12).
+MOST_AT_ONCE = 3
+MOST_UNSLICED_AT_ONCE = 2
+
+
+class Step(NamedTuple):
+    """A part of one slice, or of a whole leaf: loaded, computed and stored.
+
+    Attributes:
+      slice: Which of the slices of an iteration it is of, counted from 0.
+      group: Position of its group in the loop.
+      part: Position of the part in its group.
+      load_after: The outputs that have to be stored before it is loaded, as positions.
+      store_after: The outputs that have to be stored before its own are.
+    """
+
+    slice: int
+    group: int
+    part: int
+    load_after: tuple[int, ...]
+    store_after: tuple[int, ...]
+
+
+class Remainder(NamedTuple):
+    """A last slice, of the rows that are left when a loop ends.
+
+    Attributes:
+      group: Position of its group in the loop.
+      rows: The number of rows that are left.
+      first: The first of them.
+    """
+
+    group: int
+    rows: int
+    first: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Groups that are updated together: slice by slice, or whole.
+
+    Attributes:
+      groups: The groups, in the order in which a slice of each is updated.
+      slices: The number of slices that each leaf has in the loop.
+      rows: Of each group, the rows in a slice. What does not divide is a last slice,
+        outside the loop. () where leaves are whole.
+      unroll: The number of slices of each leaf that one iteration updates.
+      waits: For each update of an iteration the number of updates, counted from its
+        first, that must have been stored before it is loaded.
+    """
+
+    groups: tuple[Group, ...]
+    slices: int
+    rows: tuple[int, ...]
+    unroll: int
+    waits: tuple[int, ...]
+
+    @property
+    def trip_count(self) -> int:
+        """The number of iterations."""
+        return self.slices // self.unroll
+
+    @property
+    def slice_bytes(self) -> tuple[int, ...]:
+        """Of each group, what a slice takes on each device, or the whole of it."""
+        return _slice_bytes(self.groups, self.rows)
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """What an iteration does, in order."""
+        return tuple(self._steps())
+
+    @property
+    def remainders(self) -> tuple[Remainder, ...]:
+        """What is updated when the loop has ended."""
+        return tuple(
+            Remainder(at, group.rows - self.slices * rows, self.slices * rows)
+            for at, (group, rows) in enumerate(
+                zip(self.groups, self.rows, strict=False)
+            )
+            if group.rows > self.slices * rows
+        )
+
+    def inputs(self, program: Program) -> list[jex.Var]:
+        """The variables that it takes to run the loop."""
+        return list(dict.fromkeys(v for g in self.groups for v in g.reads(program)))
+
+    def signature(self, program: Program) -> Hashable:
+        """Equal for loops that only the names of their variables tell apart."""
+        inputs = {v: i for i, v in enumerate(self.inputs(program))}
+        groups = tuple(group.signature(program, inputs) for group in self.groups)
+        return groups, self.slices, self.rows, self.unroll, self.waits
+
+    def _steps(self) -> Iterator[Step]:
+        updates = [
+            (i, at) for i in range(self.unroll) for at in range(len(self.groups))
+        ]
+        stored: list[tuple[int, ...]] = []
+        passed = 0
+        for (number, at), wait in zip(updates, self.waits, strict=True):
+            group = self.groups[at]
+            # The two parts of a group that is alone alternate, so that one is loaded
+            # while the other is stored. Of several groups each follows its like (F13).
+            lag = len(group.parts) if len(self.groups) > 1 else 1
+            for n, part in enumerate(group.parts):
+                earlier = (self.groups[x] for _, x in updates[passed:wait])
+                load_after = (k for g in earlier for k in _before(group, g, n))
+                # With slices only: else an H100's compiler stores them late, and keeps
+                # them (F04).
+                previous = stored[-lag] if len(stored) >= lag and self.rows else ()
+                if set(previous) <= set(part.outputs):
+                    previous = ()
+                yield Step(number, at, n, tuple(load_after), previous)
+                stored.append(part.outputs)
+            passed = max(passed, wait)
+
+    def __str__(self) -> str:
+        """The order within an iteration, a line for each step."""
+
+        def after(what: str, outputs: Sequence[int]) -> str:
+            return f", {what} after {', '.join(map(str, outputs))}" if outputs else ""
+
+        return "\n".join(
+            f"slice {step.slice} of group {step.group}: outputs "
+            f"{', '.join(map(str, self.groups[step.group].parts[step.part].outputs))}"
+            f"{after('loaded', step.load_after)}{after('stored', step.store_after)}"
+            for step in self.steps
+        )
+
+
+def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
+    """The outputs of an earlier group that the n-th part of a group comes after."""
+    if group is earlier and not group.sums:  # It reads what that has written anyway.
+        return ()
+    like = len(earlier.parts) == len(group.parts)
+    return earlier.parts[n].outputs if like else earlier.outputs
+
+
+def cost(loop: Loop) -> float:
+    """How long a loop takes, in bytes that the link could move in one direction.
+
+    Whole numbers: of loops that take as long the first is the same on every machine.
+
+    A part is loaded while the one before is stored, which takes as long as the larger
+    of them; but for the first and the last of an iteration, and for those of a group in
+    one part: it is loaded again when it has been stored. Nothing runs beside what is
+    left when a loop has ended.
+    """
+    updates = [
+        nbytes + LINK.latency_bytes * len(group.loads)
+        for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
+    ]
+    parts = [
+        nbytes / len(group.parts)
+        for nbytes, group in zip(updates, loop.groups, strict=True)
+        for _ in group.parts
+    ] * loop.unroll
+    iteration = parts[0] + sum(map(max, parts, parts[1:])) + parts[-1]
+    total = loop.trip_count * iteration + LINK.bytes_in(LOOP_SECONDS)
+    in_turn = (u for u, g in zip(updates, loop.groups, strict=True) if not g.parts[1:])
+    left = sum(updates[rest.group] for rest in loop.remainders)
+    return max(total, 2 * loop.slices * max(in_turn, default=0)) + 2 * left
+
+
+def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
+    """The fastest loop of which two slices, or leaves, fit into the window.
+
+    Then one can be loaded while the one before is stored. Slices of a single group are
+    loaded and stored one after the other, so that one may fill the window. None if
+    there is no such loop.
+    """
+    groups = _in_order(groups)
+    several = len(groups) > 1
+    half = window_bytes / 2
+    bound = min(half, MOST_SLICE_BYTES) if several else window_bytes
+    # A leaf is whole where two would fit, also alone: else all of it is there at the
+    # peak (F63).
+    largest = max(g.nbytes for g in groups)
+    whole = _compat.LOOPS_RUN_ONCE and largest <= min(bound, half)
+    loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
+    if all(g.row_local is not None for g in groups):
+        loops += _slice_loops(groups, window_bytes, bound)
+    elif not several and not whole:
+        return _loop_of(groups, 1, (), window_bytes)
+    return min(loops, key=cost, default=None)
+
+
+def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
+    """Groups in the order in which a loop updates them.
+
+    Where sizes differ, the smallest first and last, when there is nothing to be stored
+    or loaded beside them, and the largest between, beside each other.
+    """
+    sizes = [group.nbytes for group in groups]
+    if max(sizes) <= 2 * min(sizes):
+        return groups
+    ascending = sorted(groups, key=lambda group: group.nbytes)
+    return ascending[0::2] + ascending[1::2][::-1]
+
+
+def _slice_loops(
+    groups: Sequence[Group], window_bytes: int, bound: float
+) -> list[Loop]:
+    """Loops over slices of at most so many bytes, if the groups have any like slices.
+
+    Several groups have to be cut into the same number of slices, each of like size.
+    """
+    least = max(2, math.ceil(max(g.nbytes for g in groups) / bound))
+    common = math.gcd(*(g.rows // g.row_multiple for g in groups))
+    in_slices: list[list[int]] = []
+    if all(g.rows % g.row_multiple == 0 for g in groups):
+        most = min(8 * least - 1, common)
+        divisors = [d for d in range(least, most + 1) if common % d == 0]
+        # A number of slices that divides is within twice of what is needed, or not
+        # used.
+        if divisors and divisors[0] < 2 * least:
+            in_slices = [[g.rows // d for g in groups] for d in divisors]
+    if not in_slices and len(groups) == 1:
+        counts = range(least, min(2 * least, least + UPDATES_IN_AN_ITERATION))
+        units = dict.fromkeys(max(1, common // count) for count in counts)
+        in_slices = [[n * groups[0].row_multiple] for n in units]
+    return [
+        loop for rows in in_slices for loop in _loops_of(groups, rows, window_bytes)
+    ]
+
+
+def _loops_of(
+    groups: Sequence[Group], rows: Sequence[int], window_bytes: int
+) -> list[Loop]:
+    """A loop over all slices of so many rows, and one that leaves the last of them.
+
+    Where their number is prime, as of 61 layers, no number of them to an iteration
+    divides it.
+    """
+    slices, rest = divmod(groups[0].rows, rows[0])
+    least = slices if rest else max(2, slices - 1)
+    numbers = range(slices, least - 1, -1)
+    return [_loop_of(groups, n, rows, window_bytes) for n in numbers]
+
+
+def _loop_of(
+    groups: Sequence[Group], slices: int, rows: Sequence[int], window_bytes: int
+) -> Loop:
+    # Two iterations at least: a GPU's copy engines take only slices whose position
+    # follows from the counter of a loop, and of a loop of one it has none (F14).
+    most = min(UPDATES_IN_AN_ITERATION // len(groups), slices // 2)
+    unroll = next((n for n in range(most, 1, -1) if slices % n == 0), 1)
+    waits = window.waits(_slice_bytes(groups, rows) * unroll, window_bytes)
+    if len(groups) > 1:
+        # A group's next slice waits for the one before anyway.
+        sliceable = all(group.row_local is not None for group in groups)
+        at_once = MOST_AT_ONCE if sliceable else MOST_UNSLICED_AT_ONCE
+        at_once = min(at_once, len(groups))
+        waits = tuple(max(wait, k + 1 - at_once) for k, wait in enumerate(waits))
+        if all(len(group.parts) > 1 for group in groups[-2:]):
+            # Else a v5e's compiler loads the last two at once, and stores them late
+            # (F07).
+            waits = (*waits[:-1], len(waits) - 1)
+    return Loop(tuple(groups), slices, tuple(rows), unroll, waits)
+
+
+def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:
+    if not rows:
+        return tuple(g.nbytes for g in groups)
+    return tuple(
+        math.ceil(g.nbytes * n / g.rows) for g, n in zip(groups, rows, strict=True)
+    )

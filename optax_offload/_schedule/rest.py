@@ -1,0 +1,96 @@
+"""What of a step is evaluated outside of the scans that updates are moved into."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
+from optax_offload._schedule.fused import Fused
+
+
+class RemainingUpdate(NamedTuple):
+    """What is left of an update.
+
+    Attributes:
+      inlined: The whole of it.
+      wanted: The outputs that are computed, as positions.
+      update: The update for these.
+      operands: What the step gives it.
+    """
+
+    inlined: InlinedUpdate
+    wanted: tuple[int, ...]
+    update: Update
+    operands: tuple[Atom, ...]
+
+
+class Outer(NamedTuple):
+    """An equation that is evaluated, or what is left of an update.
+
+    Attributes:
+      position: The position of the equation, or of the update's last.
+      reads: The variables that it takes; see `Step.reads`.
+      left: What is left of the update.
+    """
+
+    position: int
+    reads: tuple[jex.Var, ...]
+    left: RemainingUpdate | None = None
+
+
+def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Outer]:
+    """What is evaluated outside of scans, and these, in order.
+
+    What is only needed by the updates in the scans is left out. What has effects never
+    is: that of an update, and what it takes, is evaluated in its place in the step, and
+    not by what is left of the update.
+    """
+    program = step.program
+    results = {v for f in fused for v in f.component.results}
+    sums = {s.position for f in fused for s in f.component.sums}
+    known = {v for i in sums for v in program.equations[i].outvars}
+    needed = {v for v in variables(program.outvars) if v not in results}
+    # What is needed of an update beside what is left of it.
+    inside: set[jex.Var] = set()
+    found: list[Outer] = []
+    for i in reversed(range(len(program.equations))):
+        e = program.equations[i]
+        inlined = step.inlined_at.get(i)
+        if inlined is not None and i == inlined.positions[-1]:
+            node = _left(step, inlined, needed, known)
+            found += [node] if node.left else []
+            needed.update(node.reads)
+        if i in sums:
+            continue
+        wanted = needed if inlined is None else inside
+        if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
+            found.append(Outer(i, tuple(step.reads(i))))
+            needed.update(variables(e.invars))
+            if inlined is not None:
+                inside.update(variables(e.invars))
+    return found[::-1]
+
+
+def _left(
+    step: Step,
+    inlined: InlinedUpdate,
+    needed: Collection[jex.Var],
+    known: Collection[jex.Var],
+) -> Outer:
+    """What is left of an update."""
+    producers = step.program.producers
+    wanted = tuple(
+        k
+        for k, a in enumerate(inlined.results)
+        if isinstance(a, jex.Var)
+        and a in needed
+        and producers.get(a, -1) in inlined.positions
+    )
+    if not wanted:
+        return Outer(inlined.positions[-1], ())
+    update, operands = inlined.left(wanted, known)
+    left = RemainingUpdate(inlined, wanted, update, tuple(operands))
+    return Outer(inlined.positions[-1], tuple(variables(operands)), left)

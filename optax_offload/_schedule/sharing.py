@@ -1,0 +1,76 @@
+"""Groups put into loops: which share one, and which have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from optax_offload._schedule.group import Group
+from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, Loop, cost, fastest
+
+# Loops of one group each may start when its gradient is there, those that need two or
+# more no compiler starts as early (F63). They may take so many times as long: 1.25
+# times where that is worth it (`unequal` on a v5e), 1.34 where it is not (16 leaves on
+# an H100).
+MOST_TIMES_APART = 1.3
+# Of models with leaves of several shapes, whose layers alternate.
+MOST_UNFILLED_LOOPS = 4
+
+
+def stages(
+    groups: Sequence[Group], window_bytes: int, at_once: bool = False
+) -> list[Group | Loop]:
+    """Puts the groups that have buffers to be written into into loops.
+
+    Each has a loop of its own, so that its gradient need not be kept until others are
+    there, unless all of them are there anyway or the link is used much better if they
+    share loops.
+
+    Args:
+      groups: The groups, in the order in which their gradients come.
+      window_bytes: The bytes that may be on each device at once.
+      at_once: Whether all gradients have to be there before the first loop.
+    """
+    shared = _in_shared_loops(groups, window_bytes)
+    if at_once:
+        return shared
+    apart = [_alone(g, window_bytes) if g.aliases else g for g in groups]
+    slower = _cost_of(apart) > MOST_TIMES_APART * _cost_of(shared)
+    return shared if slower else apart
+
+
+def _cost_of(stages: Sequence[Group | Loop]) -> float:
+    return sum(cost(stage) for stage in stages if isinstance(stage, Loop))
+
+
+def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
+    """A group joins the last loop that it makes no slower, of those that are not full.
+
+    Few may be unfilled at a time.
+    """
+    found: list[Group | Loop] = []
+    unfilled: list[Loop] = []
+    for group in groups:
+        if not group.aliases:
+            found.append(group)
+            continue
+        alone = _alone(group, window_bytes)
+        for at in reversed(range(len(unfilled))):
+            joined = fastest([*unfilled[at].groups, group], window_bytes)
+            apart = cost(unfilled[at]) + cost(alone)
+            if joined and cost(joined) <= apart:
+                unfilled[at] = joined
+                break
+        else:
+            at = len(unfilled)
+            unfilled.append(alone)
+        if len(unfilled[at].groups) == UPDATES_IN_AN_ITERATION:
+            found.append(unfilled.pop(at))
+        elif len(unfilled) > MOST_UNFILLED_LOOPS:
+            found.append(unfilled.pop(0))
+    return found + unfilled
+
+
+def _alone(group: Group, window_bytes: int) -> Loop:
+    alone = fastest([group], window_bytes)
+    assert alone is not None, "any group can be in a loop of its own"
+    return alone

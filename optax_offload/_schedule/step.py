@@ -1,0 +1,381 @@
+"""Finding what of a step can be fused into its backward pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory, _trees
+from optax_offload._program import Program, Step, keeps_state, variables
+from optax_offload._rows import NotRowLocalError, RowLocal
+from optax_offload._schedule import waiting
+from optax_offload._schedule.follow import (
+    Component,
+    MixesError,
+    RowUses,
+    Scan,
+    follow,
+    is_backward,
+)
+from optax_offload._schedule.fused import Fused, asked_window
+from optax_offload._schedule.fused_step import (
+    FusedScan,
+    FusedStep,
+    Held,
+    Way,
+    candidates,
+    passes_of,
+)
+from optax_offload._schedule.parts import parts
+from optax_offload._schedule.rest import rest
+from optax_offload._schedule.unfused import Unfused, gradients, in_bodies
+
+
+def plan(step: Step, held: Held = "auto") -> FusedStep:
+    """Finds what of a step can be fused into its backward pass.
+
+    Args:
+      step: The step.
+      held: What to do with gradients whose update needs all of them first.
+    """
+    equations, positions = step.program.equations, candidates(step)
+    fused: list[FusedScan] = []
+    unfused: list[Unfused] = []
+    # Where two scans have gradients of one parameter, the second updates it.
+    for i in reversed(positions):
+        scan = Scan(i, equations[i])
+        scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
+        later = [j for j in positions if j > i]
+        found = _Search(step, scan, later, fused, held).run()
+        if found.fused:
+            fused.append(found)
+        else:
+            unfused += found.unfused
+    unfused += in_bodies(step)
+    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), held)
+
+
+class _Search:
+    """What of a scan can be fused."""
+
+    def __init__(
+        self,
+        step: Step,
+        scan: Scan,
+        later: Collection[int],
+        before: Sequence[FusedScan],
+        held: Held,
+    ):
+        self._step, self._scan, self._later = step, scan, later
+        self._before = tuple(before)
+        fused = [f for s in before for f in s.fused]
+        self._taken = {v for f in fused for v in f.component.results}
+        self._replaced_before = {v for f in fused for v in f.replaced.values()}
+        self._held: Held = held
+        # What waits for gradients, as far as they could be followed.
+        self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
+
+    def run(self) -> FusedScan:
+        """What was found."""
+        step, scan = self._step, self._scan
+        used = {
+            v for i in step.live for v in variables(step.program.equations[i].invars)
+        }
+        used.update(variables(step.program.outvars))
+        followed = [v for v in scan.stacked if v in used]
+        unfused: list[Unfused] = []
+        if any(_memory.movable_nbytes(v.aval) is None for v in followed):
+            unfused = [Unfused(v, "its scan stacks random keys") for v in followed]
+            followed = []
+        while followed:
+            try:
+                found = follow(step, scan, followed, self._later)
+                return self._checked(found, unfused)
+            except MixesError as e:
+                left = [v for v in followed if v in e.gradients]
+                waits = self._waits
+                unfused += [Unfused(v, e.reason, waits.get(v, ())) for v in left]
+                followed = [v for v in followed if v not in e.gradients]
+        return FusedScan(scan, (), (), "store", tuple(unfused))
+
+    def _checked(self, found: RowUses, unfused: Sequence[Unfused]) -> FusedScan:
+        """What is fused, of what can be followed.
+
+        Raises:
+          MixesError: Something cannot be fused.
+        """
+        waiting_for = [c for c in found.components if c.waits]
+        self._waits = {g: c.results for c in waiting_for for g in c.gradients}
+        for c in found.components:
+            if not self._taken.isdisjoint(c.results):
+                raise MixesError(c.gradients, "a later scan adds to it")
+        replaced = self._replaced(found)
+        all_fused = [_fused(self._step, found, c, replaced) for c in found.components]
+        held = tuple(f for f in all_fused if f.component.waits)
+        way = self._way(found, held)
+        now = tuple(f for f in all_fused if f not in held)
+        if held and way == "twice":
+            # The scan that comes second has to find the old parameters.
+            now, held = (), tuple(all_fused)
+        if self._held == "auto":
+            self._check_always_moved(found, all_fused)
+        self._check_old_values(found, all_fused)
+        self._check_later_scans(all_fused)
+        return FusedScan(self._scan, now, held, way, tuple(unfused))
+
+    def _replaced(self, found: RowUses) -> Mapping[jex.Var, jex.Var | None]:
+        """For each result the argument that it replaces, and no other result does.
+
+        That of the same leaf of an offloaded state; of others the next argument of the
+        same type that its update reads, as JAX pairs donated arguments with results.
+        """
+        step, axes = self._step, found.rows.axes
+        read = {
+            v: found.rows.restricted(c.ends).inputs
+            for c in found.components
+            for v in c.results
+        }
+        results = [
+            v for v in dict.fromkeys(variables(step.program.outvars)) if v in read
+        ]
+        replaced: dict[jex.Var, jex.Var | None] = dict.fromkeys(results)
+        free = [v for v in step.program.invars if v not in self._replaced_before]
+        for v in results:
+            for inlined, k in step.origins.get(v, ()):
+                alias = inlined.what.update.in_place(k)
+                before = None if alias is None else inlined.operands[alias]
+                if not isinstance(before, jex.Var) or before not in free:
+                    continue
+                # What was constrained or moved after the update may not fit.
+                if v in inlined.results or _type(v) == _type(before):
+                    replaced[v] = before
+                    free.remove(before)
+                    break
+        for v in [v for v, before in replaced.items() if before is None]:
+            fits = (
+                x
+                for x in free
+                if x in read[v]
+                and x in axes
+                and _type(x) == _type(v)
+                and axes[x] == axes[v]
+            )
+            before = next(fits, None)
+            if before is not None:
+                free.remove(before)
+                replaced[v] = before
+        return replaced
+
+    def _way(self, found: RowUses, held: Sequence[Fused]) -> Way:
+        """How gradients wait.
+
+        Raises:
+          MixesError: They are to be left as they are.
+        """
+        if not held:
+            return "store"
+        asked = self._held
+        moved = any(f.loaded_bytes for f in held)
+        if asked == "leave" or (asked == "auto" and not moved):
+            f = held[0]
+            why = _why_late(self._step.program, found, f.rows)
+            raise MixesError(f.component.gradients, why)
+        ways: list[Way] = ["store", "twice"]
+        ways = [way for way in ways if asked in ("auto", way)]
+        why_not = self._why_not()
+        possible: list[Way] = [way for way in ways if way not in why_not]
+        if not possible:
+            raise MixesError(held[0].component.gradients, why_not[ways[-1]])
+        if len(possible) == 1:
+            return possible[0]
+        here = FusedScan(self._scan, (), tuple(held), "store", ())
+        passes = passes_of(self._step, [here, *self._before])
+        return waiting.cheaper(self._scan, held, passes)
+
+    def _why_not(self) -> dict[Way, str]:
+        """Why gradients cannot wait, by the way."""
+        found: dict[Way, str] = {}
+        if any(map(_compat.has_ordered_effects, self._step.program.equations)):
+            found["store"] = _ORDERED
+        if self._step.tokens(self._scan.position):
+            found["twice"] = _ONCE
+        return found
+
+    def _check_always_moved(self, found: RowUses, fused: Sequence[Fused]) -> None:
+        """Raises if state is only moved in some steps, known before the scan.
+
+        `optax.MultiSteps` keeps it in the others. In a scan it would be moved in all.
+        """
+        origins = self._step.origins
+        for inlined in self._step.inlined_updates:
+            predicate = keeps_state(inlined.what.update)
+            if predicate is None or inlined.names.get(predicate) in found.late:
+                continue
+            for f in fused:
+                of = (o for v in f.component.results for o in origins.get(v, ()))
+                if f.loaded_bytes and any(o.inlined is inlined for o in of):
+                    raise MixesError(f.component.gradients, _KEPT)
+
+    def _check_old_values(self, found: RowUses, fused: Sequence[Fused]) -> None:
+        """Raises if a value is read when its buffer has another one already."""
+        owner = {
+            before: f.component.gradients
+            for f in fused
+            for before in f.replaced.values()
+            if before is not None
+        }
+        scan = self._scan
+        for v in variables([*scan.consts, *scan.carry]):
+            if v in owner:
+                raise MixesError(owner[v], "the scan reads all of what it replaces")
+        for node in rest(self._step, [scan.position], fused):
+            if node.position == scan.position or found.late.isdisjoint(node.reads):
+                continue
+            name = self._step.program.equations[node.position].primitive.name
+            reader = "another update" if node.left else name
+            for v in node.reads:
+                if v in owner:
+                    raise MixesError(
+                        owner[v], f"{reader} reads what it replaces, after the scan"
+                    )
+
+    def _check_later_scans(self, fused: Sequence[Fused]) -> None:
+        """Raises if a later scan waits for what is summed up after all scans.
+
+        Itself, or an update that is moved into it.
+        """
+        step = self._step
+        equations = step.program.equations
+        inside = {v for s in self._before for f in s.now for v in f.rows.inputs}
+        for f in fused:
+            late = {v for s in f.component.late_sums for v in step.defines(s.position)}
+            for i in range(self._scan.position + 1, len(equations)):
+                if late.isdisjoint(step.reads(i)):
+                    continue
+                if i in self._later:
+                    why = "a later scan needs what its update sums up over all rows"
+                    raise MixesError(f.component.gradients, why)
+                late.update(step.defines(i))
+            if not late.isdisjoint(inside):
+                raise MixesError(f.component.gradients, _LATER)
+
+
+_ONCE = "it has to wait, and its scan, which has effects, runs once"
+_ORDERED = (
+    "it has to wait, and JAX compiles no step with ordered effects (ordered=True) and "
+    "a value in host memory"
+)
+_LATER = "an update in a later scan needs what its update sums up over all rows"
+_KEPT = (
+    "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
+    "(which held='store' and held='twice' allow)"
+)
+
+
+def _fused(
+    step: Step,
+    found: RowUses,
+    component: Component,
+    all_replaced: Mapping[jex.Var, jex.Var | None],
+) -> Fused:
+    """Gradients, and what they are used up by.
+
+    Raises:
+      MixesError: They cannot be used up.
+    """
+    rows = found.rows.restricted(component.ends)
+    replaced = {v: all_replaced[v] for v in component.results}
+    # State that is the last gradient takes the place of the one before.
+    in_place = all(replaced.values()) and not component.waits
+    if not in_place and any(v in component.results for v in component.gradients):
+        raise MixesError(component.gradients, "the step returns it")
+    if not any(replaced.values()):
+        raise MixesError(component.gradients, "it replaces no argument of the step")
+    codes = frozenset(
+        v
+        for v in component.results
+        for inlined, k in step.origins.get(v, ())
+        if inlined.what.update.outputs[k].holds_codes and _type(v)[1] == jnp.uint16
+    )
+    return _in_parts(step, Fused(component, rows, replaced, codes))
+
+
+def _in_parts(step: Step, fused: Fused) -> Fused:
+    """With its rows divided, where they are more than the window that was asked for."""
+    asked, nbytes = asked_window(step, [fused]), _row_bytes(fused)
+    if asked is None or nbytes <= asked:
+        return fused
+    component = fused.component
+    if component.late_sums or (component.sums and not component.waits):
+        why = "it is summed up over rows too"
+        return dataclasses.replace(fused, whole_reason=why)
+    # What waits is summed up before.
+    rows = fused.rows.restricted(component.results)
+    try:
+        found = parts(rows, nbytes / asked, step.program.debug_info)
+    except NotRowLocalError as e:
+        return dataclasses.replace(fused, whole_reason=str(e))
+    return dataclasses.replace(fused, parts=found)
+
+
+def _row_bytes(fused: Fused) -> int:
+    """What a row of state takes on each device; of codes what they are decoded to."""
+    codes = {fused.replaced[v] for v in fused.codes}
+    loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
+    return sum(
+        _memory.decoded_nbytes_on_each_device(v.aval, v in codes) // fused.rows.rows
+        for v in loads
+    )
+
+
+def _why_late(program: Program, found: RowUses, rows: RowLocal) -> str:
+    """What an update waits for."""
+    names = {program.equations[i].primitive.name for i in found.sums}
+    by = ", ".join(sorted(names)) or "what follows the scan"
+    late = any(v in found.late for v in rows.inputs)
+    return f"its update needs all gradients first ({by})" if late else by
+
+
+def _type(v: jex.Var) -> tuple[object, ...]:
+    aval: Any = v.aval
+    spec = tuple(aval.sharding.spec)
+    return aval.shape, aval.dtype, spec, _memory.kind_of_type(aval)
+
+
+def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[str]:
+    """What to warn of: a way of waiting that was asked for by name, and is not had.
+
+    Args:
+      found: What is fused of a step.
+      option: The name of the option by which it was asked for.
+      paths: The path of each result of the step.
+    """
+    refused = found.refused()
+    if not refused:
+        nothing = () if found.scans else found.reasons()
+        asked = found.asked in get_args(Way) and gradients(found.step, found.unfused)
+        for line in nothing if asked else ():
+            yield f"{option}={found.asked!r} was asked for, and nothing waits: {line}"
+        return
+    other: Way = "twice" if found.asked == "store" else "store"
+    still = {o.gradient for o in plan(found.step, other).refused()}
+    by_reason: dict[str, list[Unfused]] = {}
+    for o in refused:
+        by_reason.setdefault(o.reason, []).append(o)
+    for reason, some in by_reason.items():
+        results = {v for o in some for v in o.waits}
+        # The new values of refs, which have no path, come last.
+        outvars = zip(found.step.program.outvars, paths, strict=False)
+        leaves = [
+            path for a, path in outvars if isinstance(a, jex.Var) and a in results
+        ]
+        can = f" {option}={other!r} can." * still.isdisjoint(o.gradient for o in some)
+        yield (
+            f"{option}={found.asked!r} was asked for, and cannot be had for the "
+            f"gradients that the results {_trees.listed(leaves)} are updated with, "
+            f"which are on the device whole: {reason}.{can}"
+        )

@@ -1,0 +1,87 @@
+"""Gradients that are computed whole, and why."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from optax_offload._program import Step, scans, shape, variables
+from optax_offload._schedule.follow import Scan, holds_update
+
+
+class Unfused(NamedTuple):
+    """A gradient that is computed whole.
+
+    Attributes:
+      gradient: The gradient.
+      reason: The reason.
+      waits: The results whose update would have had to wait for it, if there are any.
+    """
+
+    gradient: jex.Var
+    reason: str
+    waits: tuple[jex.Var, ...] = ()
+
+
+def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
+    """Those that may be of a parameter: residuals, which are not, are stacked too."""
+    sizes = {math.prod(shape(v)) for v in step.program.invars}
+    equations = ((i, step.program.equations[i]) for i in step.live)
+    found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
+    residuals = {v for scan in found for v in variables(scan.xs)}
+    return [
+        o
+        for o in unfused
+        if math.prod(shape(o.gradient)) in sizes and o.gradient not in residuals
+    ]
+
+
+def updates_inside(step: Step) -> list[str]:
+    """Where updates are inside of other equations, in which none is looked for."""
+    equations = (step.program.equations[i] for i in sorted(step.live))
+    names = [e.primitive.name for e in equations if holds_update(e)]
+    return [f"the update is in a {name}" for name in dict.fromkeys(names)]
+
+
+def in_bodies(step: Step) -> Iterator[Unfused]:
+    """What may be gradients of scans that are not looked for: in bodies, or carried."""
+    program = step.program
+    shapes = {shape(v) for v in program.invars if _is_inexact(v)}
+    returned = set(variables(program.outvars))
+    for i in sorted(step.live):
+        e = program.equations[i]
+        name = e.primitive.name
+        nested = scans(e)
+        # Of what other loops carry, nothing says what is a gradient.
+        if name in ("while", "cond") or not (nested or name == "scan"):
+            continue
+        why = "its scan sums it up over all iterations"
+        if nested:
+            why = f"its backward scan is inside of another equation ({name})"
+        for v in _sums(Scan(i, e)) if name == "scan" else e.outvars:
+            if _is_inexact(v) and shape(v) in shapes and v not in returned:
+                yield Unfused(v, why)
+
+
+def _sums(scan: Scan) -> Iterator[jex.Var]:
+    """What a scan carries that every iteration adds to, and does nothing else with."""
+    body: Any = scan.body.jaxpr
+    before = body.invars[len(scan.consts) :]
+    uses = collections.Counter(v for e in body.eqns for v in variables(e.invars))
+    added = {
+        e.outvars[0]: e.invars
+        for e in body.eqns
+        if e.primitive.name in ("add", "add_any")
+    }
+    for v, inner, outer in zip(before, body.outvars, scan.carried, strict=False):
+        if uses[v] == 1 and isinstance(inner, jex.Var) and v in added.get(inner, ()):
+            yield outer
+
+
+def _is_inexact(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)

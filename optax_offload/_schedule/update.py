@@ -1,0 +1,305 @@
+"""A schedule: all that is decided of an update, as a value to print and test.
+
+Nothing is traced here, and what carries a schedule out decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from optax_offload import _memory
+from optax_offload._program import Branches, Update, described, find_branches
+from optax_offload._schedule import groups, sharing, window
+from optax_offload._schedule.group import Group
+from optax_offload._schedule.loops import Loop
+from optax_offload._schedule.passes import reading_passes
+from optax_offload._schedule.window import MOST_WINDOW_BYTES, Window
+from optax_offload._units import Printed, size_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A group in no loop.
+
+    Attributes:
+      group: The group.
+      after: The groups, counted among those in no loop, that have to be updated before
+        it is loaded, and that none before it waits for.
+    """
+
+    group: Group
+    after: tuple[int, ...]
+
+
+class OverWindow(NamedTuple):
+    """State that is on the device at once although the window is smaller.
+
+    Attributes:
+      nbytes: Its bytes on each device.
+      outputs: The outputs of its group, as positions.
+      reason: The reason.
+      joined: The inputs that tie it to the state of other parameters, as positions; ()
+        where none does, or where all do.
+    """
+
+    nbytes: int
+    outputs: tuple[int, ...]
+    reason: str
+    joined: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Straight(Printed):
+    """An update as an ordered list of stages.
+
+    Attributes:
+      stages: In the order in which they run: loops, and the groups that cannot be in
+        one.
+      scalars: The inputs that are loaded before all groups, as positions.
+      shared: The equations that are evaluated whole before all groups, as positions.
+      window: How much may be on each device at once.
+    """
+
+    stages: tuple[Alone | Loop, ...]
+    scalars: tuple[int, ...]
+    shared: tuple[int, ...]
+    window: Window
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """The stages that are loops."""
+        return tuple(s for s in self.stages if isinstance(s, Loop))
+
+    @property
+    def alone(self) -> tuple[Alone, ...]:
+        """The stages that are groups in no loop."""
+        return tuple(s for s in self.stages if isinstance(s, Alone))
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, in the order in which they run."""
+        stages = (s.groups if isinstance(s, Loop) else (s.group,) for s in self.stages)
+        return tuple(group for found in stages for group in found)
+
+    @property
+    def whole(self) -> tuple[Group, ...]:
+        """The groups that cannot be updated in slices."""
+        return tuple(group for group in self.groups if group.row_local is None)
+
+    def straights(self) -> tuple[Straight, ...]:
+        """This one: see `Branched`."""
+        return (self,)
+
+    def updates(self, update: Update) -> tuple[tuple[Update, Straight], ...]:
+        """All that is carried out of an update, each with its schedule."""
+        return ((update, self),)
+
+    def over_window(self, asked: int | None) -> tuple[OverWindow, ...]:
+        """What is on the device at once over the window, given the one asked for."""
+        return tuple(self._over_window(asked))
+
+    def _over_window(self, asked: int | None) -> Iterator[OverWindow]:
+        for group in self.whole:
+            if not group.loads:
+                continue
+            if group.tied_by and group.nbytes > (asked or MOST_WINDOW_BYTES):
+                joints = ", ".join(map(described, group.tied_by))
+                why = (
+                    f"{joints} takes the state of several parameters at once, so that "
+                    "all of it has to be on the device together"
+                )
+            elif asked is not None and group.nbytes > asked:
+                why = f"it cannot be updated in slices ({group.whole_reason})"
+            else:
+                continue
+            joined = group.joined if len(group.joined) < len(group.loads) else ()
+            yield OverWindow(group.nbytes, group.outputs, why, joined)
+        for loop in self.loops:
+            for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
+                if asked is not None and nbytes > asked and group.row_local is not None:
+                    yield OverWindow(
+                        nbytes, group.outputs, "there are no smaller slices"
+                    )
+
+    def __str__(self) -> str:
+        sizes = [group.nbytes for group in self.groups]
+        lines = [
+            f"{_groups(len(sizes))} of {size_text(sum(sizes))} in all, the largest of "
+            f"{size_text(max(sizes, default=0))}",
+            *self._in_few_bits(),
+            f"window of {size_text(self.window.nbytes)}: {self.window.reason}",
+        ]
+        lines += map(_line, self.loops)
+        if any(loop.rows for loop in self.loops) and _memory.moved_by_kernels():
+            lines.append(_memory.moved_by_kernels())
+        reasons: dict[str, int] = {}
+        for group in self.whole:
+            if group.whole_reason:
+                reasons[group.whole_reason] = reasons.get(group.whole_reason, 0) + 1
+        lines += [f"{_groups(n)} whole: {reason}" for reason, n in reasons.items()]
+        return "\n".join(lines)
+
+    def _in_few_bits(self) -> Iterator[str]:
+        """What crosses the link, where it is less than what it is decoded to."""
+        coded = [g for g in self.groups if 0 < g.moved_bytes < g.nbytes]
+        if coded:
+            decoded = size_text(sum(g.nbytes for g in coded))
+            moved = size_text(sum(g.moved_bytes for g in coded))
+            yield (
+                f"{decoded} of these are decoded on the device; {moved} are at rest, "
+                "and cross the link, in codes of 8 bits"
+            )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Branched(Printed):
+    """An update that moves its state or keeps it, by a predicate.
+
+    Attributes:
+      branches: The predicate, and the update for each of its values.
+      schedules: A schedule for each.
+    """
+
+    branches: Branches
+    schedules: tuple[Schedule, Schedule]
+
+    def straights(self) -> tuple[Straight, ...]:
+        """The schedules of all versions."""
+        return tuple(s for each in self.schedules for s in each.straights())
+
+    def updates(self, update: Update) -> tuple[tuple[Update, Straight], ...]:
+        """All versions, each with its schedule."""
+        pairs = zip(self.branches.versions, self.schedules, strict=True)
+        return tuple(x for version, each in pairs for x in each.updates(version))
+
+    def __str__(self) -> str:
+        lines = []
+        for label, each in zip(self._labels(), self.schedules, strict=True):
+            lines += [label, *(f"  {line}" for line in str(each).splitlines())]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        return "a schedule for steps that update the state, and one for those that keep"
+
+    def _labels(self) -> tuple[str, str]:
+        keep, update = "in a step that keeps its state:", "in a step that updates it:"
+        zero, one = (
+            sum(g.nbytes for s in each.straights() for g in s.groups)
+            for each in self.schedules
+        )
+        return (keep, update) if zero <= one else (update, keep)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Phased(Printed):
+    """An update that first reads its state for what is reduced over all of it.
+
+    Attributes:
+      passes: Updates whose outputs are what is reduced, with a schedule for each.
+      update: The update, for which these are known.
+      schedule: Its schedule.
+    """
+
+    passes: tuple[tuple[Update, Straight], ...]
+    update: Update
+    schedule: Straight
+
+    def straights(self) -> tuple[Straight, ...]:
+        """The schedules of all passes."""
+        return (*(each for _, each in self.passes), self.schedule)
+
+    def updates(self, update: Update) -> tuple[tuple[Update, Straight], ...]:
+        """All passes, each with its schedule."""
+        return (*self.passes, (self.update, self.schedule))
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for update, each in self.passes:
+            count = len(update.outputs)
+            lines += [f"a pass that reads state for {count} sums over all rows:"]
+            lines += [f"  {line}" for line in str(each).splitlines()]
+        lines += ["then, with these known:"]
+        lines += [f"  {line}" for line in str(self.schedule).splitlines()]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        return f"{len(self.passes)} passes that read state, and a schedule"
+
+
+Schedule = Straight | Phased | Branched
+
+
+def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
+    """Splits an update into groups and puts them in order.
+
+    What something joins, as a norm of all of it, is read first, in passes of their own,
+    if it is more than the window.
+
+    Groups are put into loops, up to 32 in each, in slices if they can be and need to
+    be. Where a loop may start before all gradients are there, each group has its own if
+    that uses the link about as well.
+
+    Args:
+      update: The update.
+      window_bytes: The bytes that may be on each device at once. None: a sixteenth of
+        the state, but at least 16 and at most 64 MiB.
+    """
+    return _schedule(update, window_bytes, version=False)
+
+
+def _schedule(update: Update, window_bytes: int | None, version: bool) -> Schedule:
+    """Of an update, or of a version of one, which is a loop and needs all gradients."""
+    found = find_branches(update)
+    if found is not None:
+        zero, one = (_schedule(v, window_bytes, version=True) for v in found.versions)
+        return Branched(found, (zero, one))
+    most_bytes = window_bytes or MOST_WINDOW_BYTES
+    passes, rest, grouping = reading_passes(update, most_bytes)
+    last = _straight(grouping, window_bytes, version)
+    if not passes:
+        return last
+    planned = tuple((x, _straight(groups.group(x), window_bytes, True)) for x in passes)
+    return Phased(planned, rest, last)
+
+
+def _straight(
+    grouping: groups.Grouping, window_bytes: int | None, version: bool
+) -> Straight:
+    chosen = window.window(window_bytes, sum(g.nbytes for g in grouping.groups))
+    at_once = version or grouping.joined
+    stages = sharing.stages(grouping.groups, chosen.nbytes, at_once)
+    apart = [stage.nbytes for stage in stages if isinstance(stage, Group)]
+    waits = iter(window.waits(apart, chosen.nbytes))
+    passed = 0
+    ordered: list[Alone | Loop] = []
+    for stage in stages:
+        if isinstance(stage, Loop):
+            ordered.append(stage)
+            continue
+        wait = next(waits)
+        ordered.append(Alone(stage, tuple(range(passed, wait))))
+        passed = max(passed, wait)
+    return Straight(tuple(ordered), grouping.scalars, grouping.shared, chosen)
+
+
+def _line(loop: Loop) -> str:
+    groups, sizes = _groups(len(loop.groups)), _range(loop.slice_bytes)
+    if not loop.rows:
+        return f"loop that runs once over {groups}, whole, of {sizes}"
+    return (
+        f"loop over {groups}, in {loop.slices} slices of {sizes}, "
+        f"{loop.unroll} to an iteration"
+    )
+
+
+def _groups(count: int) -> str:
+    return f"{count} group" + "s" * (count != 1)
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = min(sizes), max(sizes)
+    if least == most:
+        return size_text(most)
+    return f"{size_text(least)} to {size_text(most)}"

@@ -1,0 +1,44 @@
+"""What it costs to have gradients wait, by a model: which of two ways is cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from optax_offload import _flops
+from optax_offload._schedule.follow import Scan
+from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.order import Passes
+
+# Matrix products on one device while a byte crosses its link: an H100's 400e12 each
+# second that a training step gets of it, over 50 GB/s. A v5e has about as many.
+FLOPS_PER_BYTE = 8000
+
+
+def cheaper(
+    scan: Scan, held: Sequence[Fused], passes: Passes
+) -> Literal["store", "twice"]:
+    """Whether gradients had better be stored, or computed again.
+
+    Stored, they cross the link beside the backward pass, and with their state in every
+    pass after it, when nothing is computed. Computed again, the state crosses it beside
+    a further backward pass.
+
+    Args:
+      scan: The backward pass.
+      held: The updates that have to wait.
+      passes: What is summed up first.
+    """
+    backward = flops(scan) / FLOPS_PER_BYTE
+    gradients = sum(f.gradient_bytes for f in held)
+    state = sum(f.loaded_bytes for f in held)
+    stored = max(backward, gradients) + passes.stored(held) * (gradients + state)
+    again = backward + passes.twice(held) * max(backward, state)
+    return "store" if stored < again else "twice"
+
+
+def flops(scan: Scan) -> float:
+    """The floating point operations of a scan's products, on each device."""
+    aval: Any = scan.equation.outvars[0].aval
+    devices = aval.sharding.mesh.size or 1
+    return scan.length * _flops.of_jaxpr(scan.body.jaxpr) / devices

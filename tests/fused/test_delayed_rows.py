@@ -1,0 +1,196 @@
+"""Rows that the next iteration stores: which they are, and that none goes astray."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import program
+import pytest
+from harness import committed
+from jax import lax
+from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, ulps
+
+import optax_offload as oo
+from optax_offload import _compat, _memory, aot
+from optax_offload._fuse_backward import plan_of
+from optax_offload._schedule import order
+
+BOUND = 32
+
+
+def make_params(length):
+    """Two matrices of each layer, and a vector that is small beside them."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((32, 16), (16, 32), (length, 16, 24), (length, 24, 16), (length, 4))
+    made = [jax.random.normal(k, s) / 4 for k, s in zip(keys, shapes, strict=True)]
+    names = ("in", "out", "small")
+    layers = dict(zip(names, made[2:], strict=True))
+    return committed({"embedding": made[0], "head": made[1], "layers": layers})
+
+
+def make_loss(*, reverse=False, unroll=1):
+    """The layers from the first to the last, or from the last to the first."""
+
+    def scaled(h, w):
+        return layer(h * jnp.tile(1 + w["small"], 4)[None], w)
+
+    def loss(params, tokens):
+        h = params["embedding"][tokens]
+        h = lax.scan(scaled, h, params["layers"], reverse=reverse, unroll=unroll)[0]
+        return jnp.mean((h @ params["head"] - jax.nn.one_hot(tokens, 32)) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("length", "unroll"),
+    [
+        (4, 1),
+        (6, 3),
+        *(
+            pytest.param(*some, marks=pytest.mark.slow)
+            for some in [(1, 1), (2, 1), (3, 1), (5, 1), (5, 2)]
+        ),
+    ],
+)
+def test_every_row_is_stored(length, unroll, reverse):
+    """Of scans too short for it, unrolled, from either end."""
+    params, loss = make_params(length), make_loss(reverse=reverse, unroll=unroll)
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), **DONATED)
+    got = train(step, tx, params, steps=3)
+    assert ulps(got, want) <= BOUND
+    text = str(step.schedule(*got[:2], BATCH))
+    fused = length > 1
+    assert (f"backward scan of {length} iterations" in text) == fused
+    # What is not fused is sliced by loops of ours, which say so too.
+    if fused:
+        by_kernels = not _compat.COPIES_AT_POSITIONS
+        assert ("kernels move these slices" in text) == by_kernels
+
+
+@pytest.mark.parametrize("held", ["store", "twice"])
+def test_gradients_that_wait(held):
+    """In the second scan rows are delayed, in the first there are none."""
+    params, loss = make_params(5), make_loss()
+    plain = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    tx = offloaded(plain)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), fused_backward=held, **DONATED)
+    assert ulps(train(step, tx, params, steps=3), want) <= BOUND
+
+
+def test_what_need_not_wait_for_a_second_run_does():
+    """That run takes the old parameters, of which there would be a copy."""
+    params, loss = make_params(2), make_loss()
+    clipped = jax.tree.map(lambda x: x.shape[1:] == (16, 24), params)
+    clip = optax.masked(optax.clip_by_global_norm(0.1), clipped)
+    plain = optax.chain(clip, optax.sgd(1e-2, 0.9))
+    tx = offloaded(plain)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=2)
+    step = oo.jit(make_step(tx, loss), fused_backward="twice", **DONATED)
+    got = train(step, tx, params, steps=2)
+    assert ulps(got, want) <= BOUND
+    text = str(step.schedule(*got[:2], BATCH))
+    assert "need all gradients first: 3 gradients" in text
+    assert "updated with their rows" not in text
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_late_rows_with_every_jax(reverse, monkeypatch):
+    """Those of the CPU are right, whether or not a version's are worth it on a GPU.
+
+    What leaves the device in an iteration does so together (F65), and what only the
+    rest of the step takes is computed before the scan (F67).
+    """
+    monkeypatch.setattr(_compat, "STORES_OVERLAP", True)
+    params, loss = make_params(5), make_loss(reverse=reverse)
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), **DONATED)
+    got = train(step, tx, params, steps=3)
+    assert ulps(got, want) <= BOUND
+    text = step.lower(*got[:2], BATCH).as_text()
+    row = re.escape("tensor<1x24x16xf32>")
+    assert re.search(rf"optimization_barrier .*: {row}, {row}$", text, re.M)
+    assert re.search(r"optimization_barrier .* tensor<16x32xf32>", text)
+
+
+def delayed(tx, length):
+    """The shapes of the rows that are delayed, and what is updated, in order."""
+    params, step = make_params(length), make_step(tx, make_loss())
+    state = tx.init(params)
+    closed = jax.make_jaxpr(step)(params, state, BATCH)
+    (each,) = plan_of(closed, "auto").scans
+    ordered = order.by_gradients(each.scan, each.now)
+    found = order.delayed_rows(each.scan, ordered)
+    on_host = [
+        sum(_memory.on_host(v.aval) for v in f.component.results) for f in ordered
+    ]
+    return sorted(v.aval.shape for v in found), on_host
+
+
+later_jax = pytest.mark.skipif(
+    not _compat.STORES_OVERLAP, reason="no row is delayed before JAX 0.11"
+)
+
+
+@later_jax
+def test_the_last_update_and_the_small_one_are_delayed():
+    """As many bytes as the first update stores, and what costs nothing to keep."""
+    found, on_host = delayed(offloaded(optax.adam(1e-2)), 5)
+    assert on_host == [2, 2, 2]
+    # The gradient of `out` is there first.
+    assert found == [(5, 4)] * 2 + [(5, 16, 24)] * 2
+
+
+@later_jax
+def test_of_one_update_a_half_is_delayed():
+    """Its other half is stored beside the load of this one."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*/out", min_bytes=0))
+    found, _ = delayed(tx, 5)
+    assert found == [(5, 24, 16)]
+
+
+@pytest.mark.parametrize(("place", "length"), [("host", 3), ("device", 5)])
+def test_nothing_is_delayed(place, length):
+    """Of a short scan, and where nothing is stored to host memory."""
+    tx = optax.adam(1e-2)
+    assert delayed(offloaded(tx) if place == "host" else tx, length)[0] == []
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.xdist_group("gpu")
+@pytest.mark.parametrize("reverse", [False, True])
+def test_positions_of_copies_are_those_of_rows(reverse):
+    """They fall where the backward scan does, and each row is loaded once.
+
+    A GPU's compiler does not clamp them (F66). Where it would take any position for the
+    loop's counter (U10), it knows none, and no copy goes by one.
+    """
+    pytest.importorskip("jax_plugins")
+    tx = offloaded(optax.adam(1e-2))
+    target = aot.Target("h100")
+    step = oo.fuse_backward(make_step(tx, make_loss(reverse=reverse)))
+    state = oo.eval_shape(tx.init, make_params(6))
+    compiled = aot.compile(
+        step, make_params(6), state, BATCH, target=target, donate_argnums=(0, 1)
+    )
+    moved = [t for t in aot.transfers(compiled) if "slice" in t.form]
+    found = list(program.slice_positions(compiled))
+    assert {t.direction for t in moved if t.times > 1} == {"load", "store"}
+    assert bool(found) == _compat.COPIES_AT_POSITIONS
+    loads = collections.defaultdict(list)
+    for t, positions in found:
+        rows = [position // t.nbytes for position in positions]
+        assert all(0 <= row < 6 for row in rows), (t, rows)
+        assert rows == sorted(rows, reverse=not reverse)
+        if t.direction == "load":
+            loads[t.shape] += rows
+    # Both moments of each leaf.
+    assert all(sorted(rows) == sorted([*range(6)] * 2) for rows in loads.values())

@@ -1,0 +1,209 @@
+"""`fuse_backward` and `jit(fused_backward=...)`: their arguments and their programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from scanned_models import (
+    BATCH,
+    DONATED,
+    loss,
+    make_params,
+    make_step,
+    offloaded,
+    train,
+    ulps,
+)
+
+import optax_offload as oo
+
+NOTHING = "nothing is fused into a backward pass"
+CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+
+@pytest.mark.parametrize("held", ["both", True, None, ""])
+def test_held_is_one_of_four(held):
+    """Others are refused before anything is traced."""
+    allowed = "must be one of 'auto', 'store', 'twice', 'leave'"
+    with pytest.raises(ValueError, match=f"held is {held!r}; it {allowed}"):
+        oo.fuse_backward(lambda x: x, held=held)
+    with pytest.raises(ValueError, match=f"fused_backward is {held!r}; it {allowed}"):
+        oo.jit(lambda x: x, fused_backward=held)
+
+
+def unrolled(params, tokens):
+    """A loss without a scan."""
+    h = params["embedding"][tokens]
+    for i in range(2):
+        h = jnp.tanh(h @ params["layers"]["in"][i]) @ params["layers"]["out"][i]
+    return jnp.mean((h @ params["head"]) ** 2)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_nothing_fused_is_the_same_program(place):
+    """Letter for letter: without scans, and where a part is left outside."""
+    plain = CLIPPED if place == "device" else offloaded(CLIPPED)
+    params = make_params()
+    state = plain.init(params)
+    held = "auto" if place == "device" else "leave"
+    for of in (loss, unrolled):
+        step = make_step(plain, of)
+        args = (params, state, BATCH)
+        want = jax.jit(step).lower(*args).as_text()
+        assert jax.jit(oo.fuse_backward(step, held=held)).lower(*args).as_text() == want
+        assert oo.jit(step, fused_backward=held).lower(*args).as_text() == want
+        assert str(oo.jit(step, fused_backward=held).schedule(*args)).startswith(
+            NOTHING
+        )
+
+
+def test_false_fuses_nothing():
+    """Where it could be."""
+    tx = offloaded(optax.adamw(1e-2))
+    step, params = make_step(tx), make_params()
+    args = (params, tx.init(params), BATCH)
+    whole = oo.jit(step, fused_backward=False)
+    assert whole.lower(*args).as_text() == jax.jit(step).lower(*args).as_text()
+    assert str(whole.schedule(*args)).startswith(NOTHING)
+    assert whole.lower(*args).as_text() != oo.jit(step).lower(*args).as_text()
+
+
+def test_jit_does_it_as_stream_does():
+    """One program, but for donation."""
+    tx = offloaded(optax.adamw(1e-2))
+    step, params = make_step(tx), make_params()
+    args = (params, tx.init(params), BATCH)
+    by_hand = jax.jit(oo.fuse_backward(step)).lower(*args).as_text()
+    assert oo.jit(step).lower(*args).as_text() == by_hand
+
+
+def test_schedule_of_shapes():
+    """`jax.ShapeDtypeStruct`s do."""
+    tx = offloaded(optax.adamw(1e-2))
+    params = make_params()
+    args = (params, tx.init(params), BATCH)
+    structs = oo.eval_shape(lambda p, x: (p, tx.init(p), x), params, BATCH)
+    step = oo.jit(make_step(tx))
+    assert str(step.schedule(*structs)) == str(step.schedule(*args))
+    assert "2 gradients of 12.00 KiB never" in str(step.schedule(*structs))
+
+
+@pytest.mark.parametrize("order", ["params first", "state first"])
+def test_donation(order):
+    """Three steps in place: every buffer is a donated one, in its own memory."""
+    tx = offloaded(optax.adamw(1e-2))
+    first = order == "params first"
+
+    def step(a, b, tokens):
+        params, state = (a, b) if first else (b, a)
+        params, state, _ = make_step(tx)(params, state, tokens)
+        return (params, state) if first else (state, params)
+
+    params = make_params()
+    state = tx.init(params)
+    fused = oo.jit(step, **DONATED)
+    carry = (params, state) if first else (state, params)
+    lowered = fused.lower(*carry, BATCH)
+    donated = len(jax.tree.leaves(carry))
+    assert lowered.as_text().count("tf.aliasing_output") == donated
+    stats = lowered.compile().memory_analysis()
+    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, carry)
+    for _ in range(3):
+        old, carry = carry, fused(*carry, BATCH)
+        assert all(x.is_deleted() for x in jax.tree.leaves(old))
+        assert jax.tree.map(lambda x: x.sharding.memory_kind, carry) == kinds
+    assert fused._cache_size() <= 2
+    assert stats is None or stats.alias_size_in_bytes > 0
+    want = train(jax.jit(make_step(tx)), tx, steps=3)[:2]
+    assert ulps(carry if first else carry[::-1], want) <= 8
+
+
+def test_arguments():
+    """Static ones, by name, by keyword only, with defaults, numbers, None."""
+    tx = optax.adamw(1e-2)
+
+    def step(mode, params, *, state, tokens, scale=1.0, flag=None, extra=()):
+        assert mode == "train"
+        assert flag is None or isinstance(flag, str)
+        grads = jax.grad(lambda p: scale * loss(p, tokens))(params)
+        updates, state = tx.update(grads, state, params)
+        return {"new": optax.apply_updates(params, updates), "rest": (state, extra)}
+
+    params = make_params()
+    given = {"state": tx.init(params), "tokens": BATCH}
+    given |= {"scale": 2.0, "flag": "x", "extra": (None, np.ones(3))}
+    options = {"static_argnums": 0, "static_argnames": "flag"}
+    fused, by_hand = oo.jit(step, **options), jax.jit(oo.fuse_backward(step), **options)
+    assert "2 gradients" in str(fused.schedule("train", params, **given))
+    want = jax.jit(step, **options)("train", params, **given)
+    for jitted in (fused, by_hand):
+        assert ulps(jitted("train", params, **given), want) <= 8
+        assert jitted.__wrapped__ is not None
+
+
+def test_not_jitted():
+    """Called as it is, it is the step too."""
+    tx = optax.adamw(1e-2)
+    step = make_step(tx)
+    params = make_params()
+    args = (params, tx.init(params), BATCH)
+    assert ulps(oo.fuse_backward(step)(*args), jax.jit(step)(*args)) <= 8
+
+
+def test_values_that_a_step_closes_over():
+    """Arrays, and values of an outer trace."""
+    tx = optax.adamw(1e-2)
+    params = make_params()
+    state, factor = tx.init(params), jnp.linspace(0.5, 1, 16)
+
+    def step(params, state, bias):
+        def model(params):
+            h = params["embedding"][BATCH] * factor[None] + bias
+            h, _ = lax.scan(
+                lambda h, w: (jnp.tanh(h @ w["in"]) @ w["out"] * factor[None], None),
+                h,
+                params["layers"],
+            )
+            return jnp.mean((h @ params["head"]) ** 2)
+
+        updates, state = tx.update(jax.grad(model)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def outer(fuse):
+        return lambda p, s, x: fuse(lambda p, s: step(p, s, x))(p, s)
+
+    want = jax.jit(outer(lambda f: f))(params, state, 0.5)
+    assert ulps(jax.jit(outer(oo.fuse_backward))(params, state, 0.5), want) <= 8
+    assert ulps(oo.jit(step)(params, state, 0.5), want) <= 8
+
+
+def test_random_keys_in_a_step():
+    """A key is split for the layers, and the rest of it returned."""
+    tx = offloaded(optax.adamw(1e-2))
+
+    def step(params, state, key):
+        key, now = jax.random.split(key)
+
+        def model(params):
+            def body(h, x):
+                w, key = x
+                keep = jax.random.bernoulli(key, 0.8, h.shape)
+                h = h + jnp.tanh(h @ w["in"]) @ w["out"]
+                return jnp.where(keep, h, 0), None
+
+            h = params["embedding"][BATCH]
+            h, _ = lax.scan(body, h, (params["layers"], jax.random.split(now, 4)))
+            return jnp.mean((h @ params["head"]) ** 2)
+
+        updates, state = tx.update(jax.grad(model)(params), state, params)
+        return optax.apply_updates(params, updates), state, key
+
+    params = make_params()
+    args = (params, tx.init(params), jax.random.key(3))
+    fused = oo.jit(step)
+    assert "2 gradients of 12.00 KiB never" in str(fused.schedule(*args))
+    with jax.debug_key_reuse(True):
+        got = fused(*args)
+    assert ulps(got, jax.jit(step)(*args)) <= 8
