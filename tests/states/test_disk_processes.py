@@ -151,6 +151,8 @@ import optax_offload as oo
 from optax_offload._states.files import StateFiles
 
 index, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+# A file, since gloo's threads print to stdout too, in the middle of each other's lines.
+sys.stdout = open(sys.argv[4], "w")
 jax.distributed.initialize(address, 2, index)
 mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 value = np.arange(32, dtype=np.float32).reshape(8, 4)
@@ -240,10 +242,13 @@ def test_two_processes(tmp_path):
     count = "--xla_force_host_platform_device_count=2"
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": count}
     env |= {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+    directory = tmp_path / "states"
+    directory.mkdir()
+    said = [tmp_path / f"said-{i}" for i in range(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESSES, str(i), address, tmp_path],
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", PROCESSES, str(i), address, directory, said[i]],
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             env=env,
@@ -256,10 +261,7 @@ def test_two_processes(tmp_path):
         for process in processes:
             process.kill()
     assert [p.returncode for p in processes] == [0, 0], results
-    first, second = (
-        [line for line in out.splitlines() if not line.startswith("[Gloo]")]
-        for out, _ in results
-    )
+    first, second = (path.read_text().splitlines() for path in said)
     assert "another process cannot write to" in first[0]
     assert "has 0 bytes free" in second[0]
     assert "another process failed to write its part" in first[1]
