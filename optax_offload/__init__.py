@@ -6,7 +6,6 @@ from optax_offload._errors import (
     OffloadError,
     OffloadWarning,
 )
-from optax_offload._fuse_backward import fuse_backward
 from optax_offload._jit import jit
 from optax_offload._link import measure_link
 from optax_offload._low_bit import (
@@ -25,6 +24,7 @@ from optax_offload._rule_files import load_config
 from optax_offload._rules import OffloadConfig, Rule
 from optax_offload._shardings import state_shardings
 from optax_offload._states import offload_states, reload_states
+from optax_offload._stream import stream
 from optax_offload._templates import eval_shape
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "Rule",
     "Step",
     "eval_shape",
-    "fuse_backward",
     "jit",
     "load_config",
     "low_bit",
@@ -55,6 +54,7 @@ __all__ = [
     "set_memory_kind",
     "state_shardings",
     "stochastic_round",
+    "stream",
 ]
 
 __version__ = "0.1.0"

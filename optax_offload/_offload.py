@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, warn_of_blocks
 from optax_offload._lowered import Argument
-from optax_offload._program import Caller, Update, call_update, trace
+from optax_offload._program import Caller, Update, as_on_device, call_update, trace
 from optax_offload._schedule import Schedule, schedule
 
 
@@ -242,11 +242,13 @@ def _called(
     """
     update, structure = trace(fn, asked.config, args, state)
     placed = _Placed.of(update, asked, args, state)
-    if placed.mistyped and not _compat.tracing_for_jit_alone():
+    typed = set(update.loads)
+    planned = set(placed.planned)
+    if not (as_on_device.value or _compat.tracing_for_jit_alone()):
         # In a loop or in a branch nothing but the type says where it is.
-        placed.tell(placed.mistyped)
-        placed = dataclasses.replace(placed, mistyped=())
-    update = update.with_loads(placed.mistyped)
+        placed.check({}, typed)
+        planned &= typed
+    update = update.with_inputs_on_host(typed | planned)
     if not (update.loads or update.stores):
         return fn(*args)  # Nothing moves: the program is the plain one.
     _check_refs(update, known or {})
@@ -308,14 +310,12 @@ class _Placed:
     Attributes:
       paths: The path of each leaf of the state, by its position among the arguments.
       planned: The leaves that have to come from host memory, as positions.
-      mistyped: Those of them whose types are of the device. Types may be wrong (F28).
       followed: For leaves of host memory the parameter that they are sharded like.
       on_misplaced: What to do with what is on the device.
     """
 
     paths: Mapping[int, str]
     planned: Sequence[int]
-    mistyped: Sequence[int]
     followed: Mapping[int, int]
     on_misplaced: str
 
@@ -344,16 +344,28 @@ class _Placed:
         return cls(
             {i: path for i, (path, _) in leaves.items()},
             planned,
-            [i for i in planned if i not in on_host],
-            _followed({i: leaves[i] for i in on_host}, args, first + len(leaves)),
+            _followed(
+                {i: leaves[i] for i in sorted(on_host.union(planned))},
+                args,
+                first + len(leaves),
+            ),
             asked.on_misplaced,
         )
 
-    def check(self, found: Mapping[int, Argument]) -> None:
-        """Raises or warns, given what the program says of the arguments of a call."""
-        on_device = [i for i in self.planned if i in found and not found[i].on_host]
-        nowhere = [i for i in self.mistyped if i not in found]
-        self.tell(sorted([*on_device, *nowhere]))
+    def check(self, found: Mapping[int, Argument], typed: Collection[int]) -> None:
+        """Raises or warns of state that is not where it should be.
+
+        Args:
+          found: What the program says of the arguments of the call that are its own.
+          typed: The arguments whose types are of host memory. Types may be wrong (F28).
+        """
+        self._tell(
+            [
+                i
+                for i in self.planned
+                if (not found[i].on_host if i in found else i not in typed)
+            ]
+        )
 
         def parts(i: int) -> int:
             sharding = found[i].sharding if i in found else None
@@ -375,7 +387,7 @@ class _Placed:
                 "ignore this warning: nothing tells the two apart"
             )
 
-    def tell(self, misplaced: Sequence[int]) -> None:
+    def _tell(self, misplaced: Sequence[int]) -> None:
         """Raises or warns of state that should have come from the host and did not."""
         if not misplaced:
             return

@@ -36,7 +36,7 @@ def test_public_names():
         "Rule",
         "Step",
         "eval_shape",
-        "fuse_backward",
+        "stream",
         "jit",
         "load_config",
         "low_bit",

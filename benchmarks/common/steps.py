@@ -30,11 +30,13 @@ class Mode(NamedTuple):
       optimizer: Wraps the optimizer.
       step: Wraps the step that is made with it.
       is_ours: Whether the library has a part in it.
+      on_host: A regex of the parameters that rest on the host; "" for none.
     """
 
     optimizer: Wrap
     step: Wrap = as_it_is
     is_ours: bool = True
+    on_host: str = ""
 
 
 def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -57,8 +59,10 @@ def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
 # their matrices may be sliced along the first.
 OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 # Gradients that have to wait for a norm need nothing more if they are computed twice.
-TWICE = functools.partial(oo.fuse_backward, held="twice")
-STORED = functools.partial(oo.fuse_backward, held="store")
+TWICE = functools.partial(oo.stream, late_gradients="recompute")
+STORED = functools.partial(oo.stream, late_gradients="host")
+# Parameters of scanned layers.
+LAYERS = "(.*/)?layers/.*"
 # State of which moments are kept in 8 bits, all of it in host memory.
 MOMENTS = ".*/(mu|nu)/.*"
 INT8 = functools.partial(
@@ -73,12 +77,16 @@ MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
     "ours": Mode(OURS),
-    "fused": Mode(OURS, oo.fuse_backward),
+    "fused": Mode(OURS, oo.stream),
     "fused twice": Mode(OURS, TWICE),
     "fused stored": Mode(OURS, STORED),
     "fused alone": Mode(as_it_is, TWICE),
+    "parameters": Mode(OURS, oo.stream, on_host=LAYERS),
+    "residuals": Mode(
+        OURS, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
+    ),
     "int8": Mode(INT8),
-    "int8 fused": Mode(INT8, oo.fuse_backward),
+    "int8 fused": Mode(INT8, oo.stream),
     "int8 alone": Mode(INT8_ALONE),
     "int8 fused alone": Mode(INT8_ALONE, TWICE),
 }
@@ -105,6 +113,8 @@ def compile_step(
       aot.DoesNotFitError: it needs more memory than the target has.
     """
     params, x = workload.on(target)
+    if mode.on_host:
+        params = oo.set_memory_kind(params, mode.on_host, "pinned_host")
     tx = mode.optimizer(workload.optimizer)
     state = oo.eval_shape(tx.init, params)
     return aot.compile(

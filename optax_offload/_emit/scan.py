@@ -324,5 +324,5 @@ def _together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
     leave = [v for v in rows if _memory.on_host(v.aval)]
     if len(leave) < 2:
         return rows
-    held = lax.optimization_barrier([rows[v] for v in leave])
-    return rows | dict(zip(leave, held, strict=True))
+    together = lax.optimization_barrier([rows[v] for v in leave])
+    return rows | dict(zip(leave, together, strict=True))

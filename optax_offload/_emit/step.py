@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _flops, _memory
-from optax_offload._emit import held
+from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
@@ -83,7 +83,7 @@ class _Run:
                     self._run_scan(scans[node.position], wanted)
             else:
                 postponed += self._run_nodes(list(some))
-        waiting = [each for each in self._plan.scans if each.held]
+        waiting = [each for each in self._plan.scans if each.late]
         for number in range(1, self._plan.passes.last + 1):
             for each in waiting:
                 self._run_pass(each, number)
@@ -94,11 +94,11 @@ class _Run:
 
     def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
         gradients = {g for f in each.fused for g in f.component.gradients}
-        held = [g for f in each.held for g in f.component.gradients]
-        waiting = held if each.way == "store" else []
+        late = [g for f in each.late for g in f.component.gradients]
+        waiting = late if each.way == "host" else []
         kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
         sums = self._plan.passes.sums(each.fused, 0)
-        first = [*each.now, *(f.summing(sums) for f in each.held)]
+        first = [*each.now, *(f.summing(sums) for f in each.late)]
         work = self._work(each, first, sums, kept, waiting)
         self._require([*self._step.reads(each.scan.position), *_inputs(each, first)])
         self._run_work(each.scan, work)
@@ -116,7 +116,7 @@ class _Run:
         delayed = frozenset[jex.Var]()
         if self._late:
             delayed = delayed_rows(each.scan, _whole(ordered))
-        like = {g: self._like(f, g) for f in each.held for g in f.component.gradients}
+        like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
         return body.InScan(ordered, delayed, sums, kept, waiting, like)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
@@ -127,25 +127,27 @@ class _Run:
     def _run_pass(self, each: FusedScan, number: int) -> None:
         """Passes over what waits: for a norm of what norms have scaled, or at last."""
         last = number == self._plan.passes.last
-        sums = self._plan.passes.sums(each.held, number)
+        sums = self._plan.passes.sums(each.late, number)
         some = [
             f.summing(sums)
-            for f in each.held
+            for f in each.late
             if not set(sums).isdisjoint(f.component.sums)
         ]
-        if each.way == "twice":
-            some = each.held if last else some
+        if each.way == "recompute":
+            some = each.late if last else some
             if some:
                 self._require(_inputs(each, some))
                 self._run_work(each.scan, self._work(each, some, sums))
             return
         if some:
             self._require(_inputs(each, some))
-            scan = held.over_rows(each.scan)
+            scan = late_gradients.over_rows(each.scan)
             self._run_work(scan, body.InScan(some, (), sums, (), (), {}))
         if last:
-            self._require(_inputs(each, each.held))
-            self._env |= held.run(self._step, each.held, self._env, self._sharded)
+            self._require(_inputs(each, each.late))
+            self._env |= late_gradients.updated(
+                self._step, each.late, self._env, self._sharded
+            )
 
     def _run_work(self, scan: Scan, work: body.InScan) -> None:
         if work.delayed:

@@ -63,7 +63,10 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     program = dataclasses.replace(program, constants=rest)
     plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
     what = _Call(plan, (*program.invars, *given))
-    results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
+    if plan.scans or step.moves_rows:
+        results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
+    else:
+        results = _plain(*values, *given.values(), jaxpr=step.jaxpr)
     refs = [
         (v, x)
         for v, x in zip(program.invars, args, strict=True)
@@ -80,8 +83,8 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
 def _over_window(plan: FusedStep) -> Iterator[str]:
     """What to warn of; what waits on the host does so by itself."""
     for each in plan.scans:
-        stored = [f for f in each.held if f.component.late_sums]
-        some = [*each.now, *stored] if each.way == "store" else each.fused
+        stored = [f for f in each.late if f.component.late_sums]
+        some = [*each.now, *stored] if each.way == "host" else each.fused
         for over in each.over_window(some):
             yield f"fused into the backward pass over the window: {over}"
 
@@ -91,7 +94,9 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
     of_updates: set[Atom] = set()
     for inlined in step.inlined_updates:
         known = {i: found[a] for i, a in enumerate(inlined.operands) if a in found}
-        inlined.what.caller.check(known)
+        operands = enumerate(inlined.operands)
+        typed = {i for i, a in operands if _memory.on_host(a.aval)}
+        inlined.what.caller.check(known, typed)
         of_updates.update(inlined.operands)
     for i, v in enumerate(step.program.invars):
         here = v in found and not found[v].on_host
@@ -101,6 +106,18 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
                 f"argument {i} of the step, {aval.str_short()}, should come from host "
                 f"memory and is on the device. {CAUSES}"
             )
+
+
+def _check_positions(ctx: mlir.LoweringRuleContext) -> None:
+    """Refuses what a compiler would get wrong (U10)."""
+    on_gpu = {"cuda", "rocm", "gpu"}.intersection(ctx.module_context.platforms)
+    if on_gpu and not _compat.COPIES_AT_POSITIONS:
+        raise NotImplementedError(
+            "a step takes rows of what rests on the host (parameters, or residuals), "
+            f"and with JAX {jax.__version__} a GPU's compiler copies other rows. Use "
+            "JAX 0.11.1 or newer, which needs Python 3.12; or leave parameters and "
+            "residuals on the device"
+        )
 
 
 def _types(*_: Any, jaxpr: jex.Jaxpr, **__: Any) -> Any:
@@ -124,6 +141,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     found = arguments(ctx, given)
     _check(plan.step, {operands[i]: argument for i, argument in found.items()})
     check_pairs(ctx)
+    if plan.step.at_rest is not None and plan.step.at_rest.positions == "others":
+        _check_positions(ctx)
     sharded = {operands[i]: s for i, s in shardings(found, ctx.avals_in).items()}
     # A TPU's compiler spreads transfers over an iteration by itself: there no row is
     # stored late, so that none is on the device longer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import posixpath
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 from optax_offload import _memory, _trees
 from optax_offload._emit.loop import Traces, run_loop
-from optax_offload._emit.moves import load_whole, store
+from optax_offload._emit.moves import load_whole, store, with_rows
 from optax_offload._errors import warn
 from optax_offload._lowered import (
     Sharded,
@@ -216,6 +216,11 @@ def _run_group(
       what to wait for to wait for the tokens.
     """
     program = update.program
+    if group.filled_axis is not None:
+        (k,) = group.outputs
+        after = update.outputs[k].like
+        made = _filled(update, k, group.filled_axis, sharding_of(sharded, after))
+        return {k: made}, [], tokens[:1]
     loaded = [program.invars[i] for i in group.loads]
     loads, held = _after(tokens, [env[v] for v in loaded])
     loads = [load_whole(x) for x in loads]
@@ -242,6 +247,22 @@ def _run_group(
         and not _memory.on_host(x)
     ]
     return done, stored, held
+
+
+def _filled(update: Update, k: int, axis: int, like: Sharded | None) -> Any:
+    """An output that is one number everywhere, made and stored row by row."""
+    program, kind = update.program, update.outputs[k].memory_kind
+    (a,) = variables([program.outvars[k]])
+    e, aval = program.equations[program.producers[a]], cast("Any", a.aval)
+    number = read(e.invars[0], {}.__getitem__)
+    sizes = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
+
+    def row(i: Any, buffer: Any) -> Any:
+        made = _memory.full(aval.update(shape=sizes), number)
+        made = store(made, kind, of=aval, like=like, axis=axis)
+        return with_rows(buffer, made, i, axis)
+
+    return lax.fori_loop(0, aval.shape[axis], row, _memory.full(aval, 0, kind))
 
 
 def _after(tokens: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -296,7 +317,9 @@ def _run_branches(
 
 def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> Any:
     found = arguments(ctx, data)
-    what.caller.check(found)
+    what.caller.check(
+        found, {i for i, x in enumerate(ctx.avals_in) if _memory.on_host(x)}
+    )
     check_pairs(ctx)
     sharded = shardings(found, ctx.avals_in)
     update, window_bytes = what.update, what.caller.window_bytes

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.core
 
-from optax_offload import _compat, _trees
+from optax_offload import _compat, _memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
-from optax_offload._fuse_backward import check_held, plan_of, warn_of_refusals
 from optax_offload._jit import donation, shardings
-from optax_offload._jit.kinds import Kinds, check_on_device
-from optax_offload._schedule import FusedStep, Held
+from optax_offload._jit.kinds import Kinds, argument_types, check_on_device
+from optax_offload._schedule import FusedStep, LateGradients, Options, Residuals
+from optax_offload._stream import (
+    is_array,
+    is_as_it_was,
+    moves,
+    plan_of,
+    rests,
+    traced_at_rest,
+    warn_of_refusals,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +43,9 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Iterable[str] = (),
-    fused_backward: Held | Literal[False] = "auto",
+    fuse: bool = True,
+    late_gradients: LateGradients = "auto",
+    residuals: Residuals = "device",
     **jit_kwargs: Any,
 ) -> _Jitted[P, R]: ...
 @overload
@@ -42,16 +53,20 @@ def jit(
     *,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Iterable[str] = (),
-    fused_backward: Held | Literal[False] = "auto",
+    fuse: bool = True,
+    late_gradients: LateGradients = "auto",
+    residuals: Residuals = "device",
     **jit_kwargs: Any,
 ) -> _Decorator: ...
-def jit(
+def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     fun: Callable[..., Any] | None = None,
     /,
     *,
     donate_argnums: int | Sequence[int] = (),
     donate_argnames: str | Iterable[str] = (),
-    fused_backward: Held | Literal[False] = "auto",
+    fuse: bool = True,
+    late_gradients: LateGradients = "auto",
+    residuals: Residuals = "device",
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
@@ -77,9 +92,10 @@ def jit(
     names a host memory for a result that the function left on the device warns: move it
     in the function, with `jax.device_put`.
 
-    **Updates of scanned layers are in the backward pass**, so that their gradients
-    never exist: see `fuse_backward`. ``schedule(*args)`` of what is returned tells what
-    was fused, and why the rest was not.
+    **What rests on the host is streamed**: arguments in host memory are used as if they
+    were on the device, and updates of scanned layers are in the backward pass, so that
+    their gradients never exist. See `stream`. ``schedule(*args)`` of what is returned
+    tells what was fused, and why the rest was not.
 
     A call goes straight to the jitted function's C++ path: it costs what `jax.jit`
     costs, whatever the number of leaves (`benchmarks/time/call_cost.py`). Arguments
@@ -91,8 +107,9 @@ def jit(
       fun: the function. Without it, a decorator is returned.
       donate_argnums: as of `jax.jit`.
       donate_argnames: as of `jax.jit`.
-      fused_backward: what to do with gradients whose update needs all of them first:
-        ``held`` of `fuse_backward`. False fuses nothing.
+      fuse: as of `stream`.
+      late_gradients: as of `stream`.
+      residuals: as of `stream`.
       **jit_kwargs: the other arguments of `jax.jit`.
 
     Returns:
@@ -100,7 +117,7 @@ def jit(
       `eval_shape`, `clear_cache`; and `schedule`.
 
     Raises:
-      ValueError: ``fused_backward`` is none of what it may be.
+      ValueError: ``late_gradients`` or ``residuals`` is none of what it may be.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device.
 
@@ -123,11 +140,10 @@ def jit(
         options["donate_argnums"] = donate_argnums
     if donate_argnames:
         options["donate_argnames"] = donate_argnames
-    if fused_backward is not False:
-        check_held(fused_backward, "fused_backward")
+    asked = Options(fuse, late_gradients, residuals)
     if fun is None:
-        return functools.partial(jit, fused_backward=fused_backward, **options)
-    return _Jitted(fun, options, fused_backward)
+        return functools.partial(jit, **dataclasses.asdict(asked), **options)
+    return _Jitted(fun, options, asked)
 
 
 class _Decorator(Protocol):
@@ -145,14 +161,14 @@ class _Jitted(Generic[P, R]):
         self,
         fun: Callable[P, R],
         options: Mapping[str, Any],
-        held: Held | Literal[False],
+        asked: Options,
     ):
         functools.update_wrapper(self, fun)
-        self._fun, self._options, self._held = fun, dict(options), held
+        self._fun, self._options, self._asked = fun, dict(options), asked
         # What is called at top level, and what while something is being traced: there
         # donation means nothing, but for an eager `jax.vmap` or `jax.grad`, whose
         # programs the function's own trace would know nothing of.
-        self._outermost = _Variants(fun, options, held)
+        self._outermost = _Variants(fun, options, asked)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
         self._nested = _Variants(fun, nested, None)
 
@@ -169,7 +185,7 @@ class _Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return _Jitted, (self._fun, self._options, self._held)
+        return _Jitted, (self._fun, self._options, self._asked)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
@@ -220,10 +236,10 @@ class _Variants:
         self,
         fun: Callable[..., Any],
         options: Mapping[str, Any],
-        held: Held | Literal[False] | None,
+        asked: Options | None,
     ):
         self._fun, self._options = fun, dict(options)
-        self._held: Held | Literal[False] | None = held
+        self._asked = asked
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         self._tracer: Any = jax.jit(fun, inline=_compat.INLINE_EARLY, **of_tracing)
@@ -271,41 +287,61 @@ class _Variants:
         def staged(*args: Any, **kwargs: Any) -> Any:
             if _compat.jit_is_disabled():
                 return self._fun(*args, **kwargs)
-            traced = self._tracer.trace(*args, **kwargs)
+            traced, plan = self._planned(args, kwargs)
             if on_one_device:
-                check_on_device(traced)
+                check_on_device(traced, plan)
             if given:
-                found = Kinds.of_call(traced)
+                found = Kinds.of_call(traced, plan)
                 if not found.fit(given) or mesh not in (None, found.mesh):
                     raise _OtherKinds(found)
-            if self._held is None:  # Within another function, which is compiled.
+            if self._asked is None:  # Within another function, which is compiled.
                 return self._tracer(*args, **kwargs)
             donated = donation.donated_leaves((args, kwargs), traced)
             args, kwargs = donation.pair((args, kwargs), donated)
-            return self._fused(traced, args, kwargs)
+            warn_of_refusals(plan, traced.out_info)
+            if is_as_it_was(plan):
+                return self._tracer(*args, **kwargs)
+            # What is not traced is static.
+            leaves = jax.tree.leaves((args, kwargs))
+            leaves = [x for x in leaves if isinstance(x, jax.core.Tracer)]
+            return jax.tree.unflatten(traced.out_tree, streamed(plan, leaves))
 
         staged.__name__ = _name_of(self._fun)
         return staged
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
         """What is fused of a call."""
-        traced = self._tracer.trace(*args, **kwargs)
-        return plan_of(traced.jaxpr, self._held or False)
+        return self._planned(args, kwargs)[1]
 
-    def _fused(
-        self, traced: jax.stages.Traced, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The results of a call, updated in its backward pass where that can be."""
-        if self._held:
-            found = plan_of(traced.jaxpr, self._held)
-            warn_of_refusals(found, "fused_backward", traced.out_info)
-            if found.scans:
-                # What is not traced is static.
-                leaves = jax.tree.leaves((args, kwargs))
-                leaves = [x for x in leaves if isinstance(x, jax.core.Tracer)]
-                results = streamed(found, leaves)
-                return jax.tree.unflatten(traced.out_tree, results)
-        return self._tracer(*args, **kwargs)
+    def _planned(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[jax.stages.Traced, FusedStep]:
+        """The function as it is traced for a call, and what of it is fused."""
+        leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+        asked = self._asked
+        moved = asked is not None and moves(leaves, asked)
+        traced, typed = traced_at_rest(self._tracer.trace, args, kwargs, moved)
+        types = None if typed else _at_rest(argument_types(traced), leaves)
+        return traced, plan_of(traced.jaxpr, asked or Options(fuse=False), types)
+
+
+def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The types of a call's arguments, where they rest.
+
+    Args:
+      types: Their types on the device.
+      leaves: Those that are arrays; others are numbers.
+    """
+    found = list(types)
+    position = 0
+    for x in leaves:
+        aval = jax.typeof(x)
+        while found[position].shape != aval.shape:
+            position += 1
+        if rests(x):
+            found[position] = _memory.host_type(found[position])
+        position += 1
+    return found
 
 
 class _OtherKinds(Exception):  # noqa: N818 (it is caught where it belongs)

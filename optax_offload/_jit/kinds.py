@@ -10,6 +10,7 @@ import jax
 
 from optax_offload import _trees
 from optax_offload._jit import shardings
+from optax_offload._schedule import FusedStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +26,9 @@ class Kinds:
     mesh: Any
 
     @classmethod
-    def of_call(cls, traced: jax.stages.Traced) -> Kinds:
-        args, _ = jax.tree.unflatten(traced.in_tree, _kinds(argument_types(traced)))
-        results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
+    def of_call(cls, traced: jax.stages.Traced, plan: FusedStep) -> Kinds:
+        """The kinds of a call, and of what its step is planned to give."""
+        (args, _), results = _trees_of(traced, plan)
         of = {"in_shardings": args, "out_shardings": results}
         return cls(of, jax.sharding.get_abstract_mesh())
 
@@ -55,10 +56,23 @@ def _kinds(avals: Iterable[Any]) -> list[str]:
     ]
 
 
-def check_on_device(traced: jax.stages.Traced) -> None:
+def _trees_of(traced: jax.stages.Traced, plan: FusedStep) -> tuple[Any, Any]:
+    """The memory kinds of arguments and of results, as their trees."""
+    jaxpr = plan.step.jaxpr
+    given, made = traced.in_tree.num_leaves, traced.out_tree.num_leaves
+    # Values of an outer trace come first, and the values of refs last.
+    first = len(traced.jaxpr.in_avals) - given
+    arguments = _kinds([v.aval for v in jaxpr.invars][first : first + given])
+    results = _kinds([a.aval for a in jaxpr.outvars][:made])
+    return (
+        jax.tree.unflatten(traced.in_tree, arguments),
+        jax.tree.unflatten(traced.out_tree, results),
+    )
+
+
+def check_on_device(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises if anything is in host memory, for which there must be no device."""
-    args, kwargs = jax.tree.unflatten(traced.in_tree, _kinds(argument_types(traced)))
-    results = jax.tree.unflatten(traced.out_tree, _kinds(traced.jaxpr.out_avals))
+    (args, kwargs), results = _trees_of(traced, plan)
     misplaced = [
         f"{what} {path}"
         for what, tree in [

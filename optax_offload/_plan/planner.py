@@ -32,7 +32,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     r"""Finds the least state to move for a step to fit, by compiling it.
 
     The step is compiled as it is; if that does not fit, with its updates in the
-    backward pass and nothing moved (`fuse_backward`; a jitted step is left as it is);
+    backward pass and nothing moved (`stream`; a jitted step is left as it is);
     then with all state moved, and with some, about as often again as the number of leaf
     patterns halves, with updates in the backward pass if that lowers the peak. The
     result has been compiled: its peak is known, not estimated.
@@ -60,7 +60,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     Returns:
       A `Plan`. If the step fits as it is, or fused, it moves nothing, and its
       ``offload`` returns the optimizer itself. Where ``after.fused``, train with `jit`
-      or `fuse_backward`.
+      or `stream`.
 
     Raises:
       aot.DoesNotFitError: the step does not fit with all state moved. Says by how much,

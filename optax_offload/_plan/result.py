@@ -43,7 +43,7 @@ class Plan(Printed):
       cost: The time that a step takes longer for its transfers.
       environment: The variables to set for the process that trains.
       fused: The step as the given rules have it, with its updates in the backward pass
-        (`fuse_backward`) and nothing more moved. None if it fits without, if nothing of
+        (`stream`) and nothing more moved. None if it fits without, if nothing of
         it can be fused, or if it is jitted. ``after.fused`` says whether the plan's
         step is fused.
       outside: Why gradients are left outside of the backward pass, a line for each
@@ -125,7 +125,7 @@ class Plan(Printed):
         if self.after.fused:
             lines.append(
                 "the plan is for updates in the backward pass: train with "
-                "oo.jit(step), or jit oo.fuse_backward(step)"
+                "oo.jit(step), or jit oo.stream(step)"
             )
         return [*lines, *self.outside]
 

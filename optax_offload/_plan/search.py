@@ -146,7 +146,7 @@ class CompiledCandidate:
       fits: Whether the peak is within the budget.
       seconds: The wall time of tracing and compiling, in seconds.
       parts: The bytes that the peak is made of, by name: see `Plan`.
-      fused: Whether its updates are in the backward pass, by `fuse_backward`.
+      fused: Whether its updates are in the backward pass, by `stream`.
       stored_bytes: The bytes of each device's gradients that wait in host memory.
       flops_again: The operations of backward passes that run a second time.
       outside: Why gradients are left outside of the backward pass; nothing where that

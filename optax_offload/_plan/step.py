@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_offload import aot
-from optax_offload._fuse_backward import fuse_backward, plan_of
+from optax_offload._schedule import Options
+from optax_offload._stream import stream, traced
 
 
 class Step(NamedTuple):
@@ -84,7 +85,7 @@ def compile_step(step: Step, target: aot.Target) -> jax.stages.Compiled:
 
 
 class Fused(NamedTuple):
-    """A step under `fuse_backward`, and what that means on each device.
+    """A step under `stream`, and what that means on each device.
 
     Attributes:
       step: The step; None where nothing of it can be fused.
@@ -105,16 +106,16 @@ class Fused(NamedTuple):
 
 
 def fused(step: Step, target: aot.Target) -> Fused | None:
-    """The step as `fuse_backward` makes it.
+    """The step as `stream` makes it.
 
     None for a jitted step, which is compiled as it is: one of `jit` is fused already.
     """
     if hasattr(step.fn, "trace"):
         return None
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
-        found = plan_of(jax.make_jaxpr(step.fn)(*step.args), "auto")
+        found, *_ = traced(step.fn, step.args, {}, Options())
     return Fused(
-        step._replace(fn=fuse_backward(step.fn)) if found.scans else None,
+        step._replace(fn=stream(step.fn)) if found.scans else None,
         found.gradient_bytes,
         found.stored_bytes,
         found.flops_again,
@@ -129,4 +130,5 @@ def state_at_once(step: Step, target: aot.Target) -> int:
         its_own = getattr(step.fn, "schedule", None)
         if its_own is not None:
             return its_own(*step.args).state_at_once_bytes
-        return plan_of(jax.make_jaxpr(step.fn)(*step.args), False).state_at_once_bytes
+        found, *_ = traced(step.fn, step.args, {}, Options(fuse=False))
+        return found.state_at_once_bytes

@@ -1,10 +1,12 @@
 """What is to be computed, as a value: its equations, and making others of them."""
 
+from optax_offload._program.at_rest import AtRest, Resting
 from optax_offload._program.branches import Branches, find_branches, keeps_state
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import (
     Call,
     Caller,
+    as_on_device,
     call_update,
     called,
     offloaded_update,
@@ -39,6 +41,7 @@ from optax_offload._program.step import (
 from optax_offload._program.update import Input, Output, Update, trace
 
 __all__ = [
+    "AtRest",
     "Atom",
     "Branches",
     "Builder",
@@ -50,9 +53,11 @@ __all__ = [
     "Output",
     "Places",
     "Program",
+    "Resting",
     "Step",
     "Update",
     "ancestors",
+    "as_on_device",
     "call_update",
     "called",
     "constrained",

@@ -13,7 +13,7 @@ tangents that are written into buffers that are none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -23,14 +23,17 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching
 
 from optax_offload import _compat, _memory
-from optax_offload._lowered import (
-    Argument,
-)
+from optax_offload._lowered import Argument
 from optax_offload._program.graph import evaluate, read
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.update import Input, Update
 
 Function: TypeAlias = Callable[..., tuple[Any, Any]]
+
+# While it is True, types say nothing of memory: a step is traced as if all were on the
+# device. What an update takes from host memory is then the rules' say, and so is where
+# its results go (`at_rest.py`). JAX traces nothing once for both values.
+as_on_device = jax.make_user_context(False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,13 +43,14 @@ class Caller:
     Attributes:
       window_bytes: The window that was asked for.
       check: Told what the program says of the arguments, by position, when the call is
-        lowered: raises or warns of what is not as it should be.
+        lowered, and which of them have types of host memory: raises or warns of what is
+        not as it should be.
       again: Calls another function in the same way, given its arguments: the update of
         a whole population.
     """
 
     window_bytes: int | None
-    check: Callable[[Mapping[int, Argument]], None]
+    check: Callable[[Mapping[int, Argument], Collection[int]], None]
     again: Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
 
 
@@ -97,20 +101,40 @@ def call_update(
     given = Places.of(leaves)
     made = Places.of_types(update.program.outvars)
     what = Call(update, caller, structure, results, given, made)
+    values = _bind(what, key_data(leaves))
+    return jax.tree.unflatten(results, made.keys(values))
+
+
+def called_where_it_rests(what: Call, data: Sequence[Any]) -> list[Any]:
+    """The results of a call that was traced as if all were on the device.
+
+    Args:
+      what: The call.
+      data: Its arguments, where they rest.
+    """
+    typed = {i for i, x in enumerate(data) if _memory.on_host(x)}
+    planned = set(what.update.loads)
+    if not _compat.tracing_for_jit_alone():
+        # In a loop or in a branch nothing but the type says where it is.
+        what.caller.check({}, typed)
+        planned &= typed
+    update = what.update.with_inputs_on_host(typed | planned)
+    return _bind(dataclasses.replace(what, update=update), data)
+
+
+def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
+    """The results of a call, whose body says what it means."""
+    on_device = as_on_device.value
 
     def meaning(*data: Any) -> list[Any]:
-        on_device = [_memory.transfer(x, "device") for x in given.keys(list(data))]
-        moved = [
-            _memory.transfer(x, output.memory_kind)
-            for x, output in zip(what.plain(on_device), update.outputs, strict=True)
-        ]
-        return key_data(moved)
+        loaded = [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
+        kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
+        results = zip(what.plain(loaded), kinds, strict=True)
+        return key_data([_memory.transfer(x, kind) for x, kind in results])
 
-    data = key_data(leaves)
     # JAX looks through the bodies of equations to learn whether anything is moved.
     body = jax.make_jaxpr(meaning)(*data)
-    values = offloaded_update.bind(*data, jaxpr=body, what=what)
-    return jax.tree.unflatten(results, made.keys(values))
+    return offloaded_update.bind(*data, jaxpr=body, what=what)
 
 
 def called(e: jex.JaxprEqn) -> Call | None:

@@ -16,6 +16,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._program import remats
+from optax_offload._program.at_rest import AtRest, makes_rows, resting
 from optax_offload._program.branches import as_zero
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import Call, called
@@ -92,12 +93,15 @@ class Step:
       jaxpr: The step as it was traced, of the values of its refs.
       refs: The refs that it closes over. Their values are its last arguments, and the
         new values of all refs are its last results.
+      at_rest: What rests on the host, if it was traced as if all were on the device.
+        Then `jaxpr` is of where values rest.
     """
 
     program: Program
     inlined_updates: tuple[InlinedUpdate, ...]
     jaxpr: jex.Jaxpr
     refs: tuple[Any, ...]
+    at_rest: AtRest | None = None
 
     @functools.cached_property
     def inlined_at(self) -> Mapping[int, InlinedUpdate]:
@@ -127,6 +131,11 @@ class Step:
                 if a in found and v not in found:
                     found[v] = found[a]
         return found
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether scans of it load or store rows of what rests on the host."""
+        return self.at_rest is not None and self.at_rest.positions != "none"
 
     def reads(self, i: int) -> list[jex.Var]:
         """What an equation takes; with effects, also that those before it are done."""
@@ -161,9 +170,28 @@ class Step:
 _TOKEN = jax.core.ShapedArray((), np.dtype(bool))
 
 
-def take_apart(closed: jex.ClosedJaxpr) -> Step:
-    """The equations of a step, and of the updates in it."""
+def take_apart(
+    closed: jex.ClosedJaxpr,
+    types: Sequence[Any] | None = None,
+    *,
+    residuals: bool = False,
+) -> Step:
+    """The equations of a step, and of the updates in it.
+
+    Args:
+      closed: The step.
+      types: The types of its arguments, where they rest, if it was traced as if all
+        were on the device; else None.
+      residuals: Whether what scans stack for scans alone rests on the host.
+    """
     closed, refs = _of_values(closed)
+    at_rest = None
+    if types is None and makes_rows(closed):
+        types = closed.in_avals
+    if types is not None:
+        inside = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
+        inside += closed.in_avals[len(types) :]
+        closed, at_rest = resting(closed, inside, residuals=residuals)
     outer = flatten(closed)
     taken = _Taken(outer)
     for e in outer.equations:
@@ -175,7 +203,8 @@ def take_apart(closed: jex.ClosedJaxpr) -> Step:
         constants=builder.constants,
         outvars=builder.read_all(outer.outvars),
     )
-    return Step(program, tuple(taken.inlined_updates), closed.jaxpr, refs)
+    inlined = tuple(taken.inlined_updates)
+    return Step(program, inlined, closed.jaxpr, refs, at_rest)
 
 
 def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 import jax
@@ -85,10 +85,10 @@ class Update:
         """The path of each output."""
         return [output.path for output in self.outputs]
 
-    def with_loads(self, positions: Sequence[int]) -> Update:
-        """The update with further inputs from host memory."""
+    def with_inputs_on_host(self, positions: Collection[int]) -> Update:
+        """The update whose inputs at these positions come from host memory."""
         inputs = tuple(
-            dataclasses.replace(x, on_host=x.on_host or i in positions)
+            dataclasses.replace(x, on_host=i in positions)
             for i, x in enumerate(self.inputs)
         )
         return dataclasses.replace(self, inputs=inputs)

@@ -2,7 +2,13 @@
 
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
-from optax_offload._schedule.fused_step import FusedScan, FusedStep, Held
+from optax_offload._schedule.fused_step import (
+    FusedScan,
+    FusedStep,
+    LateGradients,
+    Options,
+    Residuals,
+)
 from optax_offload._schedule.group import Group, Part
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.order import by_gradients, delayed_rows
@@ -24,14 +30,16 @@ __all__ = [
     "FusedScan",
     "FusedStep",
     "Group",
-    "Held",
+    "LateGradients",
     "Loop",
+    "Options",
     "Outer",
     "OverWindow",
     "Part",
     "Phased",
     "Place",
     "RemainingUpdate",
+    "Residuals",
     "Scan",
     "Schedule",
     "Straight",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from optax_offload import _memory
-from optax_offload._program import Step
+from optax_offload import _memory, _trees
+from optax_offload._program import Resting, Step
 from optax_offload._schedule import order, waiting
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
@@ -17,9 +17,31 @@ from optax_offload._schedule.unfused import Unfused, gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
 from optax_offload._units import Printed, size_text
 
-# What is done with gradients whose update needs all of them first.
-Held = Literal["auto", "store", "twice", "leave"]
-Way = Literal["store", "twice"]
+LateGradients = Literal["auto", "host", "recompute", "device"]
+Residuals = Literal["device", "host"]
+Way = Literal["host", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked for of a step.
+
+    Attributes:
+      fuse: Whether updates are moved into the backward pass.
+      late_gradients: What is done with gradients whose update needs all of them first.
+      residuals: Where what the forward pass keeps for the backward pass rests.
+    """
+
+    fuse: bool = True
+    late_gradients: LateGradients = "auto"
+    residuals: Residuals = "device"
+
+    def __post_init__(self) -> None:
+        for name, of in (("late_gradients", LateGradients), ("residuals", Residuals)):
+            given, allowed = getattr(self, name), get_args(of)
+            if given not in allowed:
+                listed = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} is {given!r}; it must be one of {listed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,21 +51,21 @@ class FusedScan:
     Attributes:
       scan: The scan.
       now: What is updated in the iteration that computes its gradient.
-      held: What has to wait for the last gradient.
+      late: What has to wait for the last gradient.
       way: How it waits.
       unfused: What is not fused.
     """
 
     scan: Scan
     now: tuple[Fused, ...]
-    held: tuple[Fused, ...]
+    late: tuple[Fused, ...]
     way: Way
     unfused: tuple[Unfused, ...]
 
     @property
     def fused(self) -> tuple[Fused, ...]:
         """All that is fused."""
-        return (*self.now, *self.held)
+        return (*self.now, *self.late)
 
     @property
     def noun(self) -> str:
@@ -57,7 +79,7 @@ class FusedScan:
 
     def in_parts(self, f: Fused) -> int | None:
         """In how many parts a row is updated; None if it is whole."""
-        stored = f in self.held and self.way == "store"
+        stored = f in self.late and self.way == "host"
         return None if f.parts is None or stored else f.parts.count
 
     def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
@@ -76,13 +98,13 @@ class FusedStep(Printed):
       step: The step.
       scans: The scans that updates are moved into, in their order.
       unfused: The gradients of other scans.
-      asked: What was asked for; False where nothing is to be fused.
+      asked: What was asked for.
     """
 
     step: Step
     scans: tuple[FusedScan, ...]
     unfused: tuple[Unfused, ...]
-    asked: Held | Literal[False] = "auto"
+    asked: Options = Options()
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -104,14 +126,14 @@ class FusedStep(Printed):
     @property
     def stored_bytes(self) -> int:
         """Of these, the bytes that wait in host memory."""
-        stored = (each for each in self.scans if each.way == "store")
-        return sum(f.gradient_bytes for each in stored for f in each.held)
+        stored = (each for each in self.scans if each.way == "host")
+        return sum(f.gradient_bytes for each in stored for f in each.late)
 
     @property
     def flops_again(self) -> float:
         """The operations of backward passes that run again, on each device."""
-        again = [x for x in self.scans if x.held and x.way == "twice"]
-        return sum(waiting.flops(x.scan) * self.passes.twice(x.held) for x in again)
+        again = [x for x in self.scans if x.late and x.way == "recompute"]
+        return sum(waiting.flops(x.scan) * self.passes.twice(x.late) for x in again)
 
     def reasons(self) -> tuple[str, ...]:
         """Why gradients are left outside, a line for each reason."""
@@ -119,7 +141,7 @@ class FusedStep(Printed):
 
     def refused(self) -> tuple[Unfused, ...]:
         """The gradients that were to wait in a way that was asked for, and do not."""
-        if self.asked not in get_args(Way):
+        if self.asked.late_gradients not in get_args(Way):
             return ()
         found = [*self.unfused, *(o for s in self.scans for o in s.unfused)]
         return tuple(o for o in found if o.waits)
@@ -141,8 +163,9 @@ class FusedStep(Printed):
 
     def __str__(self) -> str:
         lines = [line for each in self.scans for line in _lines(each, self.passes)]
+        lines = [*_at_rest(self), *lines]
         if not self.scans:
-            lines = ["nothing is fused into a backward pass"]
+            lines += ["nothing is fused into a backward pass"]
         lines += self.reasons()
         for each in self.schedules():
             if not any(straight.groups for straight in each.straights()):
@@ -150,6 +173,44 @@ class FusedStep(Printed):
             lines += ["what is left of an offloaded update:"]
             lines += [f"  {line}" for line in str(each).splitlines()]
         return "\n".join(lines)
+
+
+def _at_rest(plan: FusedStep) -> Iterator[str]:
+    """Of what rests on the host, and is no state of an update, how it is taken."""
+    rest, program = plan.step.at_rest, plan.step.program
+    if rest is None:
+        return
+    outside = {
+        v
+        for node in plan.rest
+        if program.equations[node.position].primitive.name != "scan"
+        for v in node.reads
+    }
+    taken: dict[tuple[Any, ...], list[Resting]] = {}
+    for x in rest.arguments:
+        whole = x.whole if program.invars[x.position] in outside else ()
+        if x.scans or whole:
+            taken.setdefault((x.scans, whole, x.returns), []).append(x)
+    for (scans, whole, returns), some in taken.items():
+        nbytes = sum(x.nbytes for x in some)
+        line = _counted(len(some), "argument", nbytes) + " at rest on the host: "
+        if scans:
+            each = sum(x.nbytes // scans[0] for x in some)
+            lengths = ", ".join(map(str, sorted(set(scans))))
+            line += (
+                f"{size_text(each)} of rows in each iteration of {len(scans)} "
+                f"scan{'s' * (len(scans) > 1)} of {lengths}"
+            )
+        if whole:
+            line += "; " * bool(scans) + f"loaded whole by {_trees.listed(whole)}"
+        yield line + "; what replaces it returns there" * returns
+    if rest.made_bytes:
+        yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
+    if rest.residual_bytes:
+        yield (
+            f"{size_text(rest.residual_bytes)} of residuals rest on the host between "
+            "the forward and the backward pass"
+        )
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
@@ -180,22 +241,22 @@ def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
         if count is not None:
             yield f"  over the window: {each.gradients([f])}, a row in {count} parts"
     yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
-    if each.held and each.way == "store":
-        nbytes = sum(f.gradient_bytes for f in each.held)
-        loads = passes.stored(each.held)
+    if each.late and each.way == "host":
+        nbytes = sum(f.gradient_bytes for f in each.late)
+        loads = passes.stored(each.late)
         often = f" {_times(loads)}, for a norm of a norm" if loads > 1 else ""
         yield (
-            f"  need all gradients first: {each.gradients(each.held)}: stored to host "
+            f"  need all gradients first: {each.gradients(each.late)}: stored to host "
             f"memory, and loaded with their state{often}: {size_text(nbytes)} more "
-            f"each way{_moved(each.held)}"
+            f"each way{_moved(each.late)}"
         )
-    if each.held and each.way == "twice":
-        again = passes.twice(each.held)
+    if each.late and each.way == "recompute":
+        again = passes.twice(each.late)
         often = _times(again + 1) + ", for a norm of a norm" * (again > 1)
         yield (
-            f"  need all gradients first: {each.gradients(each.held)}: the scan runs "
+            f"  need all gradients first: {each.gradients(each.late)}: the scan runs "
             f"{often} ({again * waiting.flops(each.scan):.3g} FLOPs more)"
-            f"{_moved(each.held)}"
+            f"{_moved(each.late)}"
         )
     if any(f.loaded_bytes for f in each.fused) and _memory.moved_by_kernels():
         yield f"  {_memory.moved_by_kernels()}"
@@ -233,8 +294,8 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
             yield f"an offloaded update is left as it is: {reason}"
     if plan.scans or found or inside:
         return
-    if not plan.asked:
-        yield "it was asked not to: fused_backward=False"
+    if not plan.asked.fuse:
+        yield "it was asked not to: fuse=False"
     elif not candidates(plan.step):
         yield (
             "no scan found: only gradients of layers that a scan runs (nn.scan, "

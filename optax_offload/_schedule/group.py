@@ -51,6 +51,8 @@ class Group:
         store, which then takes place beside the other loads.
       sums: For each output the equation that reduces it over the rows, in a pass that
         only reads; () in others.
+      filled_axis: The axis along which an output that is one number everywhere, as a
+        new moment is, is made and stored row by row; None for all others.
       whole_reason: The reason why it cannot be updated in slices; "" if it can.
     """
 
@@ -66,6 +68,7 @@ class Group:
     row_multiple: int = 1
     parts: tuple[Part, ...] = ()
     sums: tuple[Sum, ...] = ()
+    filled_axis: int | None = None
     whole_reason: str = ""
 
     @property

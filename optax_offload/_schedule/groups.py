@@ -25,6 +25,7 @@ from optax_offload._program import (
 )
 from optax_offload._schedule.group import Group
 from optax_offload._schedule.group_slices import sliced
+from optax_offload._schedule.loops import MOST_SLICE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +86,28 @@ def group(update: Update) -> Grouping:
         # What is replaced beside a group is replaced by the first that reads it.
         taken = set(groups[-1].outputs)
         beside = {v: k for v, k in beside.items() if k not in taken}
-    groups += [
-        Group((), (k,), (), _memory.nbytes_on_each_device(program.outvars[k].aval), 0)
-        for k in alone
-    ]
+    groups += [_of_no_load(program, k) for k in alone]
     groups, shared = _own(program, shared, groups)
     groups.sort(key=lambda g: _availability(update, g), reverse=True)
     joined = _joins_gradients(update, shared)
     return Grouping(tuple(groups), scalars, tuple(shared), joined)
+
+
+def _of_no_load(program: Program, k: int) -> Group:
+    """A store that depends on no load."""
+    a = program.outvars[k]
+    nbytes = _memory.nbytes_on_each_device(a.aval)
+    axis = None
+    if isinstance(a, jex.Var) and a in program.producers and nbytes > MOST_SLICE_BYTES:
+        e = program.equations[program.producers[a]]
+        number = (
+            bool(e.invars)
+            and isinstance(e.invars[0], jex.Literal)
+            and not shape(e.invars[0])
+        )
+        if e.primitive.name == "broadcast_in_dim" and number:
+            axis = _memory.slice_axis(a.aval)
+    return Group((), (k,), (), nbytes, 0, filled_axis=axis)
 
 
 @dataclasses.dataclass(frozen=True)

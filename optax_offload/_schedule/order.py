@@ -37,38 +37,38 @@ class Passes(NamedTuple):
     of: Mapping[int, int]
     last: int
 
-    def sums(self, held: Sequence[Fused], number: int) -> list[Sum]:
+    def sums(self, late: Sequence[Fused], number: int) -> list[Sum]:
         """What a pass sums up of these."""
         return [
-            s for f in held for s in f.component.sums if self.of[s.position] == number
+            s for f in late for s in f.component.sums if self.of[s.position] == number
         ]
 
-    def twice(self, held: Sequence[Fused]) -> int:
+    def twice(self, late: Sequence[Fused]) -> int:
         """How often their scan runs again, the last time to update them."""
-        return len(self._late(held) | {self.last})
+        return len(self._late(late) | {self.last})
 
-    def stored(self, held: Sequence[Fused]) -> int:
+    def stored(self, late: Sequence[Fused]) -> int:
         """How often they are loaded from host memory, the last time to update them."""
-        return len(self._late(held)) + 1
+        return len(self._late(late)) + 1
 
-    def _late(self, held: Sequence[Fused]) -> set[int]:
-        return {self.of[s.position] for f in held for s in f.component.sums} - {0}
+    def _late(self, late: Sequence[Fused]) -> set[int]:
+        return {self.of[s.position] for f in late for s in f.component.sums} - {0}
 
 
 def passes(
-    step: Step, scans: Collection[int], held: Sequence[tuple[Scan, Sequence[Fused]]]
+    step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
 ) -> Passes:
     """Which pass sums up what: as early as what it takes is known.
 
     Args:
       step: The step.
       scans: All scans of it, as positions.
-      held: What waits, by its scan. A pass takes the scans in this order.
+      late: What waits, by its scan. A pass takes the scans in this order.
     """
-    gradients = {g for _, some in held for f in some for g in f.component.gradients}
+    gradients = {g for _, some in late for f in some for g in f.component.gradients}
     at = {
         s.position: scan.position
-        for scan, some in held
+        for scan, some in late
         for f in some
         for s in f.component.sums
     }
@@ -93,7 +93,7 @@ def passes(
             after = (v for v in step.defines(i) if v not in gradients)
             known.update((v, max(before)) for v in after)
     results = (
-        number(f.component.results, scan.position) for scan, some in held for f in some
+        number(f.component.results, scan.position) for scan, some in late for f in some
     )
     return Passes(of, max([1, *of.values(), *results]))
 

@@ -25,7 +25,8 @@ from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import (
     FusedScan,
     FusedStep,
-    Held,
+    LateGradients,
+    Options,
     Way,
     candidates,
     passes_of,
@@ -35,13 +36,15 @@ from optax_offload._schedule.rest import rest
 from optax_offload._schedule.unfused import Unfused, gradients, in_bodies
 
 
-def plan(step: Step, held: Held = "auto") -> FusedStep:
+def plan(step: Step, asked: Options) -> FusedStep:
     """Finds what of a step can be fused into its backward pass.
 
     Args:
       step: The step.
-      held: What to do with gradients whose update needs all of them first.
+      asked: What is asked for.
     """
+    if not asked.fuse:
+        return FusedStep(step, (), (), asked)
     equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
     unfused: list[Unfused] = []
@@ -50,13 +53,13 @@ def plan(step: Step, held: Held = "auto") -> FusedStep:
         scan = Scan(i, equations[i])
         scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
         later = [j for j in positions if j > i]
-        found = _Search(step, scan, later, fused, held).run()
+        found = _Search(step, scan, later, fused, asked.late_gradients).run()
         if found.fused:
             fused.append(found)
         else:
             unfused += found.unfused
     unfused += in_bodies(step)
-    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), held)
+    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), asked)
 
 
 class _Search:
@@ -68,14 +71,14 @@ class _Search:
         scan: Scan,
         later: Collection[int],
         before: Sequence[FusedScan],
-        held: Held,
+        asked: LateGradients,
     ):
         self._step, self._scan, self._later = step, scan, later
         self._before = tuple(before)
         fused = [f for s in before for f in s.fused]
         self._taken = {v for f in fused for v in f.component.results}
         self._replaced_before = {v for f in fused for v in f.replaced.values()}
-        self._held: Held = held
+        self._asked: LateGradients = asked
         # What waits for gradients, as far as they could be followed.
         self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
 
@@ -100,7 +103,7 @@ class _Search:
                 waits = self._waits
                 unfused += [Unfused(v, e.reason, waits.get(v, ())) for v in left]
                 followed = [v for v in followed if v not in e.gradients]
-        return FusedScan(scan, (), (), "store", tuple(unfused))
+        return FusedScan(scan, (), (), "host", tuple(unfused))
 
     def _checked(self, found: RowUses, unfused: Sequence[Unfused]) -> FusedScan:
         """What is fused, of what can be followed.
@@ -115,17 +118,17 @@ class _Search:
                 raise MixesError(c.gradients, "a later scan adds to it")
         replaced = self._replaced(found)
         all_fused = [_fused(self._step, found, c, replaced) for c in found.components]
-        held = tuple(f for f in all_fused if f.component.waits)
-        way = self._way(found, held)
-        now = tuple(f for f in all_fused if f not in held)
-        if held and way == "twice":
+        late = tuple(f for f in all_fused if f.component.waits)
+        way = self._way(found, late)
+        now = tuple(f for f in all_fused if f not in late)
+        if late and way == "recompute":
             # The scan that comes second has to find the old parameters.
-            now, held = (), tuple(all_fused)
-        if self._held == "auto":
+            now, late = (), tuple(all_fused)
+        if self._asked == "auto":
             self._check_always_moved(found, all_fused)
         self._check_old_values(found, all_fused)
         self._check_later_scans(all_fused)
-        return FusedScan(self._scan, now, held, way, tuple(unfused))
+        return FusedScan(self._scan, now, late, way, tuple(unfused))
 
     def _replaced(self, found: RowUses) -> Mapping[jex.Var, jex.Var | None]:
         """For each result the argument that it replaces, and no other result does.
@@ -170,39 +173,39 @@ class _Search:
                 replaced[v] = before
         return replaced
 
-    def _way(self, found: RowUses, held: Sequence[Fused]) -> Way:
+    def _way(self, found: RowUses, late: Sequence[Fused]) -> Way:
         """How gradients wait.
 
         Raises:
           MixesError: They are to be left as they are.
         """
-        if not held:
-            return "store"
-        asked = self._held
-        moved = any(f.loaded_bytes for f in held)
-        if asked == "leave" or (asked == "auto" and not moved):
-            f = held[0]
+        if not late:
+            return "host"
+        asked = self._asked
+        moved = any(f.loaded_bytes for f in late)
+        if asked == "device" or (asked == "auto" and not moved):
+            f = late[0]
             why = _why_late(self._step.program, found, f.rows)
             raise MixesError(f.component.gradients, why)
-        ways: list[Way] = ["store", "twice"]
+        ways: list[Way] = ["host", "recompute"]
         ways = [way for way in ways if asked in ("auto", way)]
         why_not = self._why_not()
         possible: list[Way] = [way for way in ways if way not in why_not]
         if not possible:
-            raise MixesError(held[0].component.gradients, why_not[ways[-1]])
+            raise MixesError(late[0].component.gradients, why_not[ways[-1]])
         if len(possible) == 1:
             return possible[0]
-        here = FusedScan(self._scan, (), tuple(held), "store", ())
+        here = FusedScan(self._scan, (), tuple(late), "host", ())
         passes = passes_of(self._step, [here, *self._before])
-        return waiting.cheaper(self._scan, held, passes)
+        return waiting.cheaper(self._scan, late, passes)
 
     def _why_not(self) -> dict[Way, str]:
         """Why gradients cannot wait, by the way."""
         found: dict[Way, str] = {}
         if any(map(_compat.has_ordered_effects, self._step.program.equations)):
-            found["store"] = _ORDERED
+            found["host"] = _ORDERED
         if self._step.tokens(self._scan.position):
-            found["twice"] = _ONCE
+            found["recompute"] = _ONCE
         return found
 
     def _check_always_moved(self, found: RowUses, fused: Sequence[Fused]) -> None:
@@ -272,7 +275,7 @@ _ORDERED = (
 _LATER = "an update in a later scan needs what its update sums up over all rows"
 _KEPT = (
     "its state is kept in some steps (optax.MultiSteps), and would be moved in all "
-    "(which held='store' and held='twice' allow)"
+    "(which late_gradients='host' and late_gradients='recompute' allow)"
 )
 
 
@@ -346,23 +349,34 @@ def _type(v: jex.Var) -> tuple[object, ...]:
     return aval.shape, aval.dtype, spec, _memory.kind_of_type(aval)
 
 
-def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[str]:
+def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
     """What to warn of: a way of waiting that was asked for by name, and is not had.
 
     Args:
       found: What is fused of a step.
-      option: The name of the option by which it was asked for.
       paths: The path of each result of the step.
     """
-    refused = found.refused()
+    rest = found.step.at_rest
+    if found.asked.residuals == "host" and not (rest and rest.residual_bytes):
+        yield (
+            "residuals='host' was asked for, and nothing is kept there: no scan stacks "
+            "at least 64 KiB that only a later scan takes rows of, as the forward pass "
+            "of scanned layers does for the backward pass"
+        )
+    refused, asked = found.refused(), found.asked.late_gradients
     if not refused:
         nothing = () if found.scans else found.reasons()
-        asked = found.asked in get_args(Way) and gradients(found.step, found.unfused)
-        for line in nothing if asked else ():
-            yield f"{option}={found.asked!r} was asked for, and nothing waits: {line}"
+        wanted = asked in get_args(Way) and gradients(found.step, found.unfused)
+        for line in nothing if wanted else ():
+            yield f"late_gradients={asked!r} was asked for, and nothing waits: {line}"
         return
-    other: Way = "twice" if found.asked == "store" else "store"
-    still = {o.gradient for o in plan(found.step, other).refused()}
+    other: Way = "recompute" if asked == "host" else "host"
+    still = {
+        o.gradient
+        for o in plan(
+            found.step, dataclasses.replace(found.asked, late_gradients=other)
+        ).refused()
+    }
     by_reason: dict[str, list[Unfused]] = {}
     for o in refused:
         by_reason.setdefault(o.reason, []).append(o)
@@ -373,9 +387,11 @@ def refusals(found: FusedStep, option: str, paths: Sequence[str]) -> Iterator[st
         leaves = [
             path for a, path in outvars if isinstance(a, jex.Var) and a in results
         ]
-        can = f" {option}={other!r} can." * still.isdisjoint(o.gradient for o in some)
+        can = f" late_gradients={other!r} can." * still.isdisjoint(
+            o.gradient for o in some
+        )
         yield (
-            f"{option}={found.asked!r} was asked for, and cannot be had for the "
+            f"late_gradients={asked!r} was asked for, and cannot be had for the "
             f"gradients that the results {_trees.listed(leaves)} are updated with, "
             f"which are on the device whole: {reason}.{can}"
         )

@@ -16,8 +16,8 @@ FLOPS_PER_BYTE = 8000
 
 
 def cheaper(
-    scan: Scan, held: Sequence[Fused], passes: Passes
-) -> Literal["store", "twice"]:
+    scan: Scan, late: Sequence[Fused], passes: Passes
+) -> Literal["host", "recompute"]:
     """Whether gradients had better be stored, or computed again.
 
     Stored, they cross the link beside the backward pass, and with their state in every
@@ -26,15 +26,15 @@ def cheaper(
 
     Args:
       scan: The backward pass.
-      held: The updates that have to wait.
+      late: The updates that have to wait.
       passes: What is summed up first.
     """
     backward = flops(scan) / FLOPS_PER_BYTE
-    gradients = sum(f.gradient_bytes for f in held)
-    state = sum(f.loaded_bytes for f in held)
-    stored = max(backward, gradients) + passes.stored(held) * (gradients + state)
-    again = backward + passes.twice(held) * max(backward, state)
-    return "store" if stored < again else "twice"
+    gradients = sum(f.gradient_bytes for f in late)
+    state = sum(f.loaded_bytes for f in late)
+    stored = max(backward, gradients) + passes.stored(late) * (gradients + state)
+    again = backward + passes.twice(late) * max(backward, state)
+    return "host" if stored < again else "recompute"
 
 
 def flops(scan: Scan) -> float:

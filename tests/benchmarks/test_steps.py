@@ -50,7 +50,7 @@ def test_fused_modes_train_the_same(mode, plain):
     unfused = train_step(SMALL, MODES[mode].optimizer(SMALL.optimizer))
     (scan,) = oo.jit(unfused).schedule(*args).scans
     assert sum(len(f.component.gradients) for f in scan.now) == 6
-    assert not scan.held
+    assert not scan.late
 
 
 def test_results_of_ours_depend_on_the_library():

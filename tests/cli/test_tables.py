@@ -80,7 +80,7 @@ def test_updates_in_the_backward_pass():
     text = " ".join(shown(tables.print_plan, plan).split())
     assert "fits with its updates in the backward pass: nothing is moved" in text
     assert "before anything is moved: 8.00 GiB -> 5.00 GiB, fits" in text
-    assert "train with oo.jit(step), or jit oo.fuse_backward(step)" in text
+    assert "train with oo.jit(step), or jit oo.stream(step)" in text
     assert "left outside: the step returns it" in text
     assert plan.as_dict()["fused"]["used_bytes"] == 5 * 2**30
     assert plan.as_dict()["outside"] == list(plan.outside)

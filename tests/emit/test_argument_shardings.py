@@ -122,7 +122,7 @@ def test_host_state_that_jax_types_as_a_device_value(jitted):
     run = {
         "eager": step,
         "jax.jit": jax.jit(step),
-        "oo.jit": oo.jit(step, donate_argnums=(0, 1), fused_backward=False),
+        "oo.jit": oo.jit(step, donate_argnums=(0, 1), fuse=False),
         "oo.jit, fused": oo.jit(step, donate_argnums=(0, 1)),
     }[jitted]
     params, x = jnp.full((3, 8, 8), 0.1), jnp.ones((4, 8))

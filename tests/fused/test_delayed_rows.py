@@ -14,8 +14,8 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 
 import optax_offload as oo
 from optax_offload import _compat, _memory, aot
-from optax_offload._fuse_backward import plan_of
-from optax_offload._schedule import order
+from optax_offload._schedule import Options, order
+from optax_offload._stream import plan_of
 
 BOUND = 32
 
@@ -73,14 +73,14 @@ def test_every_row_is_stored(length, unroll, reverse):
         assert ("kernels move these slices" in text) == by_kernels
 
 
-@pytest.mark.parametrize("held", ["store", "twice"])
-def test_gradients_that_wait(held):
+@pytest.mark.parametrize("late_gradients", ["host", "recompute"])
+def test_gradients_that_wait(late_gradients):
     """In the second scan rows are delayed, in the first there are none."""
     params, loss = make_params(5), make_loss()
     plain = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     tx = offloaded(plain)
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
-    step = oo.jit(make_step(tx, loss), fused_backward=held, **DONATED)
+    step = oo.jit(make_step(tx, loss), late_gradients=late_gradients, **DONATED)
     assert ulps(train(step, tx, params, steps=3), want) <= BOUND
 
 
@@ -92,7 +92,7 @@ def test_what_need_not_wait_for_a_second_run_does():
     plain = optax.chain(clip, optax.sgd(1e-2, 0.9))
     tx = offloaded(plain)
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=2)
-    step = oo.jit(make_step(tx, loss), fused_backward="twice", **DONATED)
+    step = oo.jit(make_step(tx, loss), late_gradients="recompute", **DONATED)
     got = train(step, tx, params, steps=2)
     assert ulps(got, want) <= BOUND
     text = str(step.schedule(*got[:2], BATCH))
@@ -125,7 +125,7 @@ def delayed(tx, length):
     params, step = make_params(length), make_step(tx, make_loss())
     state = tx.init(params)
     closed = jax.make_jaxpr(step)(params, state, BATCH)
-    (each,) = plan_of(closed, "auto").scans
+    (each,) = plan_of(closed, Options(), None).scans
     ordered = order.by_gradients(each.scan, each.now)
     found = order.delayed_rows(each.scan, ordered)
     on_host = [
@@ -176,7 +176,7 @@ def test_positions_of_copies_are_those_of_rows(reverse):
     pytest.importorskip("jax_plugins")
     tx = offloaded(optax.adam(1e-2))
     target = aot.Target("h100")
-    step = oo.fuse_backward(make_step(tx, make_loss(reverse=reverse)))
+    step = oo.stream(make_step(tx, make_loss(reverse=reverse)))
     state = oo.eval_shape(tx.init, make_params(6))
     compiled = aot.compile(
         step, make_params(6), state, BATCH, target=target, donate_argnums=(0, 1)

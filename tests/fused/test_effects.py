@@ -154,13 +154,13 @@ EFFECTS: dict[str, Any] = {
     "after what waits": (
         lambda calls: optax.chain(CLIP, optax.adam(0.1), calls.in_update("update")),
         ["late"],
-        "twice",
+        "recompute",
         "times, for a norm of a norm",
     ),
     "in a scan that would run twice": (
         lambda calls: optax.chain(CLIP, calls.in_update("update"), optax.adam(0.1)),
         ["backward"],
-        "twice",
+        "recompute",
         "it has to wait, and its scan, which has effects, runs once",
     ),
 }
@@ -169,13 +169,13 @@ EFFECTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", EFFECTS)
 def test_each_effect_is_had_as_often_as_without(name):
     """In a step that is fused, and in one that cannot be because of them."""
-    make, places, held, said = EFFECTS[name]
+    make, places, late_gradients, said = EFFECTS[name]
     calls = Calls()
     tx = make(calls)
     want = calls.of(jax.jit(step_with_effects(calls, tx, places)), tx)
     counts = collections.Counter(calls)
     tx = offloaded(tx)
-    step = oo.jit(step_with_effects(calls, tx, places), fused_backward=held)
+    step = oo.jit(step_with_effects(calls, tx, places), late_gradients=late_gradients)
     refused = pytest.warns(oo.OffloadWarning, match=said)
     with refused if "has to wait" in said else contextlib.nullcontext():
         got = calls.of(step, tx)
@@ -188,14 +188,14 @@ def test_each_effect_is_had_as_often_as_without(name):
 ASKED = ("asked", "rate", "asked again")
 
 
-@pytest.mark.parametrize("held", ["auto", "twice"])
-def test_ordered_effects_are_in_their_order(held):
+@pytest.mark.parametrize("late_gradients", ["auto", "recompute"])
+def test_ordered_effects_are_in_their_order(late_gradients):
     """Also of what waits, and of an answer that the updates take before the scan.
 
     JAX keeps callbacks in order, and what is asked, but not one among the other.
     """
     calls = Calls()
-    clipped = held == "twice"
+    clipped = late_gradients == "recompute"
     tx = optax.chain(CLIP, optax.adam(0.1)) if clipped else optax.adam(0.1)
 
     def body(h, w):
@@ -221,7 +221,7 @@ def test_ordered_effects_are_in_their_order(held):
 
     want = calls.of(jax.jit(step), tx)
     order = sorted(calls, key=ASKED.__contains__)
-    fused = oo.jit(step, fused_backward=held)
+    fused = oo.jit(step, late_gradients=late_gradients)
     got = calls.of(fused, tx)
     assert sorted(calls, key=ASKED.__contains__) == order
     assert_near(got["w"], want["w"])
@@ -236,7 +236,7 @@ def test_gradients_do_not_wait_on_the_host_beside_ordered_effects():
         jax.debug.callback(lambda: None, ordered=True)
         return make_step(tx)(params, state, x)
 
-    said = oo.jit(step, fused_backward="store").schedule(
+    said = oo.jit(step, late_gradients="host").schedule(
         make_params(), tx.init(make_params()), X
     )
     assert "JAX compiles no step with ordered effects (ordered=True)" in str(said)
@@ -294,7 +294,7 @@ def test_refs():
     for tx, wrap in (
         (plain, jax.jit),
         (offloaded(plain), oo.jit),
-        (offloaded(plain), lambda f: jax.jit(oo.fuse_backward(f), donate_argnums=0)),
+        (offloaded(plain), lambda f: jax.jit(oo.stream(f), donate_argnums=0)),
     ):
         refs = [jax.new_ref(make_params()["w"]), jax.new_ref(jnp.ones(3))]
         refs.append(jax.new_ref(jnp.float32(0)))
@@ -337,7 +337,7 @@ def test_what_jax_makes_of_a_fused_step():
     """A population's step, and tangents, are those of the plain one."""
     tx = offloaded(optax.adam(0.1))
     step = make_step(tx)
-    fused = oo.fuse_backward(step)
+    fused = oo.stream(step)
     params = make_params()
     state = tx.init(params)
     population = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
@@ -367,8 +367,8 @@ def test_no_tracer_leaks(layers):
     args = (params, state, X)
     with jax.checking_leaks():
         tx.update(params, tx.init(params), params)
-        for held in ("auto", False):
-            step = oo.jit(make_step(tx), fused_backward=held)
+        for fuse in (True, False):
+            step = oo.jit(make_step(tx), fuse=fuse)
             step.schedule(*args)
             step.lower(*args)
-        jax.jit(oo.fuse_backward(make_step(tx))).lower(*args)
+        jax.jit(oo.stream(make_step(tx))).lower(*args)

@@ -121,9 +121,13 @@ class Model:
         updates, state = self.tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    def compiled(self, held=None):
-        """The step, fused if it is said what is held."""
-        step = oo.fuse_backward(self.step, held=held) if held else self.step
+    def compiled(self, late_gradients=None):
+        """The step, fused if it is said what becomes of late gradients."""
+        step = (
+            oo.stream(self.step, late_gradients=late_gradients)
+            if late_gradients
+            else self.step
+        )
         return aot.compile(
             step,
             self.params,
@@ -236,7 +240,7 @@ def test_gradients_wait_in_host_memory(platform, how):
         clip=True,
         explicit=how == "explicit",
     )
-    stored = model.compiled("store")
+    stored = model.compiled("host")
     padding = 1.01
     assert aot.peak(stored).host_temporary_bytes <= padding * model.gradient_bytes
     if NEWER:
@@ -252,7 +256,7 @@ def test_gradients_wait_in_host_memory(platform, how):
 def test_the_scan_that_runs_twice(platform):
     """It leaves nothing behind, on the device or on the host."""
     model = Model(platform, "fsdp", clip=True)
-    plain, twice = model.compiled(), model.compiled("twice")
+    plain, twice = model.compiled(), model.compiled("recompute")
     assert not filled(twice, model.shapes)
     before, after = collectives(plain), collectives(twice)
     # Of the kinds that the gradients of one backward pass take.

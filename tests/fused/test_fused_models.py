@@ -253,7 +253,7 @@ def test_an_update_that_takes_what_a_later_scan_gives():
     tx = offloaded(optax.chain(by_the_other, optax.sgd(1e-2, 0.9)))
     params = {"a": make_params(), "b": make_params()}
     step = make_step(tx, lambda p, x: loss(p["a"], x) + loss(p["b"], x))
-    step = oo.jit(step, fused_backward="store")
+    step = oo.jit(step, late_gradients="host")
     args = params, tx.init(params), BATCH
     text = str(step.schedule(*args))
     for said in ("need all gradients first", "updated with their rows"):

@@ -18,6 +18,7 @@ from scanned_models import (
 )
 
 import optax_offload as oo
+from optax_offload._program import at_rest
 
 pytestmark = pytest.mark.optimized
 
@@ -111,7 +112,25 @@ def test_five_steps(name, place):
         assert f"left outside: {why}" in text
 
 
-def assert_kinds(tx, results):
+@named(INSIDE)
+@pytest.mark.parametrize("residuals", ["device", "host"])
+def test_parameters_on_the_host(name, residuals, monkeypatch):
+    """Embedding and head too, and what the forward pass keeps: five steps."""
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    if residuals == "host" and name not in (*QUICK, *NEED_ALL, *NOT_FUSED):
+        pytest.skip("with the same equations as others")
+    tx = offloaded(INSIDE[name]())
+    step = oo.jit(make_step(tx), residuals=residuals, **DONATED)
+    params = oo.set_memory_kind(make_params(), ".*", "pinned_host")
+    got = train(step, tx, params)
+    assert_as_plain(name, got)
+    assert_kinds(tx, got, "pinned_host")
+    assert step._cache_size() <= 2
+    if name not in {*NOT_FUSED, "multi_steps"}:
+        assert "never on the device" in str(step.schedule(*got[:2], BATCH))
+
+
+def assert_kinds(tx, results, of_params="device"):
     """All that was put into host memory is there, and nothing else."""
     params, state, _ = results
     wanted = jax.eval_shape(tx.init, params)
@@ -119,19 +138,19 @@ def assert_kinds(tx, results):
         host = x.sharding.memory_kind == "pinned_host"
         assert host == (oo._memory.nbytes(like) >= 8 and x.ndim > 0)
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(params)}
-    assert kinds == {"device"}
+    assert kinds == {of_params}
 
 
 @named(NEED_ALL)
-@pytest.mark.parametrize("held", ["store", "twice"])
-def test_gradients_that_have_to_wait(name, held):
+@pytest.mark.parametrize("late_gradients", ["host", "recompute"])
+def test_gradients_that_have_to_wait(name, late_gradients):
     """Stored in host memory, or computed twice."""
     tx = offloaded(INSIDE[name]())
-    step = oo.jit(make_step(tx), fused_backward=held, **DONATED)
+    step = oo.jit(make_step(tx), late_gradients=late_gradients, **DONATED)
     got = train(step, tx)
     assert_as_plain(name, got)
     assert_kinds(tx, got)
-    said = "the scan runs" if held == "twice" else "stored to host memory"
+    said = "the scan runs" if late_gradients == "recompute" else "stored to host memory"
     assert said in str(step.schedule(*got[:2], BATCH))
 
 
@@ -152,12 +171,12 @@ def test_frozen_parameters():
     assert said in str(step.schedule(*got[:2], BATCH))
 
 
-@pytest.mark.parametrize("held", ["store", "twice"])
-def test_state_on_the_device_waits_if_asked(held):
+@pytest.mark.parametrize("late_gradients", ["host", "recompute"])
+def test_state_on_the_device_waits_if_asked(late_gradients):
     """Gradients alone are in host memory, or nothing is."""
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
     want = train(jax.jit(make_step(tx)), tx)
-    step = oo.jit(make_step(tx), fused_backward=held)
+    step = oo.jit(make_step(tx), late_gradients=late_gradients)
     got = train(step, tx)
     assert ulps(got, want) <= BOUND
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(got)}
@@ -174,5 +193,5 @@ def test_each_result_replaces_an_argument_of_its_type():
     args = make_params(), tx.init(make_params()), BATCH
     said = "updated with their rows: 2 gradients of 12.00 KiB"
     assert said in str(oo.jit(step).schedule(*args))
-    assert jax.eval_shape(oo.fuse_backward(step), *args) == jax.eval_shape(step, *args)
-    assert ulps(oo.fuse_backward(step)(*args), jax.jit(step)(*args)) <= 16
+    assert jax.eval_shape(oo.stream(step), *args) == jax.eval_shape(step, *args)
+    assert ulps(oo.stream(step)(*args), jax.jit(step)(*args)) <= 16

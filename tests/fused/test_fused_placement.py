@@ -24,7 +24,7 @@ def as_plain(make, tx, params, said=NEVER, fuse: Any = "auto"):
     state = tx.init(oo.set_memory_kind(params, ".*", "device"))
     args = (params, state, jnp.ones((8, 16)))
     want = jax.jit(make(tx))(*args)
-    step = oo.jit(make(tx), fused_backward=fuse)
+    step = oo.jit(make(tx), late_gradients=fuse)
     assert said in str(step.schedule(*args))
     got = step(*args)
     assert ulps(got, want) <= BOUND
@@ -33,7 +33,9 @@ def as_plain(make, tx, params, said=NEVER, fuse: Any = "auto"):
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
-@pytest.mark.parametrize(("fuse", "checkpointed"), [("store", False), ("twice", True)])
+@pytest.mark.parametrize(
+    ("fuse", "checkpointed"), [("host", False), ("recompute", True)]
+)
 def test_parameters_in_host_memory(fuse, checkpointed):
     """They are loaded in the scan's body, so that gradients are typed as of the host.
 

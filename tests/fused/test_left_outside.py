@@ -32,12 +32,12 @@ def step_of(tx, finish, gradients=None):
     return step
 
 
-def check(finish, tx=None, held: Any = "auto", gradients=None, place="host"):
+def check(finish, tx=None, late_gradients: Any = "auto", gradients=None, place="host"):
     """Compares two steps with the plain one's; returns what the schedule says."""
     tx = tx or optax.adamw(1e-2)
     want = train(jax.jit(step_of(tx, finish, gradients)), tx, steps=2)
     tx = offloaded(tx) if place == "host" else tx
-    step = oo.jit(step_of(tx, finish, gradients), fused_backward=held)
+    step = oo.jit(step_of(tx, finish, gradients), late_gradients=late_gradients)
     got = train(step, tx, steps=2)
     assert ulps(got, want) <= BOUND
     return str(step.schedule(*got[:2], BATCH))
@@ -137,21 +137,21 @@ def test_what_else_a_step_does(name):
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("late_gradients", "said"),
     [
-        ("store", "loaded with their state twice, for a norm of a norm"),
-        ("twice", "the scan runs twice"),
+        ("host", "loaded with their state twice, for a norm of a norm"),
+        ("recompute", "the scan runs twice"),
         ("auto", "the scan runs twice"),
-        ("leave", "left outside: its update needs all gradients first"),
+        ("device", "left outside: its update needs all gradients first"),
     ],
 )
-def test_norms_of_clipped_updates(held, said):
+def test_norms_of_clipped_updates(late_gradients, said):
     """They are known only after the second run, or after a pass over what is stored."""
 
     def norms(grads, updates, params, new):
         return jax.tree.map(optax.tree.norm, (grads, updates, new))
 
-    assert said in check(norms, CLIPPED, held)
+    assert said in check(norms, CLIPPED, late_gradients)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -196,8 +196,8 @@ def test_sums_over_layers_are_kept_in_float32(dtype):
     ]
 
 
-@pytest.mark.parametrize(("held", "scans"), [("store", 2), ("twice", 3)])
-def test_no_scan_runs_more_than_it_has_to(held, scans):
+@pytest.mark.parametrize(("late_gradients", "scans"), [("host", 2), ("recompute", 3)])
+def test_no_scan_runs_more_than_it_has_to(late_gradients, scans):
     """Forward and backward, and backward again; no whole one for what is summed up.
 
     That which updates has its first iterations in a loop of their own where rows are
@@ -205,15 +205,15 @@ def test_no_scan_runs_more_than_it_has_to(held, scans):
     """
 
     def norm(grads, updates, params, new):
-        return optax.tree.norm(updates if held == "twice" else grads)
+        return optax.tree.norm(updates if late_gradients == "recompute" else grads)
 
     tx = offloaded(CLIPPED)
     params = make_params()
-    step = oo.jit(step_of(tx, norm), fused_backward=held)
+    step = oo.jit(step_of(tx, norm), late_gradients=late_gradients)
     traced = step.trace(params, tx.init(params), BATCH)
     jaxprs = (emitted(traced.jaxpr, late=late) for late in (False, True))
     counts = [[e.primitive.name for e in x.eqns].count("scan") for x in jaxprs]
-    late = held == "twice" and _compat.STORES_OVERLAP
+    late = late_gradients == "recompute" and _compat.STORES_OVERLAP
     assert counts == [scans, scans + late]
 
 
@@ -225,33 +225,35 @@ NORMS_OF_NORMS = {
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("late_gradients", "said"),
     [
-        ("store", "loaded with their state {} for a norm of a norm: 12.00 KiB more"),
-        ("twice", "the scan runs {} for a norm of a norm"),
+        ("host", "loaded with their state {} for a norm of a norm: 12.00 KiB more"),
+        ("recompute", "the scan runs {} for a norm of a norm"),
     ],
 )
 @pytest.mark.parametrize("name", NORMS_OF_NORMS)
-def test_norms_of_norms(name, held, said):
+def test_norms_of_norms(name, late_gradients, said):
     """As many passes as there are norms that depend on norms; LAMB's are two each."""
-    passes = {"clip twice": 2, "clip and lamb": 3}[name] + (held == "twice")
+    passes = {"clip twice": 2, "clip and lamb": 3}[name] + (
+        late_gradients == "recompute"
+    )
     often = {2: "twice,"}.get(passes, f"{passes} times,")
     with jax.numpy_rank_promotion("allow"):
-        text = check(nothing, NORMS_OF_NORMS[name], held)
+        text = check(nothing, NORMS_OF_NORMS[name], late_gradients)
     assert said.format(often) in text
     assert f"{BOTH} never" in text
 
 
-@pytest.mark.parametrize("held", ["store", "twice"])
-def test_no_gradient_is_whole_for_a_norm_of_a_norm(held):
+@pytest.mark.parametrize("late_gradients", ["host", "recompute"])
+def test_no_gradient_is_whole_for_a_norm_of_a_norm(late_gradients):
     """Neither is one that would be computed by a further run of the scan."""
     tx = offloaded(NORMS_OF_NORMS["clip twice"])
     params = make_params()
-    step = oo.fuse_backward(step_of(tx, nothing), held=held)
+    step = oo.stream(step_of(tx, nothing), late_gradients=late_gradients)
     closed = jax.make_jaxpr(step)(params, tx.init(params), BATCH)
     scans = [e for e in emitted(closed).eqns if e.primitive.name == "scan"]
     # Forward, backward, and the norm of updates; then all that runs again updates.
-    assert len(scans) == (4 if held == "twice" else 3)
+    assert len(scans) == (4 if late_gradients == "recompute" else 3)
     gradients = {x.shape for x in jax.tree.leaves(params["layers"])}
     device = [
         v.aval
@@ -322,9 +324,9 @@ def test_updates_that_tie_leaves():
         optax.GradientTransformation(lambda p: optax.EmptyState(), tie),
         optax.adamw(1e-2),
     )
-    assert f"{BOTH} left outside" not in check(nothing, tx, "leave")
-    assert "left outside: its update needs all" in check(nothing, tx, "leave")
-    assert f"{BOTH} never" in check(nothing, tx, "store")
+    assert f"{BOTH} left outside" not in check(nothing, tx, "device")
+    assert "left outside: its update needs all" in check(nothing, tx, "device")
+    assert f"{BOTH} never" in check(nothing, tx, "host")
 
 
 @pytest.mark.parametrize("place", ["host", "device"])
@@ -333,18 +335,18 @@ def test_apply_if_finite(place):
     check(nothing, optax.apply_if_finite(optax.adamw(1e-2), 3), place=place)
 
 
-@pytest.mark.parametrize("held", [False, "store"])
-def test_a_dropped_update_is_zero_fused_or_not(held):
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_dropped_update_is_zero_fused_or_not(fuse):
     """`optax.MultiSteps` multiplies it by zero, which is NaN if it is not finite."""
 
     def infinite(params, tokens):
         return jax.grad(lambda p: jnp.inf * loss(p, tokens))(params)
 
     tx = offloaded(optax.MultiSteps(optax.adam(1e-2), 2))
-    step = oo.jit(step_of(tx, nothing, infinite), fused_backward=held)
+    step = oo.jit(step_of(tx, nothing, infinite), fuse=fuse, late_gradients="host")
     params = make_params()
     got, state, _ = step(params, tx.init(params), BATCH)
-    assert ("never" in str(step.schedule(got, state, BATCH))) == (held == "store")
+    assert ("never" in str(step.schedule(got, state, BATCH))) == fuse
     assert ulps(got, params) == 0
     assert not np.isfinite(state.acc_grads["layers"]["in"]).any()
 
@@ -379,18 +381,20 @@ def test_a_scan_with_effects_runs_once():
     params = make_params()
     state = tx.init(params)
     counts = []
-    for held in ("leave", "store", "twice", "auto"):
-        step = oo.jit(step_of(tx, nothing, jax.grad(noisy)), fused_backward=held)
+    for late_gradients in ("device", "host", "recompute", "auto"):
+        step = oo.jit(
+            step_of(tx, nothing, jax.grad(noisy)), late_gradients=late_gradients
+        )
         printed.clear()
         warned = contextlib.nullcontext()
-        if held == "twice":
-            said = r"cannot be had .* '0/layers/in', .* runs once. .*='store' can\.$"
+        if late_gradients == "recompute":
+            said = r"cannot be had .* '0/layers/in', .* runs once. .*='host' can\.$"
             warned = pytest.warns(oo.OffloadWarning, match=said)
         with warned:
             jax.block_until_ready(step(params, state, BATCH))
         jax.effects_barrier()
         counts.append(len(printed))
-        if held == "twice":
+        if late_gradients == "recompute":
             text = str(step.schedule(params, state, BATCH))
             assert "left outside: it has to wait, and its scan, which has eff" in text
     assert len(set(counts)) == 1
@@ -403,9 +407,7 @@ def test_means_of_what_a_scan_returns_are_left_alone():
         return jnp.mean(lax.scan(lambda c, x: (c + x, jnp.sum(x)), x[0], x)[1])
 
     x = jnp.ones((4, 3))
-    assert str(jax.make_jaxpr(oo.fuse_backward(losses))(x)) == str(
-        jax.make_jaxpr(losses)(x)
-    )
+    assert str(jax.make_jaxpr(oo.stream(losses))(x)) == str(jax.make_jaxpr(losses)(x))
     assert str(oo.jit(losses).schedule(x)) == (
         "nothing is fused into a backward pass\n"
         "no scan stacks what an update takes row by row, as gradients of layers"
@@ -433,9 +435,7 @@ def test_a_reason_where_nothing_is_fused():
 
     assert said(step_of(tx, nothing, jax.grad(unrolled))).startswith("no scan found:")
     step = step_of(tx, nothing)
-    assert said(step, fused_backward=False) == (
-        "it was asked not to: fused_backward=False"
-    )
+    assert said(step, fuse=False) == ("it was asked not to: fuse=False")
 
     def if_even(params, state, tokens):
         def skip(params, state):
@@ -459,8 +459,8 @@ def test_a_reason_where_nothing_is_fused():
     assert said(finite) == f"{BOTH} left outside: the update is in a cond"
 
 
-@pytest.mark.parametrize("held", ["auto", "store", "twice"])
-def test_an_update_in_a_later_scan_reads_new_parameters_that_wait(held):
+@pytest.mark.parametrize("late_gradients", ["auto", "host", "recompute"])
+def test_an_update_in_a_later_scan_reads_new_parameters_that_wait(late_gradients):
     """The encoder's rate is made of the decoder's new norm; only that is clipped."""
     keys = jax.random.split(jax.random.key(0))
     params = {
@@ -492,8 +492,8 @@ def test_an_update_in_a_later_scan_reads_new_parameters_that_wait(held):
     want = jax.jit(step)(*args)
     step, args = make(offloaded)
     refused = pytest.warns(oo.OffloadWarning, match="an update in a later scan needs")
-    with contextlib.nullcontext() if held == "auto" else refused:
-        fused = oo.jit(step, fused_backward=held)
+    with contextlib.nullcontext() if late_gradients == "auto" else refused:
+        fused = oo.jit(step, late_gradients=late_gradients)
         assert ulps(fused(*args), want) <= BOUND
     text = str(fused.schedule(*args))
     assert "of 3 iterations: 1 gradient" in text
@@ -512,19 +512,20 @@ def test_what_was_asked_for_and_is_not_done_warns():
     def with_literal(*args):
         return *step_of(tx, norms)(*args), 1.0  # A result that has no variable.
 
-    step = oo.fuse_backward(with_literal, held="store")
+    step = oo.stream(with_literal, late_gradients="host")
     with pytest.warns(
         oo.OffloadWarning,
-        match=r"^held='store' was asked for, and cannot be had for the gradients that "
-        r"the results '0/layers/in', .* updated with, which are on the device whole: "
-        r"mul reads what it replaces, after the scan\.$",
+        match=r"^late_gradients='host' was asked for, and cannot be had for the "
+        r"gradients that the results '0/layers/in', .* updated with, which are on the "
+        r"device whole: mul reads what it replaces, after the scan\.$",
     ):
         jax.eval_shape(step, *args)
-    step = oo.fuse_backward(step_of(tx, nothing, accumulated), held="twice")
+    step = oo.stream(step_of(tx, nothing, accumulated), late_gradients="recompute")
     with pytest.warns(
         oo.OffloadWarning,
-        match="^held='twice' was asked for, and nothing waits: 4 gradients of 16.00 "
-        "KiB left outside: its backward scan is inside of another equation",
+        match="^late_gradients='recompute' was asked for, and nothing waits: "
+        "4 gradients of 16.00 KiB left outside: its backward scan is inside of another "
+        "equation",
     ):
         jax.eval_shape(step, *args)
 

@@ -50,20 +50,20 @@ def slices(jaxpr):
 
 
 @pytest.mark.parametrize(
-    ("inner", "held"),
+    ("inner", "late_gradients"),
     [
         (optax.adamw(1e-2), "auto"),
-        (optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), "twice"),
+        (optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)), "recompute"),
         (optax.amsgrad(1e-2), "auto"),
     ],
     ids=["adamw", "clipped", "amsgrad"],
 )
-def test_values_and_kinds(inner, held):
+def test_values_and_kinds(inner, late_gradients):
     """As those of the plain optimizer, as far as rounding allows."""
-    got, text = trained(inner, WINDOW, fused_backward=held)
+    got, text = trained(inner, WINDOW, late_gradients=late_gradients)
     assert "over the window: 1 gradient of 6.00 KiB, a row in " in text
     # As in `test_fused_optimizers.py`: 16.4 was seen where a norm is summed up anew.
-    bound = 32 if held == "twice" else 16
+    bound = 32 if late_gradients == "recompute" else 16
     assert ulps(got, train(jax.jit(make_step(inner), **DONATED), inner)) <= bound
     oo.memory_report(got[1], EVERYTHING).check()
 
@@ -162,7 +162,7 @@ def test_parameters_that_are_replaced_and_taken_whole():
 def test_what_cannot_be_divided_is_said():
     """By the equation that mixes a row."""
     _, text = trained(optax.novograd(1e-2), WINDOW)
-    _, text = trained(optax.lamb(1e-2), WINDOW, fused_backward="twice")
+    _, text = trained(optax.lamb(1e-2), WINDOW, late_gradients="recompute")
     assert "over the window: 1 gradient of 6.00 KiB, a row at once: " in text, text
 
 
@@ -170,7 +170,7 @@ def test_rows_whose_gradients_wait_are_whole():
     """They are updated after the scan; that is said, and warned of."""
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     with pytest.warns(oo.OffloadWarning, match=r"'1/0/mu/layers/out', .*no smaller"):
-        _, text = trained(inner, WINDOW, fused_backward="store")
+        _, text = trained(inner, WINDOW, late_gradients="host")
     assert "a row at once: its gradient waits in host memory" in text
 
 
@@ -205,7 +205,7 @@ def test_less_of_a_row_is_on_the_device(target):
 
         args = struct(shape), oo.eval_shape(tx.init, struct(shape)), struct((64, 2048))
         compiled = aot.compile(
-            oo.fuse_backward(step),
+            oo.stream(step),
             *args,
             target=aot.Target(target),
             donate_argnums=(0, 1),

@@ -115,7 +115,7 @@ def test_names_of_a_pair_that_is_refused(fused):
 
     params = jnp.ones((2, 8, 8))
     state = tx.init(params)
-    jitted = jax.jit(oo.fuse_backward(step) if fused else step, donate_argnums=1)
+    jitted = jax.jit(oo.stream(step) if fused else step, donate_argnums=1)
     message = r"- state\[0\].mu \(pinned_host\) and result\[0\] \(device\), each tensor"
     with pytest.raises(oo.MemoryKindError, match=message):
         jitted(params, state, jnp.ones((4, 8)))

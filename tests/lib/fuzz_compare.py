@@ -15,6 +15,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload import _memory
+from optax_offload._program import at_rest
 
 STEPS = 2
 # A relative change of parameters. Numbers in few bits change by rounding to another
@@ -116,6 +118,7 @@ def run(drawn: Drawn) -> list[Outcome]:
         said = quiet.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
         quiet.enter_context(jax.numpy_rank_promotion("allow"))
+        quiet.enter_context(mock.patch.object(at_rest, "LEAST_RESIDUAL_BYTES", 0))
         if drawn.axis_types == "Explicit" and program.mesh is not None:
             quiet.enter_context(jax.set_mesh(program.mesh))
         try:
@@ -158,6 +161,7 @@ class _Steps:
 
     def __init__(self, program: Program, *, offloaded: bool, like: Any = None):
         self.program, self.tx = program, program.transformation(offloaded=offloaded)
+        self._offloaded = offloaded
         # What does not depend on them is on their devices, too.
         plain_init = jax.jit(self.tx.init, keep_unused=True)
         self._init: Any = self.tx.init if offloaded else plain_init
@@ -168,6 +172,8 @@ class _Steps:
         """Parameters and state, in buffers of their own; sharded as others are."""
         params = self.program.params(noise, number)
         state = self._init(params) if noise else self.init
+        if self._offloaded and self.program.resting:
+            params = oo.set_memory_kind(params, self.program.resting, "pinned_host")
 
         def put(x: Any, like: Any) -> Any:
             if self.program.mesh is not None and len(like.device_set) == 1:
@@ -329,12 +335,15 @@ def _first_line(error: Exception) -> str:
 def _in_mode(steps: _Steps, mode: str) -> tuple[Any, Any]:
     """The step as it is run, and what tells what is fused."""
     program, step = steps.program, steps.program.step(steps.tx)
-    held: Any = mode.removeprefix("fuse ")
-    held = {"False": False, "jit": False}.get(held, held)
-    ours = steps.jitted(functools.partial(oo.jit, fused_backward=held), step)
-    if mode == "jit" or mode.startswith("fuse "):
-        if held:
-            step = oo.fuse_backward(step, held=held)
+    late_gradients: Any = mode.removeprefix("stream ")
+    options: Any = {"late_gradients": late_gradients}
+    if late_gradients in ("jit", "unfused"):
+        options = {"fuse": False}
+    options["residuals"] = program.drawn.residuals
+    ours = steps.jitted(functools.partial(oo.jit, **options), step)
+    if mode == "jit" or mode.startswith("stream "):
+        if mode != "jit":
+            step = oo.stream(step, **options)
         donate = bool(_donated(program, mode))
         return steps.jitted(jax.jit, step, donate=donate), ours.schedule
     return ours, ours.schedule
@@ -342,7 +351,7 @@ def _in_mode(steps: _Steps, mode: str) -> tuple[Any, Any]:
 
 def _donated(program: Program, mode: str) -> Sequence[int]:
     """The arguments that are donated in a mode, by position."""
-    by_jax = mode == "jit" or mode.startswith("fuse ")
+    by_jax = mode == "jit" or mode.startswith("stream ")
     if by_jax and (program.drawn.order != "params first" or program.donates != (0, 1)):
         return ()  # JAX would pair buffers of two memories: `oo.jit` is for that.
     return program.donates
@@ -375,11 +384,19 @@ def _check_form(program: Program, got: Record, want: Record, init: Any) -> None:
         for keys, x in jax.tree_util.tree_flatten_with_path(init)[0]
     }
     at = f"[{program.takes.index('state')}]"
+    of_params = [f"[{program.takes.index('params')}]"]
+    if program.drawn.results == "old parameters":
+        names = [name for name in program.takes if name != "ref"]
+        of_params.append(f"[{names.index('batch')}]")
     for x, y in zip(got.leaves, want.leaves, strict=True):
         if (x.dtype, x.value.shape) != (y.dtype, y.value.shape):
             raise _FailedError(f"{x.path}: {x.dtype}{x.value.shape}, plain {y.dtype}")
         is_state = x.path.startswith(at)
         kind = kinds[x.path.removeprefix(at)] if is_state else "device"
+        if program.resting and x.path.startswith(tuple(of_params)):
+            leaf = re.sub(r"\W+", "/", x.path[3:]).strip("/")
+            if re.fullmatch(program.resting, leaf):
+                kind = "pinned_host"
         if x.kind != kind:
             raise _FailedError(f"{x.path} is in {x.kind}, not in {kind}")
     if got.calls.keys() != want.calls.keys() or any(

@@ -106,17 +106,19 @@ CHOICES: dict[str, dict[Any, int]] = {
     "sharded": {"last": 3, "middle": 1, "rows": 1, "no": 1},
     "constraint": {"none": 4, "gradients": 1, "params": 1},
     "out_shardings": {False: 3, True: 1},
+    "at_rest": {"none": 3, "layers": 1, "all": 1},
+    "residuals": {"device": 3, "host": 1},
 }
 MODES = {
     "jit": 2,
     "auto": 8,
-    "store": 5,
-    "twice": 5,
-    "leave": 1,
-    "False": 1,
-    "fuse auto": 1,
-    "fuse store": 1,
-    "fuse twice": 1,
+    "host": 5,
+    "recompute": 5,
+    "device": 1,
+    "unfused": 1,
+    "stream auto": 1,
+    "stream host": 1,
+    "stream recompute": 1,
 }
 
 
@@ -154,6 +156,8 @@ class Drawn:
     sharded: str = "no"
     constraint: str = "none"
     out_shardings: bool = False
+    at_rest: str = "none"
+    residuals: str = "device"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -202,6 +206,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
     for _ in range(modes):
         taken.append(one(left))
         del left[taken[-1]]
+    if "jit" in taken:  # Nothing streams there.
+        found |= {"at_rest": "none", "residuals": "device"}
     if found["codec"]:  # Of leaves with 4096 values or more.
         found |= {"layers": 4, "width": 16, "hidden": 64, "wrapped": "inside"}
         found["optimizer"] = rng.choice(ENCODED)
@@ -262,6 +268,12 @@ class Program:
             self.mesh = Mesh(np.array(devices), ("x",), axis_types=types)
         self._params = self._make_params()
         self.batch = self._rng.integers(0, VOCABULARY, (BATCH,), np.int32)
+
+    @property
+    def resting(self) -> str:
+        """A regex of the parameters that rest on the host; "" for none."""
+        patterns = {"none": "", "layers": "(layers|more)/.*", "all": ".*"}
+        return patterns[self.drawn.at_rest]
 
     def _make_params(self) -> Any:
         """As NumPy arrays in float32."""

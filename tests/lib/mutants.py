@@ -183,7 +183,7 @@ MUTANTS = {
     ),
     "old parameters gone before the second run": Mutant(
         "_schedule/step.py",
-        "now, held = (), tuple(all_fused)",
+        "now, late = (), tuple(all_fused)",
         "pass",
         (f"{LATE}::test_what_need_not_wait_for_a_second_run_does",),
     ),

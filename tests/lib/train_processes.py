@@ -3,7 +3,7 @@
 Not a test: each process of a run is this program, given its number. A small Flax model
 is sharded over all devices of all processes, its Adam state offloaded. The state is
 saved every few steps, and the run goes on from the newest checkpoint there is. With
-`--scanned` the model's layers are, and `--held` fuses the step.
+`--scanned` the model's layers are, and `--late_gradients` fuses the step.
 
 Prints a line for each step: its number, and the bits of the loss.
 """
@@ -20,7 +20,7 @@ parser.add_argument("--process", type=int, default=0)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save_every", type=int, default=2)
 parser.add_argument("--scanned", action="store_true")
-parser.add_argument("--held", default="")
+parser.add_argument("--late_gradients", default="")
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -91,10 +91,10 @@ def run(args: argparse.Namespace) -> None:
         loss, gradients = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=gradients), loss
 
-    if args.held:
-        schedule = oo.jit(train_step, fused_backward=args.held).schedule
+    if args.late_gradients:
+        schedule = oo.jit(train_step, late_gradients=args.late_gradients).schedule
         print("fused bytes", schedule(template, batch(0)).gradient_bytes)
-        train_step = oo.fuse_backward(train_step, held=args.held)
+        train_step = oo.stream(train_step, late_gradients=args.late_gradients)
     train_step = jax.jit(
         train_step,
         donate_argnums=0,

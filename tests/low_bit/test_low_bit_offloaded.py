@@ -18,7 +18,8 @@ from low_bit_cases import MOMENTS, encoded_leaves, make_params
 from program import emitted
 
 import optax_offload as oo
-from optax_offload._emit import carry_out, held
+from optax_offload._emit import carry_out
+from optax_offload._emit import late_gradients as emit
 from optax_offload._schedule import schedule
 
 LR = 1e-2
@@ -271,7 +272,7 @@ def test_blocks_on_two_devices_warn(offloaded):
                 tx.init(params)
 
 
-def clipped_steps(held, windows=(None, None)):
+def clipped_steps(late_gradients, windows=(None, None)):
     """The jaxpr of a step whose gradients wait, with two offloaded optimizers."""
     rule = oo.Rule(MOMENTS, min_bytes=8, codec="int8")
     params = {"a": jnp.ones((4, 512, 256)), "b": jnp.ones((4, 256, 512))}
@@ -294,7 +295,7 @@ def clipped_steps(held, windows=(None, None)):
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    step = oo.fuse_backward(step, held=held)
+    step = oo.stream(step, late_gradients=late_gradients)
     return emitted(jax.make_jaxpr(step)(params, tx.init(params), jnp.ones((2, 512))))
 
 
@@ -306,8 +307,8 @@ def test_codes_whose_gradients_wait_are_counted_as_decoded(monkeypatch):
         given.append((update, window_bytes))
         return carry_out(update, window_bytes, *args)
 
-    monkeypatch.setattr(held, "carry_out", noted)
-    clipped_steps("store", (2**22, 2**21))
+    monkeypatch.setattr(emit, "carry_out", noted)
+    clipped_steps("host", (2**22, 2**21))
     ((update, window_bytes),) = given
     assert window_bytes == 2**21
     (planned,) = schedule(update, window_bytes).straights()
@@ -323,7 +324,7 @@ def test_codes_whose_gradients_wait_are_counted_as_decoded(monkeypatch):
 @pytest.mark.parametrize("window_bytes", [None, 2**19])
 def test_codes_that_a_scan_stores_keep_their_layout(window_bytes):
     """A TPU's compiler would turn their axes, and could not write a row of them."""
-    step = clipped_steps("twice", (window_bytes,) * 2)
+    step = clipped_steps("recompute", (window_bytes,) * 2)
     *_, scan = (e for e in step.eqns if e.primitive.name == "scan")
     body = scan.params["jaxpr"].jaxpr
     producers = {v: e for e in body.eqns for v in e.outvars}

@@ -79,7 +79,7 @@ def compile_with(offload, make_step=adam_step, target=H100, fuse=False):
     """The step, with its optimizer wrapped."""
     step = make_step(offload, target)
     if fuse:
-        step = step._replace(fn=oo.fuse_backward(step.fn))
+        step = step._replace(fn=oo.stream(step.fn))
     return compile_step(step, target)
 
 
@@ -169,7 +169,7 @@ def test_fusing_alone_may_do():
     for text in (str(found), found.rule_file()):
         assert f"in the backward pass, before anything is moved: {peaks}" in text
         assert "fits: nothing is moved" in text
-        assert "oo.fuse_backward(step)" in text
+        assert "oo.stream(step)" in text
     less = oo.plan(unclipped_step, target=H100, budget_bytes=fused - MIB)
     assert less.fused is not None
     assert not less.fused.fits

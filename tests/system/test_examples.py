@@ -138,3 +138,21 @@ def test_two_models_take_turns(kind, tmp_path):
             assert ("in device" in row) == (f"{name} on the device" in head), row
             assert f"in {kind}" in row or f"{name} on the device" in head
     assert len(turns) == 2 * 2 * 4
+
+
+@pytest.mark.slow
+def test_one_layer(tmp_path):
+    """Saved and restored half way, with the losses of `train_lm.py`."""
+    got = run("one_layer.py", cwd=tmp_path)
+    want = run("train_lm.py", "--chips=", cwd=tmp_path)
+    assert got.returncode == want.returncode == 0, got.stderr + want.stderr
+
+    def losses(text):
+        return [float(x) for x in re.findall(r"loss (\d+\.\d+)", text)]
+
+    assert losses(got.stdout) == pytest.approx(losses(want.stdout), abs=2e-4)
+    assert "saved and restored step 2" in got.stdout
+    assert "never on the device whole" in got.stdout
+    for line in got.stdout.splitlines():
+        if line.startswith("params/layers/"):
+            assert "pinned_host" in line

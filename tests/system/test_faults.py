@@ -275,7 +275,7 @@ def test_out_shardings_on_a_device(fused):
     """The second step of a trainer that names no kinds raises, fused or not."""
     params = make_params()
     tx = oo.offload(optax.adam(1e-2), harness.EVERYTHING)
-    step = oo.fuse_backward(make_step(tx)) if fused else make_step(tx)
+    step = oo.stream(make_step(tx)) if fused else make_step(tx)
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     step = jax.jit(step, out_shardings=device)
     params, state, _ = step(params, tx.init(params), BATCH)

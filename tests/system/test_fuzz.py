@@ -28,7 +28,7 @@ def test_as_plain_jit(seed):
 
 # Of seeds that only a thousand had, what was left when all else was made simple.
 FOUND = [
-    "modes=twice; optimizer=multi_steps; frozen=set_to_zero; devices=4; "
+    "modes=recompute; optimizer=multi_steps; frozen=set_to_zero; devices=4; "
     "axis_types=Explicit; sharded=last",  # Buffers that replace nothing, sharded.
 ]
 

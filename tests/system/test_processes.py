@@ -20,7 +20,7 @@ PARAMETER_BYTES = 4 * (128 * 256 + 256 + 256 * 128 + 128)
 LAYERS = 4
 
 
-def start(directory, *, processes, devices, scanned=False, held=None):
+def start(directory, *, processes, devices, scanned=False, late_gradients=None):
     """Starts a run, with so many devices in each process."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -35,7 +35,7 @@ def start(directory, *, processes, devices, scanned=False, held=None):
     command += [f"--coordinator=localhost:{port}", f"--processes={processes}"]
     command += [f"--steps={STEPS}"]
     command += ["--scanned"] if scanned else []
-    command += [f"--held={held}"] if held else []
+    command += [f"--late_gradients={late_gradients}"] if late_gradients else []
     running = []
     for i in range(processes):
         with errors_of(directory, i).open("w") as errors:
@@ -64,9 +64,9 @@ def losses(lines):
     }
 
 
-def finish(directory, *, scanned=False, held=None, **kwargs):
+def finish(directory, *, scanned=False, late_gradients=None, **kwargs):
     """Runs to the end: where it began, and the losses, the same in all processes."""
-    running = start(directory, scanned=scanned, held=held, **kwargs)
+    running = start(directory, scanned=scanned, late_gradients=late_gradients, **kwargs)
     outputs = [process.communicate(timeout=300)[0] for process in running]
     for i, process in enumerate(running):
         assert process.returncode == 0, errors_of(directory, i).read_text()
@@ -78,7 +78,7 @@ def finish(directory, *, scanned=False, held=None, **kwargs):
     # On each device.
     gone = [int(x) for o in outputs for x in re.findall(r"fused bytes (\d+)", o)]
     devices = kwargs["devices"] * len(running)
-    assert gone == [nbytes // devices] * (len(running) if held else 0)
+    assert gone == [nbytes // devices] * (len(running) if late_gradients else 0)
     return int(re.findall(r"^from (\d+)$", outputs[0], re.M)[0]), found[0]
 
 
@@ -122,8 +122,14 @@ def test_fused(tmp_path):
     of all run twice.
     """
     _, want = finish(tmp_path / "one", processes=1, devices=4, scanned=True)
-    runs = [("two", None), ("stored", "store"), ("twice", "twice")]
-    for name, held in runs:
+    runs = [("two", None), ("stored", "host"), ("recompute", "recompute")]
+    for name, late_gradients in runs:
         directory = tmp_path / name
-        _, got = finish(directory, processes=2, devices=2, scanned=True, held=held)
+        _, got = finish(
+            directory,
+            processes=2,
+            devices=2,
+            scanned=True,
+            late_gradients=late_gradients,
+        )
         assert got == pytest.approx(want, rel=1e-6)

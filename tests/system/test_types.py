@@ -36,7 +36,7 @@ def test_jit_keeps_the_signature():
     def bare(x: jax.Array) -> jax.Array:
         return x + 1
 
-    @oo.jit(fused_backward="twice", static_argnames="n")
+    @oo.jit(late_gradients="recompute", static_argnames="n")
     def decorated(x: jax.Array, n: int) -> jax.Array:
         return x * n
 
@@ -44,13 +44,13 @@ def test_jit_keeps_the_signature():
     assert_type(decorated(X, n=2), jax.Array)
     with pytest.raises(TypeError, match="'m'"):
         decorated(X, m=2)  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ValueError, match="fused_backward is 'both'; it must be one of"):
-        oo.jit(step, fused_backward="both")  # pyright: ignore
+    with pytest.raises(ValueError, match="late_gradients is 'both'; it must be one of"):
+        oo.jit(step, late_gradients="both")  # pyright: ignore
 
 
-def test_fuse_backward_keeps_the_signature():
+def test_stream_keeps_the_signature():
     """It is a function like the step."""
-    fused = oo.fuse_backward(step, held="store")
+    fused = oo.stream(step, late_gradients="host")
     assert_type(fused(X), tuple[jax.Array, float])
     takes: Callable[[jax.Array], tuple[jax.Array, float]] = fused
     del takes
@@ -76,8 +76,8 @@ def test_names_are_literals():
         oo.set_memory_kind(X, ".*", "host")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="memory_kind is 'device'; offload_states mov"):
         oo.offload_states(X, memory_kind="device")  # pyright: ignore
-    with pytest.raises(ValueError, match="held is 'both'; it must be one of"):
-        oo.fuse_backward(step, held="both")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="late_gradients is 'both'; it must be one of"):
+        oo.stream(step, late_gradients="both")  # pyright: ignore[reportArgumentType]
     kinds: list[Any] = [oo.Rule(".*", "device").memory_kind]
     assert kinds == ["device"]
 

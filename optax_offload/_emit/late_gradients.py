@@ -18,14 +18,14 @@ from optax_offload._rows import Kernel, kernel_of
 from optax_offload._schedule import Fused, Scan, asked_window
 
 
-def run(
+def updated(
     step: Step,
     fused: Sequence[Fused],
     env: Mapping[jex.Var, Any],
     sharded: Mapping[jex.Var, Sharded],
 ) -> dict[jex.Var, Any]:
     """The results of updates whose gradients wait in host memory."""
-    update, sources, results = _held(
+    update, sources, results = _one_update(
         step, [(f, kernel_of(f.rows.restricted(f.component.results))) for f in fused]
     )
     args = [env[v] for v in sources]
@@ -52,7 +52,7 @@ def over_rows(scan: Scan) -> Scan:
     return Scan(scan.position, e)
 
 
-def _held(
+def _one_update(
     step: Step, fused: Sequence[tuple[Fused, Kernel]]
 ) -> tuple[Update, list[jex.Var], list[jex.Var]]:
     """One update of all that waits; its arguments and its results in the step."""

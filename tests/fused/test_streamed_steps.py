@@ -1,4 +1,4 @@
-"""`fuse_backward` and `jit(fused_backward=...)`: their arguments and their programs."""
+"""`stream` and `jit`: their arguments and their programs."""
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,18 @@ NOTHING = "nothing is fused into a backward pass"
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 
 
-@pytest.mark.parametrize("held", ["both", True, None, ""])
-def test_held_is_one_of_four(held):
+@pytest.mark.parametrize("late_gradients", ["both", True, None, ""])
+def test_late_gradients_are_one_of_four(late_gradients):
     """Others are refused before anything is traced."""
-    allowed = "must be one of 'auto', 'store', 'twice', 'leave'"
-    with pytest.raises(ValueError, match=f"held is {held!r}; it {allowed}"):
-        oo.fuse_backward(lambda x: x, held=held)
-    with pytest.raises(ValueError, match=f"fused_backward is {held!r}; it {allowed}"):
-        oo.jit(lambda x: x, fused_backward=held)
+    allowed = "must be one of 'auto', 'host', 'recompute', 'device'"
+    with pytest.raises(
+        ValueError, match=f"late_gradients is {late_gradients!r}; it {allowed}"
+    ):
+        oo.stream(lambda x: x, late_gradients=late_gradients)
+    with pytest.raises(
+        ValueError, match=f"late_gradients is {late_gradients!r}; it {allowed}"
+    ):
+        oo.jit(lambda x: x, late_gradients=late_gradients)
 
 
 def unrolled(params, tokens):
@@ -47,16 +51,23 @@ def test_nothing_fused_is_the_same_program(place):
     plain = CLIPPED if place == "device" else offloaded(CLIPPED)
     params = make_params()
     state = plain.init(params)
-    held = "auto" if place == "device" else "leave"
+    late_gradients = "auto" if place == "device" else "device"
     for of in (loss, unrolled):
         step = make_step(plain, of)
         args = (params, state, BATCH)
         want = jax.jit(step).lower(*args).as_text()
-        assert jax.jit(oo.fuse_backward(step, held=held)).lower(*args).as_text() == want
-        assert oo.jit(step, fused_backward=held).lower(*args).as_text() == want
-        assert str(oo.jit(step, fused_backward=held).schedule(*args)).startswith(
-            NOTHING
+        assert (
+            jax.jit(oo.stream(step, late_gradients=late_gradients))
+            .lower(*args)
+            .as_text()
+            == want
         )
+        assert (
+            oo.jit(step, late_gradients=late_gradients).lower(*args).as_text() == want
+        )
+        assert str(
+            oo.jit(step, late_gradients=late_gradients).schedule(*args)
+        ).startswith(NOTHING)
 
 
 def test_false_fuses_nothing():
@@ -64,7 +75,7 @@ def test_false_fuses_nothing():
     tx = offloaded(optax.adamw(1e-2))
     step, params = make_step(tx), make_params()
     args = (params, tx.init(params), BATCH)
-    whole = oo.jit(step, fused_backward=False)
+    whole = oo.jit(step, fuse=False)
     assert whole.lower(*args).as_text() == jax.jit(step).lower(*args).as_text()
     assert str(whole.schedule(*args)).startswith(NOTHING)
     assert whole.lower(*args).as_text() != oo.jit(step).lower(*args).as_text()
@@ -75,7 +86,7 @@ def test_jit_does_it_as_stream_does():
     tx = offloaded(optax.adamw(1e-2))
     step, params = make_step(tx), make_params()
     args = (params, tx.init(params), BATCH)
-    by_hand = jax.jit(oo.fuse_backward(step)).lower(*args).as_text()
+    by_hand = jax.jit(oo.stream(step)).lower(*args).as_text()
     assert oo.jit(step).lower(*args).as_text() == by_hand
 
 
@@ -135,7 +146,7 @@ def test_arguments():
     given = {"state": tx.init(params), "tokens": BATCH}
     given |= {"scale": 2.0, "flag": "x", "extra": (None, np.ones(3))}
     options = {"static_argnums": 0, "static_argnames": "flag"}
-    fused, by_hand = oo.jit(step, **options), jax.jit(oo.fuse_backward(step), **options)
+    fused, by_hand = oo.jit(step, **options), jax.jit(oo.stream(step), **options)
     assert "2 gradients" in str(fused.schedule("train", params, **given))
     want = jax.jit(step, **options)("train", params, **given)
     for jitted in (fused, by_hand):
@@ -149,7 +160,7 @@ def test_not_jitted():
     step = make_step(tx)
     params = make_params()
     args = (params, tx.init(params), BATCH)
-    assert ulps(oo.fuse_backward(step)(*args), jax.jit(step)(*args)) <= 8
+    assert ulps(oo.stream(step)(*args), jax.jit(step)(*args)) <= 8
 
 
 def test_values_that_a_step_closes_over():
@@ -175,7 +186,7 @@ def test_values_that_a_step_closes_over():
         return lambda p, s, x: fuse(lambda p, s: step(p, s, x))(p, s)
 
     want = jax.jit(outer(lambda f: f))(params, state, 0.5)
-    assert ulps(jax.jit(outer(oo.fuse_backward))(params, state, 0.5), want) <= 8
+    assert ulps(jax.jit(outer(oo.stream))(params, state, 0.5), want) <= 8
     assert ulps(oo.jit(step)(params, state, 0.5), want) <= 8
 
 

@@ -1,0 +1,476 @@
+"""A step that was traced as if all were on the device, with what rests on the host.
+
+An argument in host memory is used as if it were on the device. A scan takes it row by
+row, and loads each in its body; an update takes it where it is; any other use loads all
+of it, just before. A result that replaces it returns to where it rests.
+
+What a scan stacks of rows that rest on the host, such as their casts that the backward
+pass takes, is not stacked: who takes it loads the rows again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend import core as jex
+from jax.extend import source_info_util
+
+from optax_offload import _compat, _memory
+from optax_offload._program.call import called, called_where_it_rests
+from optax_offload._program.graph import nested, read, variables
+from optax_offload._program.replaced import returning
+from optax_offload._program.row_values import RowValue, made_of_rows, rests
+from optax_offload._program.wanted import HAND_ON, has_update, wanted_at_rest
+
+# What scans stack in host memory, and what for.
+Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
+
+# Less is not worth a transfer of its own in every iteration.
+LEAST_RESIDUAL_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class Resting:
+    """An argument that rests on the host.
+
+    Attributes:
+      position: Its position among the arguments.
+      nbytes: Its bytes on each device.
+      scans: The number of iterations of each scan that loads a row in each.
+      whole: The names of what else loads all of it.
+      is_state: Whether an offloaded update takes it.
+      returns: Whether a result replaces it, which returns to the host.
+    """
+
+    position: int
+    nbytes: int
+    scans: tuple[int, ...]
+    whole: tuple[str, ...]
+    is_state: bool
+    returns: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class AtRest:
+    """What of a step rests on the host.
+
+    Attributes:
+      arguments: The arguments that do.
+      residual_bytes: The bytes on each device of what forward scans keep there for
+        backward scans.
+      made_bytes: The bytes on each device of results that scans store row by row.
+      positions: How scans move rows: not at all, at positions that count up with their
+        iterations, or at others too.
+    """
+
+    arguments: tuple[Resting, ...]
+    residual_bytes: int
+    made_bytes: int
+    positions: Literal["none", "rising", "others"]
+
+
+def resting(
+    closed: jex.ClosedJaxpr, types: Sequence[Any], *, residuals: bool = False
+) -> tuple[jex.ClosedJaxpr, AtRest]:
+    """Has values rest where they are.
+
+    Args:
+      closed: A step that was traced as if all were on the device.
+      types: The types of its arguments, where they are.
+      residuals: Whether what scans stack for scans alone rests on the host too.
+
+    Returns:
+      The step, whose arguments, results and updates have types of where they rest; and
+      how it takes them.
+    """
+    returns = returning(closed, types)
+    walk = _Walk(residuals)
+
+    def step(*args: Any) -> list[Any]:
+        walk.name(args, range(len(args)))
+        results = walk.evaluate(closed.jaxpr, closed.consts, args)
+        return [
+            _memory.transfer(x, "pinned_host") if k in returns else x
+            for k, x in enumerate(results)
+        ]
+
+    found = jax.make_jaxpr(step)(*types)
+    jaxpr = found.jaxpr.replace(debug_info=closed.jaxpr.debug_info)
+    rest = AtRest(
+        tuple(
+            walk.use_of(i, x, i in returns.values())
+            for i, x in enumerate(types)
+            if _memory.on_host(x)
+        ),
+        walk.residual_bytes,
+        walk.made_bytes,
+        walk.positions,
+    )
+    return jex.ClosedJaxpr(jaxpr, found.consts), rest
+
+
+class _Walk:
+    """Evaluates equations with values where they rest.
+
+    Attributes:
+      residual_bytes: See `AtRest`.
+      made_bytes: See `AtRest`.
+      positions: See `AtRest`.
+    """
+
+    def __init__(self, residuals: bool):
+        self._residuals = residuals
+        self.residual_bytes = self.made_bytes = 0
+        self.positions: Literal["none", "rising", "others"] = "none"
+        # Which argument of the step a value is. No value is kept: it would leak.
+        self._argument: dict[int, int | None] = {}
+        # By what each was taken at rest.
+        self._scans: dict[int | None, list[int]] = {}
+        self._whole: dict[int | None, list[str]] = {}
+        self._updated: set[int | None] = set()
+
+    def name(self, values: Sequence[Any], arguments: Sequence[int | None]) -> None:
+        """Says which argument of the step each value is, as long as it lives."""
+        self._argument |= dict(zip(map(id, values), arguments, strict=True))
+
+    def _of(self, x: Any) -> int | None:
+        return self._argument.get(id(x))
+
+    def use_of(self, i: int, x: Any, returns: bool) -> Resting:
+        """How an argument of a type was taken."""
+        return Resting(
+            i,
+            _memory.nbytes_on_each_device(x),
+            tuple(self._scans.get(i, ())),
+            tuple(dict.fromkeys(self._whole.get(i, ()))),
+            i in self._updated,
+            returns,
+        )
+
+    def _load(self, x: Any, e: jex.JaxprEqn) -> Any:
+        """All of a value, on the device, for an equation."""
+        if isinstance(x, RowValue):
+            for one in x.sources:
+                self._whole.setdefault(self._of(one), []).append(e.primitive.name)
+            return x.whole()
+        if not rests(x):
+            return x
+        self._whole.setdefault(self._of(x), []).append(e.primitive.name)
+        return _memory.transfer(x, "device")
+
+    def _load_all(self, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+        return [self._load(x, e) for x in values]
+
+    def evaluate(
+        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+    ) -> list[Any]:
+        """The results of equations, each where it was left."""
+        env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env |= dict(zip(jaxpr.invars, args, strict=True))
+        plain: list[jex.JaxprEqn] = []
+        stored = self._stored(jaxpr)
+
+        def run_plain() -> None:
+            if plain:
+                env.update(_evaluated(jaxpr, plain, env))
+                plain.clear()
+
+        for e in jaxpr.eqns:
+            resting = any(v in env and rests(env[v]) for v in variables(e.invars))
+            resting |= any(_memory.on_host(v.aval) for v in variables(e.invars))
+            if not (resting or has_update(e) or any(v in stored for v in e.outvars)):
+                plain.append(e)
+                continue
+            run_plain()
+            values = [read(a, env.__getitem__) for a in e.invars]
+            with source_info_util.user_context(
+                e.source_info.traceback, name_stack=e.source_info.name_stack
+            ):
+                results = self._results(jaxpr, e, values, stored)
+            env.update(zip(e.outvars, results, strict=True))
+        run_plain()
+        results = [read(a, env.__getitem__) for a in jaxpr.outvars]
+        return [x.whole() if isinstance(x, RowValue) else x for x in results]
+
+    def _stored(self, jaxpr: jex.Jaxpr) -> Stored:
+        """What a scan stacks row by row in host memory.
+
+        That is what is moved there as a whole, as new parameters are; and, if it was
+        asked for, what only scans take rows of.
+        """
+        stacked: set[jex.Var] = set()
+        whole = set(variables(jaxpr.outvars))
+        taken: set[jex.Var] = set()
+        moved: set[jex.Var] = set()
+        for e in jaxpr.eqns:
+            if e.primitive.name == "device_put":
+                pairs = zip(e.invars, e.outvars, strict=True)
+                some = {a for a, v in pairs if _memory.on_host(v.aval)}
+                moved.update(variables(some))
+                whole.update(set(variables(e.invars)) - some)
+                continue
+            count = len(e.invars)
+            if e.primitive.name == "scan":
+                consts, carried = _compat.scan_counts(e.params)
+                count = consts + carried
+                stacked.update(e.outvars[carried:])
+            whole.update(variables(e.invars[:count]))
+            taken.update(variables(e.invars[count:]))
+        made = (stacked & moved) - whole - taken
+        found: dict[jex.Var, Literal["residual", "made"]] = dict.fromkeys(made, "made")
+        if self._residuals:
+            for v in (stacked & taken) - whole:
+                if (_memory.movable_nbytes(v.aval) or 0) >= LEAST_RESIDUAL_BYTES:
+                    found[v] = "residual"
+        return found
+
+    def _results(
+        self,
+        jaxpr: jex.Jaxpr,
+        e: jex.JaxprEqn,
+        values: Sequence[Any],
+        stored: Stored,
+    ) -> Sequence[Any]:
+        """The results of an equation that takes or leaves something at rest."""
+        what = called(e)
+        if what is not None:
+            self._updated.update(self._of(values[i]) for i in what.update.loads)
+            return called_where_it_rests(what, list(map(_load_rows, values)))
+        name = e.primitive.name
+        if name == "scan":
+            return self._scan(e, values, stored)
+        if name in HAND_ON:
+            return _bound(jaxpr, e, list(map(_load_rows, values)))
+        bodies = list(nested(e))
+        inside = [wanted_at_rest(body) for body in bodies]
+        kept = {
+            len(values) - len(body.invars) + i
+            for body, wanted in zip(bodies, inside, strict=True)
+            for i in wanted.rows | wanted.updated
+        }
+        if not kept and not has_update(e):
+            return _bound(jaxpr, e, self._load_all(e, values))
+        values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
+        if name == "cond":
+            return self._cond(e, values)
+        if name == "while":
+            return self._while(e, values)
+        if name == "remat2":
+            return self._checkpoint(e, list(map(_load_rows, values)))
+        (body,) = bodies
+        return self.evaluate(body, _consts(e), values)
+
+    def _scan(
+        self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
+    ) -> Sequence[Any]:
+        closed: jex.ClosedJaxpr = e.params["jaxpr"]
+        count, carried = _compat.scan_counts(e.params)
+        wanted = wanted_at_rest(closed.jaxpr)
+        xs = values[count + carried :]
+        first = count + carried
+        consts = [
+            x if i in wanted.rows | wanted.updated else self._load(x, e)
+            for i, x in enumerate(values[:count])
+        ]
+        # What is carried rests where it did.
+        updated = [
+            i in wanted.updated or (i in wanted.rows and rests(values[i]))
+            for i in range(count, first)
+        ]
+        carry = [
+            _memory.transfer(_load_rows(x), "pinned_host") if kept else self._load(x, e)
+            for x, kept in zip(values[count:first], updated, strict=True)
+        ]
+        kept = [first + i in wanted.updated for i in range(len(xs))]
+        made = made_of_rows(e, xs, kept)
+        # Each once, whoever takes it.
+        sources: dict[int, Any] = {}
+        for x in xs:
+            for one in x.sources if isinstance(x, RowValue) else (x,):
+                sources.setdefault(id(one), one)
+        length = e.params["length"]
+        for x, keep in zip(xs, kept, strict=True):
+            taken = x.sources if isinstance(x, RowValue) else (x,)
+            for one in taken if rests(x) and not keep else ():
+                self._scans.setdefault(self._of(one), []).append(length)
+
+        def row(x: Any, keep: bool, rows: Mapping[int, Any]) -> Any:
+            if isinstance(x, RowValue):
+                return x.row([_on_device(rows[id(one)]) for one in x.sources])
+            return rows[id(x)] if keep else _on_device(rows[id(x)])
+
+        def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
+            rows = dict(zip(sources, given, strict=True))
+            self.name(carry, list(map(self._of, values[count:first])))
+            own = [row(x, keep, rows) for x, keep in zip(xs, kept, strict=True)]
+            results = self.evaluate(
+                closed.jaxpr, closed.consts, [*consts, *carry, *own]
+            )
+            after = [
+                _memory.transfer(x, "pinned_host" if keep else "device")
+                for x, keep in zip(results[:carried], updated, strict=True)
+            ]
+            stacked = zip(e.outvars[carried:], results[carried:], strict=True)
+            return after, [
+                _memory.transfer(y, "pinned_host") if v in stored else y
+                for v, y in stacked
+                if v not in made
+            ]
+
+        params = e.params
+        after, stacked = lax.scan(
+            body,
+            carry,
+            list(sources.values()),
+            length=length,
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+        rest = iter(stacked)
+        for v in e.outvars[carried:]:
+            if v in stored and v not in made:
+                nbytes = _memory.nbytes_on_each_device(v.aval)
+                if stored[v] == "residual":
+                    self.residual_bytes += nbytes
+                else:
+                    self.made_bytes += nbytes
+        if any(map(rests, (*sources.values(), *stacked))):
+            rising = not params["reverse"] and params["unroll"] == 1
+            if self.positions != "others":
+                self.positions = "rising" if rising else "others"
+        return [
+            *after,
+            *(made[v] if v in made else next(rest) for v in e.outvars[carried:]),
+        ]
+
+    def _cond(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        index, *operands = values
+        branches = e.params["branches"]
+        operands = list(map(_load_rows, operands))
+        kinds = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
+        resting = [any(map(_memory.on_host, some)) for some in zip(*kinds, strict=True)]
+
+        def branch(b: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+            def fn(*args: Any) -> list[Any]:
+                results = self._body(b)(*args)
+                return [
+                    _memory.transfer(x, "pinned_host" if rests else "device")
+                    for x, rests in zip(results, resting, strict=True)
+                ]
+
+            return fn
+
+        return lax.switch(index, list(map(branch, branches)), *operands)
+
+    def _body(self, closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
+        return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args)
+
+    def _while(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        params = e.params
+        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        of_condition = self._load_all(e, values[:first])
+        of_body = list(map(_load_rows, values[first : first + second]))
+        wanted = wanted_at_rest(body.jaxpr)
+        kinds = [
+            "pinned_host"
+            if i in wanted.updated or (i in wanted.rows and rests(x))
+            else "device"
+            for i, x in enumerate(values[first:])
+        ][second:]
+
+        def placed(carry: Sequence[Any]) -> list[Any]:
+            return [_memory.transfer(x, k) for x, k in zip(carry, kinds, strict=True)]
+
+        def goes_on(carry: Sequence[Any]) -> Any:
+            (found,) = self._body(condition)(*of_condition, *map(_on_device, carry))
+            return found
+
+        def once(carry: Sequence[Any]) -> list[Any]:
+            self.name(carry, list(map(self._of, values[first + second :])))
+            return placed(self._body(body)(*of_body, *carry))
+
+        before = placed(list(map(_load_rows, values[first + second :])))
+        return lax.while_loop(goes_on, once, before)
+
+    def _checkpoint(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
+        """As it was, around what is in it."""
+        body = e.params["jaxpr"]
+
+        def again(*args: Any) -> list[Any]:
+            self.name(args, list(map(self._of, values)))
+            results = self.evaluate(body, (), args)
+            self.name(args, [None] * len(args))
+            return results
+
+        found = jax.make_jaxpr(again)(*values)
+        jaxpr = jex.Jaxpr(
+            constvars=(),
+            invars=[*found.jaxpr.constvars, *found.jaxpr.invars],
+            outvars=found.jaxpr.outvars,
+            eqns=found.jaxpr.eqns,
+            effects=found.jaxpr.effects,
+            debug_info=body.debug_info.with_unknown_names(),
+        )
+        params = {**e.params, "jaxpr": jaxpr}
+        if isinstance(params["prevent_cse"], tuple):
+            params["prevent_cse"] = (
+                *(True for _ in found.consts),
+                *params["prevent_cse"],
+            )
+        return e.primitive.bind(*found.consts, *values, **params)
+
+
+def _on_device(x: Any) -> Any:
+    return _memory.transfer(x, "device")
+
+
+def _load_rows(x: Any) -> Any:
+    return x.whole() if isinstance(x, RowValue) else x
+
+
+def _consts(e: jex.JaxprEqn) -> Sequence[Any]:
+    """What the body of a call closes over."""
+    bodies = [x for x in e.params.values() if isinstance(x, jex.ClosedJaxpr)]
+    return bodies[0].consts if bodies else ()
+
+
+def _evaluated(
+    jaxpr: jex.Jaxpr, equations: Sequence[jex.JaxprEqn], env: Mapping[jex.Var, Any]
+) -> dict[jex.Var, Any]:
+    """The values of what equations define, as far as it may be used."""
+    defined = {v for e in equations for v in e.outvars}
+    taken = dict.fromkeys(v for e in equations for v in variables(e.invars))
+    free = [v for v in taken if v not in defined]
+    used = {v for e in jaxpr.eqns for v in variables(e.invars)}
+    used.update(variables(jaxpr.outvars))
+    results = [v for e in equations for v in e.outvars if v in used]
+    some = jex.Jaxpr((), free, results, list(equations), debug_info=jaxpr.debug_info)
+    values = jax.core.eval_jaxpr(some, (), *(env[v] for v in free))
+    return dict(zip(results, values, strict=True))
+
+
+def _bound(jaxpr: jex.Jaxpr, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """The results of an equation, as far as they may be used."""
+    pairs = zip(e.invars, values, strict=True)
+    given = {a: x for a, x in pairs if isinstance(a, jex.Var)}
+    found = _evaluated(jaxpr, [e], given)
+    return [found.get(v) for v in e.outvars]
+
+
+def makes_rows(closed: jex.ClosedJaxpr) -> bool:
+    """Whether a function moves what a scan stacks to the host, as new parameters."""
+    stacked: set[jex.Var] = set()
+    for e in closed.jaxpr.eqns:
+        if e.primitive.name == "scan":
+            stacked.update(e.outvars[_compat.scan_counts(e.params)[1] :])
+        elif e.primitive.name == "device_put":
+            pairs = zip(e.invars, e.outvars, strict=True)
+            if any(a in stacked and _memory.on_host(v.aval) for a, v in pairs):
+                return True
+    return False

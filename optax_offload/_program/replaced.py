@@ -1,0 +1,139 @@
+"""Which results replace arguments that rest on the host, and so return there."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory
+from optax_offload._program.build import flatten
+from optax_offload._program.call import called
+from optax_offload._program.graph import Program, needed, shape, variables
+
+# What leads from an argument to what replaces it: most add something to it.
+_ADDING = {
+    "add",
+    "add_any",
+    "clamp",
+    "convert_element_type",
+    "copy",
+    "max",
+    "min",
+    "reshard",
+    "select_n",
+    "sharding_constraint",
+    "sub",
+}
+_STEPS = _ADDING | {"mul"}
+
+
+def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
+    """For results that replace arguments in host memory which they do, as positions.
+
+    Of an argument the result that the fewest equations between numbers of the same
+    position lead to: of a parameter itself plus its update. What is computed from such
+    a result, as how far a parameter went, comes after it; and what only multiples of
+    the argument lead to, as a gradient that weight decay is part of, after that.
+    """
+    program = flatten(closed)
+    resting = {
+        v for v, x in zip(program.invars, types, strict=True) if _memory.on_host(x)
+    }
+    for e in program.equations:  # New state is where its update leaves it.
+        what = called(e)
+        if what is not None:
+            resting.difference_update(variables(e.invars[i] for i in what.update.loads))
+    found: list[tuple[bool, int, int, jex.Var]] = []
+    for k, a in enumerate(program.outvars):
+        if isinstance(a, jex.Var) and a not in resting:
+            adding = _leading_to(program, a, resting, _ADDING)
+            all_steps = _leading_to(program, a, resting, _STEPS)
+            found += [(v not in adding, n, k, v) for v, n in all_steps.items()]
+    wanted = collections.Counter(v for *_, v in found)
+    several = {k: program.outvars[k] for _, _, k, v in found if wanted[v] > 1}
+    after = collections.Counter(
+        {k: _count_before(program, a, several.values()) for k, a in several.items()}
+    )
+
+    def likely(each: tuple[bool, int, int, jex.Var]) -> tuple[bool, int, int, int]:
+        multiple, n, k, _ = each
+        return multiple, after[k], n, k
+
+    replaced: dict[int, int] = {}
+    for _, _, k, v in sorted(found, key=likely):
+        i = program.invars.index(v)
+        if k not in replaced and i not in replaced.values():
+            replaced[k] = i
+    return replaced
+
+
+def _count_before(program: Program, result: Any, results: Iterable[Any]) -> int:
+    """How many of some results another is computed from."""
+    positions = needed(program.equations, [result])
+    taken = {v for i in positions for v in variables(program.equations[i].invars)}
+    return len(taken.intersection(results))
+
+
+def _leading_to(
+    program: Program,
+    result: jex.Var,
+    resting: Collection[jex.Var],
+    steps: Collection[str],
+) -> Mapping[jex.Var, int]:
+    """The arguments that lead to a result of their type, and in how many equations."""
+    of: Any = result.aval
+    found: dict[jex.Var, int] = {}
+    reached, front, count = {result}, [result], 0
+    while front:
+        found |= {v: count for v in front if v in resting and _alike(v, of)}
+        count += 1
+        before = [
+            x
+            for v in front
+            if v in program.producers
+            for x in _before(program.equations[program.producers[v]], v, steps)
+            if shape(x) == of.shape
+        ]
+        front = [v for v in dict.fromkeys(before) if v not in reached]
+        reached.update(front)
+    return found
+
+
+def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var]:
+    """What a result of an equation is made of, number by number."""
+    if e.primitive.name in steps:
+        return variables(e.invars)
+    if e.primitive.name == "cond":
+        return _before_branches(e, v, steps)
+    if e.primitive.name not in ("scan", "while"):
+        return []
+    # What a loop carries is what it was, a few times over.
+    first, carried = 0, len(e.outvars)
+    if e.primitive.name == "scan":
+        first, carried = _compat.scan_counts(e.params)
+    else:
+        first = e.params["cond_nconsts"] + e.params["body_nconsts"]
+    k = e.outvars.index(v)
+    return variables([e.invars[first + k]]) if k < carried else []
+
+
+def _before_branches(
+    e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]
+) -> list[jex.Var]:
+    """What a result of a conditional is made of in any branch."""
+    found: list[jex.Var] = []
+    for branch in e.params["branches"]:
+        program = flatten(branch)
+        a = program.outvars[e.outvars.index(v)]
+        if isinstance(a, jex.Var):
+            for x in _leading_to(program, a, program.invars, steps):
+                found += variables([e.invars[1 + program.invars.index(x)]])
+    return list(dict.fromkeys(found))
+
+
+def _alike(v: jex.Var, of: Any) -> bool:
+    aval: Any = v.aval
+    return (aval.shape, aval.dtype) == (of.shape, of.dtype)

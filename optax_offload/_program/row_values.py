@@ -1,0 +1,118 @@
+"""What a scan stacks of rows that rest on the host: computed again from the rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory
+from optax_offload._program.build import flatten
+from optax_offload._program.graph import Program, variables
+
+
+@dataclasses.dataclass(frozen=True)
+class RowValue:
+    """What is computed of rows alone, of values that rest on the host.
+
+    Attributes:
+      sources: The values.
+      jaxpr: What is computed, for one row of each.
+    """
+
+    sources: tuple[Any, ...]
+    jaxpr: jex.Jaxpr
+
+    def row(self, rows: Sequence[Any]) -> Any:
+        """It, given the rows."""
+        (value,) = jax.core.eval_jaxpr(self.jaxpr, (), *rows)
+        return value
+
+    def whole(self) -> Any:
+        """All rows of it, on the device."""
+        loaded = [_memory.transfer(x, "device") for x in self.sources]
+        _, rows = lax.scan(lambda _, rows: (None, self.row(rows)), None, loaded)
+        return rows
+
+
+def rests(x: Any) -> bool:
+    """Whether a value is not on the device, so that it has to be loaded."""
+    return isinstance(x, RowValue) or (
+        isinstance(x, jax.core.Tracer) and _memory.on_host(x)
+    )
+
+
+# What is cheaper to compute again than to keep.
+_AGAIN = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "mul",
+    "neg",
+    "reshape",
+    "squeeze",
+    "transpose",
+}
+
+
+def made_of_rows(
+    e: jex.JaxprEqn,
+    xs: Sequence[Any],
+    kept: Sequence[bool],
+) -> dict[jex.Var, Any]:
+    """What a scan stacks that is computed of rows at rest alone, as such.
+
+    Args:
+      e: The scan.
+      xs: What it takes rows of.
+      kept: Which of these its body takes where they rest.
+    """
+    program = flatten(e.params["jaxpr"])
+    first = len(program.invars) - len(xs)
+    carried = len(program.outvars) - (len(e.outvars) - _compat.scan_counts(e.params)[1])
+    source = {
+        v: x
+        for v, x, keep in zip(program.invars[first:], xs, kept, strict=True)
+        if rests(x) and not isinstance(x, RowValue) and not keep
+    }
+    found: dict[jex.Var, Any] = {}
+    for v, a in zip(e.outvars[carried:], program.outvars[carried:], strict=True):
+        if not isinstance(a, jex.Var) or not source:
+            continue
+        if a in source:
+            found[v] = source[a]
+            continue
+        positions = _of_rows(program, a, source)
+        if positions is None:
+            continue
+        equations = [program.equations[i] for i in positions]
+        used = {x for e in equations for x in variables(e.invars)} & set(source)
+        if used:
+            taken = list(used)
+            jaxpr = jex.Jaxpr((), taken, [a], equations, debug_info=program.debug_info)
+            found[v] = RowValue(tuple(source[x] for x in taken), jaxpr)
+    return found
+
+
+def _of_rows(
+    program: Program, wanted: jex.Var, source: Mapping[jex.Var, Any]
+) -> list[int] | None:
+    """The equations that lead from rows to a value; None if they take more."""
+    found: set[int] = set()
+    waiting = [wanted]
+    while waiting:
+        v = waiting.pop()
+        if v in source:
+            continue
+        i = program.producers.get(v)
+        if i is None or program.equations[i].primitive.name not in _AGAIN:
+            return None
+        if i not in found:
+            found.add(i)
+            waiting += variables(program.equations[i].invars)
+    return sorted(found)

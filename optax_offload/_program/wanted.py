@@ -1,0 +1,63 @@
+"""What the bodies of equations take where it rests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jax.extend import core as jex
+
+from optax_offload import _compat
+from optax_offload._program.call import called
+from optax_offload._program.graph import nested, variables, within
+
+# What gives a value back as it is, wherever that rests.
+HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What a body takes where it rests, as positions of its arguments.
+
+    Attributes:
+      updated: What updates take as state.
+      rows: What scans take rows of.
+    """
+
+    updated: frozenset[int]
+    rows: frozenset[int]
+
+
+def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
+    """What a body takes where it rests."""
+    updated: set[jex.Var] = set()
+    rows: set[jex.Var] = set()
+    for e in reversed(body.eqns):
+        what = called(e)
+        if what is not None:
+            for a, x in zip(e.invars, what.update.inputs, strict=True):
+                if x.on_host:
+                    updated.update(variables([a]))
+            continue
+        if e.primitive.name in HAND_ON:
+            for a, v in zip(e.invars, e.outvars, strict=True):
+                for some in (updated, rows):
+                    if v in some:
+                        some.update(variables([a]))
+            continue
+        if e.primitive.name == "scan":
+            rows.update(variables(e.invars[sum(_compat.scan_counts(e.params)) :]))
+        for inner in nested(e):
+            found = wanted_at_rest(inner)
+            first = len(e.invars) - len(inner.invars)
+            updated.update(variables(e.invars[first + i] for i in found.updated))
+            rows.update(variables(e.invars[first + i] for i in found.rows))
+    arguments = list(enumerate(body.invars))
+    return Wanted(
+        frozenset(i for i, v in arguments if v in updated),
+        frozenset(i for i, v in arguments if v in rows),
+    )
+
+
+def has_update(e: jex.JaxprEqn) -> bool:
+    """Whether an equation is an offloaded update, or has one in a body."""
+    return called(e) is not None or any(called(x) for x in within(e))

@@ -1,0 +1,235 @@
+"""`stream`: a step whose values rest where there is room, and are used row by row."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.extend import core as jex
+
+from optax_offload import _memory, _trees
+from optax_offload._emit import streamed
+from optax_offload._errors import warn
+from optax_offload._program import as_on_device, take_apart
+from optax_offload._schedule import (
+    FusedStep,
+    LateGradients,
+    Options,
+    Residuals,
+    plan,
+    refusals,
+)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref)
+
+
+def stream(
+    step: Callable[P, R],
+    *,
+    fuse: bool = True,
+    late_gradients: LateGradients = "auto",
+    residuals: Residuals = "device",
+) -> Callable[P, R]:
+    """Streams what rests on the host, and updates scanned layers in the backward pass.
+
+    `jit` does this unasked; `stream` is for trainers that call `jax.jit` themselves.
+
+    **Arguments in host memory are used as if they were on the device.** The step is
+    traced so. Where layers are scanned (`nn.scan`, `nnx.scan`, `lax.scan`), each scan
+    loads one layer's row of them in an iteration; any other use loads all of it, just
+    before. A result that replaces such an argument, as new parameters do, returns to
+    the host, row by row where it is computed so. A model whose parameters rest on the
+    host takes the device memory of one layer:
+
+        params = oo.set_memory_kind(params, r"layers/.*", "pinned_host")
+
+    **Updates are moved into the backward pass, so that gradients never exist.** The
+    backward pass of scanned layers stacks the gradients of all layers, and the update
+    begins when the last is there. Where the equations from such a gradient to new
+    parameters and new state treat every layer alone, as those of most optimizers do,
+    they are moved into the scan: a layer is updated in the iteration that computes its
+    gradient, in place. Its offloaded state is loaded and stored beside it. That is as
+    useful for state that stays on the device.
+
+    No equation is changed, but the compiler joins others than before, and may round
+    otherwise.
+
+    Args:
+      step: A function that can be traced: a train step, which computes gradients,
+        updates and new parameters, or one that evaluates or samples.
+      fuse: Whether updates are moved into the backward pass.
+      late_gradients: What to do with gradients whose update needs all of them first, as
+        clipping by the global norm does. ``"host"`` has them wait in host memory:
+        exact, at the price of their bytes over the link each way. ``"recompute"`` runs
+        the backward pass twice, the first time for the norm alone. ``"auto"`` takes
+        what a model of an accelerator and its link predicts to be faster, and leaves
+        the gradients of steps without offloaded state on the device, since either way
+        costs time. ``"device"`` leaves all of them there.
+      residuals: Where what a forward scan keeps for its backward scan rests.
+        ``"host"`` stores it row by row, and loads it row by row; `jax.checkpoint` and
+        its policies decide what is kept at all.
+
+    Returns:
+      A function of the same arguments and results. Where nothing rests on the host and
+      nothing can be fused, it is the step, equation for equation.
+      `jit(step).schedule(*args)` tells what is fused, and why the rest is not.
+
+    Raises:
+      ValueError: ``late_gradients`` or ``residuals`` is none of these.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
+      >>> tx = oo.offload(optax.adam(1e-3))
+      >>> def step(params, state, x):
+      ...     layer = lambda h, w: (jnp.tanh(h @ w), None)
+      ...     loss = lambda w: jnp.sum(jax.lax.scan(layer, x, w)[0])
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params = oo.set_memory_kind(jnp.ones((4, 128, 128)), "", "pinned_host")
+      >>> step = jax.jit(oo.stream(step), donate_argnums=(0, 1))
+      >>> params, state = step(params, tx.init(params), jnp.ones((8, 128)))
+      >>> params.sharding.memory_kind, state[0].mu.sharding.memory_kind
+      ('pinned_host', 'pinned_host')
+    """
+    asked = Options(fuse, late_gradients, residuals)
+
+    @functools.wraps(step)
+    def streaming(*args: P.args, **kwargs: P.kwargs) -> R:
+        found, values, shape = traced(step, args, kwargs, asked)
+        warn_of_refusals(found, shape)
+        if is_as_it_was(found):
+            return step(*args, **kwargs)
+        return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
+
+    return streaming
+
+
+def traced(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    asked: Options,
+) -> tuple[FusedStep, list[Any], Any]:
+    """A step, traced.
+
+    Args:
+      step: The step.
+      args: Its positional arguments.
+      kwargs: Its other arguments.
+      asked: What is asked for.
+
+    Returns:
+      What of it is fused; those leaves of the arguments that are arrays; and the tree
+      of its results.
+    """
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    positions = [i for i, x in enumerate(leaves) if is_array(x)]
+
+    def flat(*values: Any) -> Any:
+        given = list(leaves)
+        for i, x in zip(positions, values, strict=True):
+            given[i] = x
+        args, kwargs = jax.tree.unflatten(structure, given)
+        return step(*args, **kwargs)
+
+    values = [leaves[i] for i in positions]
+
+    def trace(*values: Any) -> tuple[jex.ClosedJaxpr, Any]:
+        return jax.make_jaxpr(flat, return_shape=True)(*values)
+
+    (closed, shape), as_typed = traced_at_rest(trace, values, {}, moves(values, asked))
+    types = None
+    if not as_typed:
+        types = [_memory.host_type(x) if rests(x) else jax.typeof(x) for x in values]
+    return plan_of(closed, asked, types), values, shape
+
+
+def traced_at_rest(
+    trace: Callable[..., R],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    moved: bool,
+) -> tuple[R, bool]:
+    """A step, traced as if all were on the device.
+
+    As it is typed where nothing is moved, or where the step itself moves what is in
+    host memory, in a way that needs types to say what is.
+
+    Args:
+      trace: Traces the step, given its arguments.
+      args: Its positional arguments.
+      kwargs: Its other arguments.
+      moved: Whether anything rests on the host.
+
+    Returns:
+      What the tracing gave, and whether it was as typed.
+    """
+    if not moved:
+        return trace(*args, **kwargs), True
+    given, named = on_the_device((args, kwargs))
+    try:
+        with as_on_device(True):
+            return trace(*given, **named), False
+    except (TypeError, ValueError) as error:
+        try:
+            return trace(*args, **kwargs), True
+        except Exception:
+            raise error from None
+
+
+def is_array(x: Any) -> bool:
+    """Whether a leaf of a call's arguments is an array, or stands for one."""
+    return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct))
+
+
+def rests(x: Any) -> bool:
+    """Whether an argument rests on the host."""
+    return not isinstance(x, jax.Ref) and _memory.memory_kind_of(x) == "pinned_host"
+
+
+def on_the_device(tree: Any) -> Any:
+    """Arguments, with the type of a device value for each that rests on the host."""
+    return jax.tree.map(lambda x: _memory.device_type(x) if rests(x) else x, tree)
+
+
+def moves(values: Sequence[Any], asked: Options) -> bool:
+    """Whether a step has anything at rest on the host, given its arguments."""
+    return asked.residuals == "host" or any(map(rests, values))
+
+
+def plan_of(
+    closed: jex.ClosedJaxpr, asked: Options, types: Sequence[Any] | None
+) -> FusedStep:
+    """What of a step is fused, given its jaxpr.
+
+    Args:
+      closed: The step.
+      asked: What is asked for.
+      types: The types of its arguments, where they rest, if it was traced as if all
+        were on the device; else None.
+    """
+    residuals = asked.residuals == "host"
+    return plan(take_apart(closed, types, residuals=residuals), asked)
+
+
+def is_as_it_was(found: FusedStep) -> bool:
+    """Whether a step can be called as it is."""
+    return not found.scans and found.step.at_rest is None
+
+
+def warn_of_refusals(found: FusedStep, results: Any) -> None:
+    """Warns where gradients do not wait in the way that was asked for by name.
+
+    Args:
+      found: What is fused of a step.
+      results: A tree of the step's results, or of what stands for them.
+    """
+    paths = [path for path, _ in _trees.leaves_with_paths(results)]
+    for message in refusals(found, paths):
+        warn(message)
