@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
@@ -16,7 +17,7 @@ from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import load, load_whole, rows_of, store, with_rows
 from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import Program, read
+from optax_offload._program import Builder, Program, is_store, read, variables
 from optax_offload._rows import Kernel, RowLocal, Sum, kernel_of
 from optax_offload._schedule import Fused, Scan
 
@@ -49,6 +50,9 @@ class InScan:
       kept: The stacked results that are made whole, on the device.
       waiting: Those that wait in host memory.
       like: For gradients that need all others first, what they are sharded like.
+      ahead: Of what is in host memory, whose rows each iteration loads for the next
+        one, and which of the updates is stored after that.
+      loaded: What it takes rows of that are loaded for its body, ahead or not.
     """
 
     fused: Sequence[Fused]
@@ -57,6 +61,8 @@ class InScan:
     kept: Sequence[jex.Var]
     waiting: Sequence[jex.Var]
     like: Mapping[jex.Var, jex.Var | None]
+    ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
+    loaded: Collection[jex.Var] = ()
 
 
 def run(
@@ -86,12 +92,14 @@ class _State(NamedTuple):
       buffers: What rows are written into.
       delayed: The rows that are still to be stored, with an axis of one row.
       totals: What is summed up.
+      ahead: The rows that the iteration takes and the one before has loaded.
     """
 
     carry: Any
     buffers: Any
     delayed: Any
     totals: Any
+    ahead: Any
 
 
 class _Loop:
@@ -111,7 +119,7 @@ class _Loop:
             _Unit(f, kernel_of(f.rows), program.debug_info) for f in work.fused
         ]
         self._unit_of = {v: unit for unit in self._units for v in unit.results}
-        self._delayed = [v for v in self._unit_of if v in work.delayed]
+        self._delayed = [v for v in (*self._unit_of, *work.kept) if v in work.delayed]
         # The buffer that has the rows of an argument that are not yet replaced, and
         # along which axis.
         self._now = {
@@ -120,6 +128,14 @@ class _Loop:
             for after, before in f.replaced.items()
             if before is not None
         }
+        self._ahead = tuple(work.ahead)
+        xs = enumerate(scan.xs, len(scan.consts) + len(scan.carry))
+        stacked = enumerate(scan.stacked, len(scan.carry))
+        self._body = _on_device(
+            scan.body,
+            [k for k, v in xs if isinstance(v, jex.Var) and v in work.loaded],
+            [k for k, v in stacked if v in work.kept and v in work.delayed],
+        )
 
     def run(self) -> dict[jex.Var, Any]:
         """The values of what the loop defines."""
@@ -133,51 +149,49 @@ class _Loop:
                     if before is None
                     else self._env[before]
                 )
-        buffers |= {
-            v: _memory.full(v.aval, 0, _memory.kind_of_type(v.aval)) for v in work.kept
-        }
         # Of equal values a TPU's compiler makes one, and copies of it on the host.
-        buffers |= {
-            v: _memory.full(v.aval, fill, "pinned_host")
-            for fill, v in enumerate(work.waiting)
-        }
+        for fill, v in enumerate((*work.kept, *work.waiting)):
+            on_host = v in work.waiting or _memory.on_host(v.aval)
+            kind = "pinned_host" if on_host else "device"
+            buffers[v] = _memory.full(v.aval, fill if on_host else 0, kind)
         names = list(buffers)
+        self._at = _memory.positions()
+        # Else the first rows are loaded long before the loop begins, and kept.
+        after, *carry = lax.optimization_barrier([jnp.int32(0), *carry])
         state = _State(
             carry,
             list(buffers.values()),
-            [self._empty_row(v) for v in self._delayed],
+            [self._row_before(v, self._position(after + 1)) for v in self._delayed],
             [sums.identity(self._program, s) for s in work.sums],
+            self._rows_ahead(0, buffers),
         )
-
-        self._at = _memory.positions()
 
         def given(state: _State) -> Buffers:
             return dict(zip(names, state.buffers, strict=True))
 
-        def at_once(number: Any, state: _State) -> _State:
-            found = self._iteration(number, state, given(state), together=False)
-            buffers = self._with_delayed(found.buffers, found.delayed, number)
-            return found._replace(buffers=[buffers[v] for v in names])
-
-        def late(number: Any, state: _State) -> _State:
-            buffers = self._with_delayed(given(state), state.delayed, number - 1)
-            found = self._iteration(number, state, buffers, together=True)
+        def iteration(number: Any, before: Any, then: Any, state: _State) -> _State:
+            buffers = self._with_delayed(given(state), state.delayed, before)
+            found = self._iteration(number, then, state, buffers)
             return found._replace(buffers=[found.buffers[v] for v in names])
 
         # A position is linear in the counter of a loop that begins with 0, and always
         # that of a row: else a GPU's transfers are kernels, or go astray (F66). So the
-        # first iterations are a loop of their own: two, of which a loop is left (F58).
-        first = 2 if self._delayed else scan.length
-        unroll = scan.equation.params["unroll"]
-        state = lax.fori_loop(0, first, at_once, state, unroll=unroll)
-        if self._delayed:
-            state = lax.fori_loop(
-                0,
-                scan.length - first,
-                lambda number, state: late(first + number, state),
-                state,
-                unroll=unroll,
-            )
+        # first iterations are a loop of their own, of which the very first stores a row
+        # as it is; and the last, of which the very last loads a row for no one. Each is
+        # two, of which a loop is left (F58).
+        length = scan.length
+        first, last = 2 * bool(self._delayed), 2 * bool(self._ahead)
+        end = length - last
+        state = self._loop(first, lambda n: (n, 1 - n, n + 1), iteration, state)
+        state = self._loop(
+            end - first,
+            lambda n: (first + n, first + n - 1, first + n + 1),
+            iteration,
+            state,
+        )
+        state = self._loop(
+            last, lambda n: (end + n, end + n - 1, length - 1 - n), iteration, state
+        )
         last = scan.length - 1
         found = dict(zip(scan.carried, state.carry, strict=True))
         found |= self._with_delayed(given(state), state.delayed, last)
@@ -186,17 +200,43 @@ class _Loop:
             found[result] = sums.finished(self._program, s, total)
         return found
 
+    def _loop(
+        self,
+        count: int,
+        numbers: Callable[[Any], tuple[Any, Any, Any]],
+        iteration: Callable[[Any, Any, Any, _State], _State],
+        state: _State,
+    ) -> _State:
+        """Some iterations: which each is, whose rows it stores, and whose it loads."""
+        if not count:
+            return state
+        return lax.fori_loop(
+            0,
+            count,
+            lambda n, state: iteration(*numbers(n), state),
+            state,
+            unroll=self._scan.equation.params["unroll"],
+        )
+
+    def _rows_ahead(self, number: Any, buffers: Buffers) -> list[Any]:
+        """The rows of an iteration that the one before loads."""
+        i = self._position(number)
+        return [load_whole(self._row(v, i, 0, buffers)) for v in self._ahead]
+
     def _position(self, number: Any) -> Any:
         """The row of an iteration."""
         reverse = self._scan.equation.params["reverse"]
         return self._at(self._scan.length - 1 - number if reverse else number)
 
-    def _empty_row(self, v: jex.Var) -> Any:
-        """What is handed on when there is no row yet."""
+    def _row_before(self, v: jex.Var, i: Any) -> Any:
+        """The row that a result's takes the place of."""
         aval: Any = v.aval
-        shape = list(aval.shape)
-        shape[self._unit_of[v].rows.axes[v]] = 1
-        return _memory.full(aval.update(shape=tuple(shape)), 0)
+        if v not in self._unit_of:
+            return _memory.full(aval.update(shape=(1, *aval.shape[1:])), 0)
+        unit = self._unit_of[v]
+        before = unit.fused.replaced[v]
+        assert before is not None
+        return load_whole(rows_of(self._env[before], i, 1, unit.rows.axes[v]))
 
     def _with_delayed(
         self, buffers: Buffers, rows: Sequence[Any], number: Any
@@ -208,11 +248,27 @@ class _Loop:
         return stored
 
     def _iteration(
-        self, number: Any, state: _State, buffers: Buffers, *, together: bool
+        self, number: Any, then: Any, state: _State, buffers: Buffers
     ) -> _State:
-        """What it hands on; the buffers by name, without what is to be stored later."""
-        scan, body, i = self._scan, self._scan.body, self._position(number)
-        xs = [self._x(a, i, buffers) for a in scan.xs]
+        """What it hands on; the buffers by name, without what is to be stored later.
+
+        Args:
+          number: Which it is.
+          then: The one whose rows it loads.
+          state: What the one before has handed on.
+          buffers: What rows are written into.
+        """
+        scan, body, i = self._scan, self._body, self._position(number)
+        ahead = self._rows_ahead(then, buffers)
+        loaded = dict(zip(self._ahead, state.ahead, strict=True)) | {
+            v: load_whole(self._row(v, i, 0, buffers))
+            for v in self._work.loaded
+            if v not in self._ahead
+        }
+        # Nothing is written into a buffer before what is loaded from it is there.
+        read = {v: x for v, x in loaded.items() if v not in self._ahead}
+        read |= zip(self._ahead, ahead, strict=True)
+        xs = [self._x(a, i, buffers, loaded) for a in scan.xs]
         consts = [self._read(a) for a in scan.consts]
         results = jax.core.eval_jaxpr(
             body.jaxpr, body.consts, *consts, *state.carry, *xs
@@ -232,13 +288,17 @@ class _Loop:
         for unit in self._units:
             if unit.fused.parts is not None:
                 whole = functools.partial(self._whole, unit, before, buffers)
-                part_by_part.run(unit.fused, i, rows, whole, buffers)
+                given = rows | self._after_loads(unit, rows, read)
+                part_by_part.run(unit.fused, i, given, whole, buffers)
                 continue
-            rows |= self._values(unit, i, before, rows)
+            rows |= self._values(unit, i, before, rows, loaded)
+            rows |= self._after_loads(unit, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
-            for v, row in (_together(now) if together else now).items():
+            for v, row in (_together(now) if self._delayed else now).items():
                 buffers[v] = self._put(buffers[v], v, row, i)
         for v in self._work.kept:
+            if v in self._delayed:
+                continue
             buffers[v] = with_rows(buffers[v], stacked[v], i, 0)
         for v in self._work.waiting:
             row = store(rows[v], "pinned_host", of=v.aval)
@@ -248,7 +308,7 @@ class _Loop:
             for s, total in zip(self._work.sums, state.totals, strict=True)
         ]
         delayed = [rows[v] for v in self._delayed]
-        return _State(results[:count], buffers, delayed, totals)
+        return _State(results[:count], buffers, delayed, totals, ahead)
 
     def _like(self, gradient: jex.Var) -> Sharded | None:
         """How the rows of a gradient are to be sharded."""
@@ -264,17 +324,49 @@ class _Loop:
         whole = buffers[after] if replaced_axis == axis else self._env[v]
         return rows_of(whole, i, 1, axis)
 
-    def _x(self, a: Any, i: Any, buffers: Buffers) -> Any:
+    def _x(
+        self, a: Any, i: Any, buffers: Buffers, loaded: Mapping[jex.Var, Any]
+    ) -> Any:
         """What an iteration of the scan takes a row of."""
         if not isinstance(a, jex.Var):
             return a.val[i]
+        if a in loaded:
+            return lax.squeeze(loaded[a], (0,))
         return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
 
+    def _after_loads(
+        self, unit: _Unit, rows: Mapping[jex.Var, Any], read: Mapping[jex.Var, Any]
+    ) -> dict[jex.Var, Any]:
+        """Rows of a unit that are there once what is read of its buffers is.
+
+        Unless one follows from the other, a compiler copies the whole buffer.
+        """
+        fused, number = unit.fused, self._units.index(unit)
+        replaced = fused.replaced.values()
+        before = [
+            x
+            for v, x in read.items()
+            if v in replaced or self._work.ahead.get(v) == number
+        ]
+        if not before:
+            return {}
+        if fused.parts is not None:
+            tied = [v for v in fused.component.gradients if v in rows]
+        else:
+            tied = [v for v in unit.results if fused.replaced[v] in read]
+        return {v: lax.optimization_barrier([rows[v], *before])[0] for v in tied}
+
     def _values(
-        self, unit: _Unit, i: Any, buffers: Buffers, rows: Mapping[jex.Var, Any]
+        self,
+        unit: _Unit,
+        i: Any,
+        buffers: Buffers,
+        rows: Mapping[jex.Var, Any],
+        loaded: Mapping[jex.Var, Any],
     ) -> dict[jex.Var, Any]:
         """The outputs of a unit."""
         k = unit.kernel
+        rows = {**rows, **{v: x for v, x in loaded.items() if k.rows.axes.get(v) == 0}}
         inputs = [
             load_whole(rows[v]) if v in rows else self._input(v, to, unit, i, buffers)
             for v, to in zip(k.sources, k.rows.inputs, strict=True)
@@ -299,6 +391,8 @@ class _Loop:
 
     def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
         """The buffer of a result, with the row in it."""
+        if v not in self._unit_of:
+            return with_rows(buffer, store(row, "pinned_host", of=v.aval), i, 0)
         unit = self._unit_of[v]
         axis, before = unit.rows.axes[v], unit.fused.replaced[v]
         row = store(
@@ -309,6 +403,38 @@ class _Loop:
             axis=axis,
         )
         return with_rows(buffer, row, i, axis)
+
+
+def _on_device(
+    body: jex.ClosedJaxpr, loaded: Collection[int], stored: Collection[int]
+) -> jex.ClosedJaxpr:
+    """The body of a scan that others load and store some rows for.
+
+    Args:
+      body: The body, which loads and stores them itself.
+      loaded: The positions of the arguments that it takes on the device.
+      stored: The positions of the results that it leaves there.
+    """
+    jaxpr, builder = body.jaxpr, Builder()
+    invars = list(jaxpr.invars)
+    for i in loaded:
+        invars[i] = jex.Var(_memory.device_type(jaxpr.invars[i].aval))
+    given = {a: b for a, b in zip(jaxpr.invars, invars, strict=True) if a is not b}
+    before: dict[Any, Any] = {}
+    for e in jaxpr.eqns:
+        of = [given[a] for a in variables(e.invars) if a in given]
+        if of:
+            builder.rename(e.outvars, of)
+            continue
+        if is_store(e):
+            before[e.outvars[0]] = e.invars[0]
+        builder.add(e)
+    outvars = list(jaxpr.outvars)
+    for k in stored:
+        outvars[k] = before[outvars[k]]
+    results = builder.read_all(outvars)
+    changed = jaxpr.replace(invars=invars, eqns=builder.equations, outvars=results)
+    return jex.ClosedJaxpr(changed, body.consts)
 
 
 def _as_typed(x: Any, v: jex.Var) -> Any:

@@ -32,6 +32,9 @@ from optax_offload._schedule import (
     Scan,
     by_gradients,
     delayed_rows,
+    only_loaded,
+    residuals_behind,
+    rows_ahead,
 )
 
 
@@ -70,7 +73,8 @@ class _Run:
     def results(self) -> list[Any]:
         """The values of the step's results."""
         program = self._step.program
-        scans = {s.scan.position: s for s in self._plan.scans}
+        streamed = (*self._plan.scans, *(self._plan.streaming if self._late else ()))
+        scans = {s.scan.position: s for s in streamed}
         fused = [f for s in self._plan.scans for f in s.fused]
         nodes = self._plan.rest
         wanted = {v for node in nodes for v in node.reads}
@@ -113,11 +117,17 @@ class _Run:
         waiting: Sequence[jex.Var] = (),
     ) -> body.InScan:
         ordered = by_gradients(each.scan, fused)
-        delayed = frozenset[jex.Var]()
+        delayed, ahead = frozenset[jex.Var](), dict[jex.Var, int]()
         if self._late:
-            delayed = delayed_rows(each.scan, _whole(ordered))
+            ahead = rows_ahead(self._step, each.scan, ordered)
+            delayed = delayed_rows(each.scan, _whole(ordered), ahead)
+            behind = residuals_behind(self._step, each.scan)
+            delayed = delayed.union(v for v in behind if v in kept)
+        # What parts of a row are written into is not read as a whole, but by the scan.
+        in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
-        return body.InScan(ordered, delayed, sums, kept, waiting, like)
+        loaded = [v for v in only_loaded(each.scan) if v in ahead or v in in_parts]
+        return body.InScan(ordered, delayed, sums, kept, waiting, like, ahead, loaded)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """What a gradient is to be sharded like: its state, else its parameter."""

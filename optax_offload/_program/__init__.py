@@ -35,6 +35,7 @@ from optax_offload._program.step import (
     Step,
     constrained,
     handed_on,
+    is_store,
     is_transfer,
     take_apart,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "find_branches",
     "flatten",
     "handed_on",
+    "is_store",
     "is_transfer",
     "keeps_state",
     "key_data",

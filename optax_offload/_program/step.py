@@ -413,3 +413,10 @@ def is_transfer(e: jex.JaxprEqn) -> bool:
     return e.primitive.name == "device_put" and any(
         _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
     )
+
+
+def is_store(e: jex.JaxprEqn) -> bool:
+    """Whether an equation moves one value from the device to the host."""
+    return (
+        is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.invars[0].aval)
+    )

@@ -11,7 +11,13 @@ from optax_offload._schedule.fused_step import (
 )
 from optax_offload._schedule.group import Group, Part
 from optax_offload._schedule.loops import Loop
-from optax_offload._schedule.order import by_gradients, delayed_rows
+from optax_offload._schedule.order import (
+    by_gradients,
+    delayed_rows,
+    only_loaded,
+    residuals_behind,
+    rows_ahead,
+)
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.step import plan, refusals
@@ -46,7 +52,10 @@ __all__ = [
     "asked_window",
     "by_gradients",
     "delayed_rows",
+    "only_loaded",
     "plan",
     "refusals",
+    "residuals_behind",
+    "rows_ahead",
     "schedule",
 ]

@@ -99,12 +99,15 @@ class FusedStep(Printed):
       scans: The scans that updates are moved into, in their order.
       unfused: The gradients of other scans.
       asked: What was asked for.
+      streaming: The other scans whose iterations load rows for the next, or store those
+        of the one before.
     """
 
     step: Step
     scans: tuple[FusedScan, ...]
     unfused: tuple[Unfused, ...]
     asked: Options = Options()
+    streaming: tuple[FusedScan, ...] = ()
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -204,6 +207,19 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
         if whole:
             line += "; " * bool(scans) + f"loaded whole by {_trees.listed(whole)}"
         yield line + "; what replaces it returns there" * returns
+    streamed = (each.scan for each in (*plan.scans, *plan.streaming))
+    ahead = max(
+        (
+            sum(
+                _memory.nbytes_on_each_device(v.aval) // scan.length
+                for v in order.rows_ahead(plan.step, scan)
+            )
+            for scan in streamed
+        ),
+        default=0,
+    )
+    if ahead:
+        yield f"on a GPU up to {size_text(ahead)} of rows are loaded an iteration ahead"
     if rest.made_bytes:
         yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
     if rest.residual_bytes:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
-from optax_offload._program import Step
+from optax_offload import _compat, _flops, _memory
+from optax_offload._program import Step, is_store, is_transfer, nested, variables
 from optax_offload._rows import Sum
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
@@ -18,8 +19,15 @@ from optax_offload._schedule.fused import Fused
 # it (F65).
 SMALL_SHARE = 1 / 64
 
-# Two iterations store their rows at once (`body.py`).
+# The first two iterations are a loop of their own, and so are the last two (`scan.py`).
 LEAST_LENGTH = 4
+
+
+# Matrix products on one device while a byte crosses its link: an H100's 400e12 each
+# second that a training step gets of it, over 50 GB/s. A v5e has about as many.
+FLOPS_PER_BYTE = 8000
+# Of the time of an iteration's computation, what its matrix products take.
+PRODUCTS = 3 / 4
 
 
 class Passes(NamedTuple):
@@ -100,22 +108,164 @@ def passes(
 
 def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
     """Updates in the order in which their gradients are there."""
-    body: Any = scan.body.jaxpr
-    producers = {v: n for n, e in enumerate(body.eqns) for v in e.outvars}
-    carried = len(scan.carried)
-    inside = dict(zip(scan.stacked, body.outvars[carried:], strict=True))
+    until = _flops_until(scan, fused)
+    order = sorted(range(len(fused)), key=until.__getitem__)
+    return [fused[n] for n in order]
 
-    def there(f: Fused) -> int:
-        """When the last of its gradients is."""
-        found = (inside[g] for g in f.component.gradients)
-        return max(
-            producers.get(a, -1) if isinstance(a, jex.Var) else -1 for a in found
+
+def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
+    """What of an iteration is computed until the last gradient of each update is there.
+
+    In floating point operations of products, and in equations.
+    """
+    body = scan.body.jaxpr
+    at, _ = _until(body)
+    inside = dict(zip(scan.stacked, body.outvars[len(scan.carried) :], strict=True))
+    start = (0, 0)
+    return [
+        max(
+            (
+                at.get(a, start) if isinstance(a, jex.Var) else start
+                for a in map(inside.__getitem__, f.component.gradients)
+            ),
+            default=start,
         )
+        for f in fused
+    ]
 
-    return sorted(fused, key=there)
+
+def _until(body: jex.Jaxpr) -> tuple[dict[jex.Var, tuple[int, int]], tuple[int, int]]:
+    """What is computed until each variable is there, and in all. See `_flops_until`."""
+    found: dict[jex.Var, tuple[int, int]] = {}
+    flops = count = 0
+    for e in body.eqns:
+        inner = list(nested(e))
+        if len(inner) == 1 and e.primitive.name not in ("scan", "while"):
+            inside, (more, others) = _until(inner[0])
+            for v, a in zip(e.outvars, inner[0].outvars, strict=True):
+                n, m = inside.get(a, (0, 0)) if isinstance(a, jex.Var) else (0, 0)
+                found[v] = (flops + n, count + m)
+        else:
+            more, others = _flops.of_equation(e), 1
+            found.update((v, (flops + more, count + 1)) for v in e.outvars)
+        flops, count = flops + more, count + others
+    return found, (flops, count)
 
 
-def delayed_rows(scan: Scan, fused: Sequence[Fused]) -> frozenset[jex.Var]:
+def rows_ahead(
+    step: Step, scan: Scan, fused: Sequence[Fused] = ()
+) -> dict[jex.Var, int]:
+    """What is in host memory and whose rows each iteration loads for the next one.
+
+    Else an iteration waits for its own, with nothing to compute. They take the device
+    memory of one more row; where a window was asked for, no more than that.
+
+    Args:
+      step: The step.
+      scan: A scan of it.
+      fused: What is updated in it, in order.
+
+    Returns:
+      The variables, and which of the updates is stored once their rows are there. A
+      GPU's compiler begins no load before it has to (F65).
+    """
+    params = scan.equation.params
+    if params["unroll"] != 1 or not _spreads(step, scan):
+        return {}
+    windows = (x.what.caller.window_bytes for x in step.inlined_updates)
+    left = min((n for n in windows if n is not None), default=math.inf)
+    found: list[jex.Var] = []
+    for v in only_loaded(scan):
+        if _nbytes(v) // scan.length <= left:
+            left -= _nbytes(v) // scan.length
+            found.append(v)
+    return _spread(scan, fused, found)
+
+
+def _spread(
+    scan: Scan, fused: Sequence[Fused], found: Sequence[jex.Var]
+) -> dict[jex.Var, int]:
+    """Which update is stored after which loads: so that the link is busy all the time.
+
+    Each where more than half of it fits beside what is computed until then, with the
+    state of the update; a parameter before it is stored itself.
+    """
+    if not fused:
+        return dict.fromkeys(found, 0)
+    own = {v: n for n, f in enumerate(fused) for v in f.rows.inputs}
+    found = sorted(found, key=lambda v: own.get(v, len(fused)))
+    state = [
+        sum(
+            _nbytes(v) // scan.length
+            for v in f.rows.inputs
+            if _memory.on_host(v.aval) and v not in (*found, *f.component.gradients)
+        )
+        for f in fused
+    ]
+    until = [flops for flops, _ in _flops_until(scan, fused)]
+    flops = _flops.of_jaxpr(scan.body.jaxpr)
+    moved = sum(state) + sum(_nbytes(v) // scan.length for v in found)
+    each = moved / max(1, PRODUCTS * flops)
+    rooms = [
+        (b - a) * each - n for a, b, n in zip([0, *until], until, state, strict=False)
+    ]
+    # What no update takes comes last, with one that is worth waiting for.
+    last = max(n for n, x in enumerate(state) if x >= SMALL_SHARE * sum(state))
+    ahead: dict[jex.Var, int] = {}
+    for v in found:
+        ahead[v] = max(range(own[v] + 1), key=rooms.__getitem__) if v in own else last
+        rooms[ahead[v]] -= _nbytes(v) // scan.length
+    return ahead
+
+
+def only_loaded(scan: Scan) -> list[jex.Var]:
+    """What a scan takes rows of and does nothing with, but to load them."""
+    body = scan.body.jaxpr
+    given = body.invars[len(scan.consts) + len(scan.carry) :]
+    used = set(variables(body.outvars))
+    for e in body.eqns:
+        is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
+        used.update(() if is_load and len(e.invars) == 1 else variables(e.invars))
+    found = [
+        a
+        for a, v in zip(scan.xs, given, strict=True)
+        if isinstance(a, jex.Var) and _memory.on_host(a.aval) and v not in used
+    ]
+    return list(dict.fromkeys(found))
+
+
+def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
+    """What a scan stacks in host memory, and the next iteration stores.
+
+    That is what another scan takes rows of. An iteration overwrites what it begins
+    with, which is what it keeps, and would wait until that is stored.
+    """
+    if not _spreads(step, scan):
+        return []
+    taken = {
+        v
+        for e in step.program.equations
+        if e.primitive.name == "scan"
+        for v in variables(e.invars[sum(_compat.scan_counts(e.params)) :])
+    }
+    jaxpr = scan.body.jaxpr
+    stored = {v for e in jaxpr.eqns if is_store(e) for v in e.outvars}
+    pairs = zip(scan.stacked, jaxpr.outvars[len(scan.carried) :], strict=True)
+    return [v for v, a in pairs if v in taken and a in stored]
+
+
+def _spreads(step: Step, scan: Scan) -> bool:
+    """Whether an iteration of a scan moves rows for others."""
+    return (
+        scan.length >= LEAST_LENGTH
+        and _compat.COPIES_AT_POSITIONS
+        and not step.tokens(scan.position)
+    )
+
+
+def delayed_rows(
+    scan: Scan, fused: Sequence[Fused], read: Collection[jex.Var] = ()
+) -> frozenset[jex.Var]:
     """The results in host memory whose rows the next iteration stores.
 
     Gradients come late in an iteration. Without this nothing is stored beside its first
@@ -127,6 +277,8 @@ def delayed_rows(scan: Scan, fused: Sequence[Fused]) -> frozenset[jex.Var]:
     Args:
       scan: The scan.
       fused: What is updated in it, in order.
+      read: The arguments whose rows are loaded ahead, from the buffers that results
+        are stored into: none of these is delayed.
     """
     if scan.length < LEAST_LENGTH or not _compat.STORES_OVERLAP:
         return frozenset()
@@ -136,12 +288,13 @@ def delayed_rows(scan: Scan, fused: Sequence[Fused]) -> frozenset[jex.Var]:
     large = [(n, v) for n, v in stored if sizes[n] >= SMALL_SHARE * total]
     if len(large) < 2:
         return frozenset()
-    found = [v for n, v in stored if sizes[n] < SMALL_SHARE * total]
-    waiting = 0
-    while waiting < sum(_nbytes(v) for n, v in large if n == large[0][0]):
-        _, v = large.pop()
-        found.append(v)
-        waiting += _nbytes(v)
+    small = [(n, v) for n, v in stored if sizes[n] < SMALL_SHARE * total]
+    found = [v for n, v in small if fused[n].replaced[v] not in read]
+    left = sum(_nbytes(v) for n, v in large if n == large[0][0])
+    for n, v in large[:0:-1]:
+        if fused[n].replaced[v] not in read and left >= _nbytes(v) / 2:
+            found.append(v)
+            left -= _nbytes(v)
     return frozenset(found)
 
 

@@ -31,6 +31,7 @@ from optax_offload._schedule.fused_step import (
     candidates,
     passes_of,
 )
+from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
 from optax_offload._schedule.unfused import Unfused, gradients, in_bodies
@@ -43,13 +44,11 @@ def plan(step: Step, asked: Options) -> FusedStep:
       step: The step.
       asked: What is asked for.
     """
-    if not asked.fuse:
-        return FusedStep(step, (), (), asked)
     equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
     unfused: list[Unfused] = []
     # Where two scans have gradients of one parameter, the second updates it.
-    for i in reversed(positions):
+    for i in reversed(positions) if asked.fuse else ():
         scan = Scan(i, equations[i])
         scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
         later = [j for j in positions if j > i]
@@ -58,8 +57,15 @@ def plan(step: Step, asked: Options) -> FusedStep:
             fused.append(found)
         else:
             unfused += found.unfused
-    unfused += in_bodies(step)
-    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), asked)
+    unfused += in_bodies(step) if asked.fuse else ()
+    done = {s.scan.position for s in fused}
+    others = (Scan(i, equations[i]) for i in positions if i not in done)
+    streaming = tuple(
+        FusedScan(scan, (), (), "host", ())
+        for scan in others
+        if rows_ahead(step, scan) or residuals_behind(step, scan)
+    )
+    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), asked, streaming)
 
 
 class _Search:

@@ -8,11 +8,7 @@ from typing import Any, Literal
 from optax_offload import _flops
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-from optax_offload._schedule.order import Passes
-
-# Matrix products on one device while a byte crosses its link: an H100's 400e12 each
-# second that a training step gets of it, over 50 GB/s. A v5e has about as many.
-FLOPS_PER_BYTE = 8000
+from optax_offload._schedule.order import FLOPS_PER_BYTE, Passes
 
 
 def cheaper(

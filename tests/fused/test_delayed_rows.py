@@ -14,6 +14,7 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 
 import optax_offload as oo
 from optax_offload import _compat, _memory, aot
+from optax_offload._program import at_rest
 from optax_offload._schedule import Options, order
 from optax_offload._stream import plan_of
 
@@ -189,8 +190,64 @@ def test_positions_of_copies_are_those_of_rows(reverse):
     for t, positions in found:
         rows = [position // t.nbytes for position in positions]
         assert all(0 <= row < 6 for row in rows), (t, rows)
-        assert rows == sorted(rows, reverse=not reverse)
+        # The very first iteration stores a row of the next one, as it is.
+        turned = t.direction == "store" and len(rows) == 2
+        assert rows == sorted(rows, reverse=not reverse) or turned
         if t.direction == "load":
             loads[t.shape] += rows
     # Both moments of each leaf.
     assert all(sorted(rows) == sorted([*range(6)] * 2) for rows in loads.values())
+
+
+def step_at_rest(length, **asked):
+    """The step with parameters and residuals of layers on the host; what it takes."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0), **asked)
+    params = oo.set_memory_kind(make_params(length), "layers/.*", "pinned_host")
+    return make_step(tx, make_loss()), (params, tx.init(params), BATCH)
+
+
+def compiled_at_rest(length, **asked):
+    """It, for an H100."""
+    step, args = step_at_rest(length, **asked)
+    step = oo.stream(step, residuals="host")
+    return aot.compile(step, *args, target=aot.Target("h100"), donate_argnums=(0, 1))
+
+
+@later_jax
+@pytest.mark.aot
+@pytest.mark.xdist_group("gpu")
+@pytest.mark.filterwarnings("ignore:.*over the window")
+def test_rows_are_loaded_ahead(monkeypatch):
+    """By copies, each in the iteration before, of rows that are there.
+
+    Nothing is copied within host memory, nor where updates are in parts.
+    """
+    pytest.importorskip("jax_plugins")
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    length = 6
+    ahead, alone = compiled_at_rest(length), compiled_at_rest(length, window_bytes=64)
+    loads = collections.defaultdict(list)
+    for t, positions in program.slice_positions(ahead):
+        rows = [position // t.nbytes for position in positions]
+        assert all(0 <= row < length for row in rows), (t, rows)
+        if t.direction == "load":
+            loads[t.shape].append(rows)
+    # The parameter, forward and backward, of which the last load is for no one; and
+    # both moments, each in its own iteration.
+    parameter = [[1, 2], [3, 4], [5, 4], [4, 3], [2, 1], [0, 1]]
+    moment = [[5, 4], [3, 2], [1, 0]]
+    for shape in ((length, 16, 24), (length, 24, 16)):
+        assert sorted(loads[shape]) == sorted([*parameter, *moment, *moment])
+    for compiled in (ahead, alone):
+        assert not [t for t in aot.transfers(compiled) if t.direction == "host copy"]
+
+
+@later_jax
+def test_a_window_bounds_what_is_loaded_ahead():
+    """A row that is larger is loaded by the iteration that takes it."""
+    rows = "on a GPU up to {} of rows are loaded an iteration ahead"
+    for asked, nbytes in ((None, "3.02 KiB"), (2**11, "1.52 KiB")):
+        step, args = step_at_rest(6, window_bytes=asked)
+        assert rows.format(nbytes) in str(oo.jit(step).schedule(*args))
+    step, args = step_at_rest(6, window_bytes=15)
+    assert "an iteration ahead" not in str(oo.jit(step).schedule(*args))
