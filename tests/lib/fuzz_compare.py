@@ -305,9 +305,9 @@ def _compare(steps: _Steps, plain: _Plain, mode: str) -> Outcome:
             _check_form(program, ours, theirs, steps.init)
             _check_donated(program, _donated(program, mode), ours, theirs)
             try:
-                _check_values(n, ours, theirs, [p[n] for p in plain.perturbed])
+                _check_values(program, n, ours, theirs, [p[n] for p in plain.perturbed])
             except _FailedError:
-                _check_values(n, ours, theirs, [p[n] for p in plain.others])
+                _check_values(program, n, ours, theirs, [p[n] for p in plain.others])
         given = steps.arguments()
         text = str(scheduled(*(given[name] for name in program.takes)))
         if _says_nothing(program, plain):
@@ -427,11 +427,22 @@ def _check_donated(
             raise _FailedError(f"argument {path} is not deleted, but plain deletes it")
 
 
-def _check_values(n: int, got: Record, want: Record, noisy: Iterable[Record]) -> None:
+def _check_values(
+    program: Program, n: int, got: Record, want: Record, noisy: Iterable[Record]
+) -> None:
     """Values, as far as noise allows."""
     others = list(noisy)
+    # A difference of parameters is as exact as these are.
+    names = [name for name in program.takes if name != "ref"]
+    at, result = (f"[{names.index(name)}]" for name in ("params", "batch"))
+    sizes = {
+        result + x.path.removeprefix(at): float(np.max(np.abs(x.value), initial=0))
+        for x in want.leaves
+        if program.drawn.results == "difference of parameters" and x.path.startswith(at)
+    }
     for i, (x, y) in enumerate(zip(got.leaves, want.leaves, strict=True)):
-        near, most = _allowed(y, [o.leaves[i] for o in others])
+        noise = [o.leaves[i] for o in others]
+        near, most = _allowed(y, noise, sizes.get(x.path, 0.0))
         away = _away(x.value, y.value)
         over = int(np.sum(~(away <= near)))
         if over > max(SHARE * away.size, 1) or np.any(~(away <= most)):
@@ -440,9 +451,9 @@ def _check_values(n: int, got: Record, want: Record, noisy: Iterable[Record]) ->
                 f"{away.size} values; {np.median(near):.3g} is allowed"
             )
     for tag, values in want.calls.items():
-        noise = max(np.max(_away(o.calls[tag], values)) for o in others)
+        changed = max(np.max(_away(o.calls[tag], values)) for o in others)
         scale = np.max(np.abs(values), initial=0)
-        if np.any(_away(got.calls[tag], values) > MULTIPLE * noise + 1e-5 * scale):
+        if np.any(_away(got.calls[tag], values) > MULTIPLE * changed + 1e-5 * scale):
             raise _FailedError(
                 f"step {n}: effect {tag} with {got.calls[tag]}: {values}"
             )
@@ -459,8 +470,16 @@ def _away(x: Any, y: Any) -> np.ndarray:
     return np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, away)
 
 
-def _allowed(want: Leaf, noisy: Sequence[Leaf]) -> tuple[np.ndarray, float]:
-    """How far each value may be away as a rule, and any of them."""
+def _allowed(
+    want: Leaf, noisy: Sequence[Leaf], size: float
+) -> tuple[np.ndarray, float]:
+    """How far each value may be away as a rule, and any of them.
+
+    Args:
+      want: The values.
+      noisy: The same with noise.
+      size: That of the largest number that they are made of.
+    """
     if not want.value.size:
         return np.zeros_like(want.value), 0.0
     changed = np.max([_away(x.value, want.value) for x in noisy], axis=0)
@@ -471,6 +490,7 @@ def _allowed(want: Leaf, noisy: Sequence[Leaf]) -> tuple[np.ndarray, float]:
         eps = float(jnp.finfo(want.dtype).eps)
         # A number in few bits is rounded once, as it is stored, whatever else is done.
         units = eps * finite if eps > 1e-4 else ULPS * eps * np.max(finite)
+        units = np.maximum(units, ULPS * eps * size)
         units = np.maximum(units, 1e-37)
     near = MULTIPLE * (changed + usual) + units
     return near, float(MULTIPLE * np.max(changed) + np.max(units))
