@@ -3,7 +3,8 @@
 Not a test: each process of a run is this program, given its number. A small Flax model
 is sharded over all devices of all processes, its Adam state offloaded. The state is
 saved every few steps, and the run goes on from the newest checkpoint there is. With
-`--scanned` the model's layers are, and `--late_gradients` fuses the step.
+`--scanned` the model's layers are, and `--late_gradients` fuses the step; `--at_rest`
+has parameters and residuals in host memory too.
 
 Prints a line for each step: its number, and the bits of the loss.
 """
@@ -21,6 +22,7 @@ parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save_every", type=int, default=2)
 parser.add_argument("--scanned", action="store_true")
 parser.add_argument("--late_gradients", default="")
+parser.add_argument("--at_rest", action="store_true")
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -78,6 +80,8 @@ def run(args: argparse.Namespace) -> None:
     split = jax.NamedSharding(mesh, axes)
     shardings = jax.tree.map(lambda x: split if x.ndim else None, shapes)
     template = oo.eval_shape(create, key, out_shardings=shardings)
+    if args.at_rest:
+        template = oo.set_memory_kind(template, "params/.*", "pinned_host")
     shardings = jax.tree.map(lambda x: x.sharding, template)
 
     def batch(step: int) -> jax.Array:
@@ -94,7 +98,11 @@ def run(args: argparse.Namespace) -> None:
     if args.late_gradients:
         schedule = oo.jit(train_step, late_gradients=args.late_gradients).schedule
         print("fused bytes", schedule(template, batch(0)).gradient_bytes)
-        train_step = oo.stream(train_step, late_gradients=args.late_gradients)
+        train_step = oo.stream(
+            train_step,
+            late_gradients=args.late_gradients,
+            residuals="host" if args.at_rest else "device",
+        )
     train_step = jax.jit(
         train_step,
         donate_argnums=0,
@@ -117,6 +125,8 @@ def run(args: argparse.Namespace) -> None:
                 manager.wait_until_finished()
                 print("saved", step, flush=True)
     report = oo.memory_report(state, rules, under="opt_state/1").check()
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
+    assert kinds == {"pinned_host" if args.at_rest else "device"}, kinds
     print("host bytes", report.totals_per_host["pinned_host"], flush=True)
 
 

@@ -20,7 +20,9 @@ PARAMETER_BYTES = 4 * (128 * 256 + 256 + 256 * 128 + 128)
 LAYERS = 4
 
 
-def start(directory, *, processes, devices, scanned=False, late_gradients=None):
+def start(
+    directory, *, processes, devices, scanned=False, late_gradients=None, at_rest=False
+):
     """Starts a run, with so many devices in each process."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -36,6 +38,7 @@ def start(directory, *, processes, devices, scanned=False, late_gradients=None):
     command += [f"--steps={STEPS}"]
     command += ["--scanned"] if scanned else []
     command += [f"--late_gradients={late_gradients}"] if late_gradients else []
+    command += ["--at_rest"] if at_rest else []
     running = []
     for i in range(processes):
         with errors_of(directory, i).open("w") as errors:
@@ -64,9 +67,15 @@ def losses(lines):
     }
 
 
-def finish(directory, *, scanned=False, late_gradients=None, **kwargs):
+def finish(directory, *, scanned=False, late_gradients=None, at_rest=False, **kwargs):
     """Runs to the end: where it began, and the losses, the same in all processes."""
-    running = start(directory, scanned=scanned, late_gradients=late_gradients, **kwargs)
+    running = start(
+        directory,
+        scanned=scanned,
+        late_gradients=late_gradients,
+        at_rest=at_rest,
+        **kwargs,
+    )
     outputs = [process.communicate(timeout=300)[0] for process in running]
     for i, process in enumerate(running):
         assert process.returncode == 0, errors_of(directory, i).read_text()
@@ -74,7 +83,8 @@ def finish(directory, *, scanned=False, late_gradients=None, **kwargs):
     assert all(x == found[0] for x in found)
     host_bytes = [int(x) for o in outputs for x in re.findall(r"host bytes (\d+)", o)]
     nbytes = PARAMETER_BYTES * (LAYERS if scanned else 1)
-    assert host_bytes == [2 * nbytes // len(running)] * len(running)
+    copies = 3 if at_rest else 2
+    assert host_bytes == [copies * nbytes // len(running)] * len(running)
     # On each device.
     gone = [int(x) for o in outputs for x in re.findall(r"fused bytes (\d+)", o)]
     devices = kwargs["devices"] * len(running)
@@ -119,11 +129,16 @@ def test_fused(tmp_path):
     """With the updates in the backward pass, after clipping, and without.
 
     The gradients of every process wait in its own host memory, or the backward passes
-    of all run twice.
+    of all run twice; or its parameters and residuals rest there too.
     """
     _, want = finish(tmp_path / "one", processes=1, devices=4, scanned=True)
-    runs = [("two", None), ("stored", "host"), ("recompute", "recompute")]
-    for name, late_gradients in runs:
+    runs = [
+        ("two", None, False),
+        ("stored", "host", False),
+        ("recompute", "recompute", False),
+        ("at_rest", "recompute", True),
+    ]
+    for name, late_gradients, at_rest in runs:
         directory = tmp_path / name
         _, got = finish(
             directory,
@@ -131,5 +146,6 @@ def test_fused(tmp_path):
             devices=2,
             scanned=True,
             late_gradients=late_gradients,
+            at_rest=at_rest,
         )
         assert got == pytest.approx(want, rel=1e-6)
