@@ -1,8 +1,8 @@
 """Train steps of models people know, as shapes only: for `optax-offload fit`.
 
-Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B and GPT-2 XL, and a ViT-H/14,
-in Flax linen. Nothing is allocated: a step is compiled for chips that need not be
-here. What a step assumes, so that its peak is that of real training:
+Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B, GPT-2 XL and GPT-3 (175B),
+and a ViT-H/14, in Flax linen. Nothing is allocated: a step is compiled for chips that
+need not be here. What a step assumes, so that its peak is that of real training:
 
 - parameters, gradients and state are sharded over all devices (FSDP), one axis of each;
 - layers are scanned, and each is rematerialized in the backward pass (only its input
@@ -10,7 +10,7 @@ here. What a step assumes, so that its peak is that of real training:
   there at a time, as a fused kernel would have it;
 - matrix products are in bfloat16; gradients are clipped by their global norm; AdamW;
 - parameters in bfloat16 have a copy in float32 beside Adam's moments, in the state
-  (`master_weights`): so all that is large and seldom used can be offloaded;
+  (`oo.master_weights`): so all that is large and seldom used can be offloaded;
 - `batch` sequences of `context` tokens on each device.
 
 Run:
@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +76,13 @@ LLAMA3_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA3_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
 # https://arxiv.org/abs/2403.08295, table 1; its vocabulary as released.
 GEMMA_2B = Shape(18, 2048, 8, 1, 256, 16384, 256000, gated=nn.gelu, tied=True)
+# https://arxiv.org/abs/2005.14165, table 2.1; its vocabulary is GPT-2's.
+GPT3 = Shape(
+    *(96, 12288, 96, 96, 128, 49152, 50257),
+    gated=None,
+    tied=True,
+    learned_positions=2048,
+)
 # https://github.com/openai/gpt-2, hparams.json of 1558M
 GPT2_XL = Shape(
     *(48, 1600, 25, 25, 64, 6400, 50257), gated=None, tied=True, learned_positions=1024
@@ -258,42 +265,6 @@ class VisionTransformer(nn.Module):
         return losses.mean()
 
 
-class MasterWeightsState(NamedTuple):
-    """The parameters in float32, and the state of the optimizer of those."""
-
-    master: Any
-    inner: Any
-
-
-def master_weights(inner: optax.GradientTransformation) -> Any:
-    """Optimizes a float32 copy of the parameters, which themselves are rounded from it.
-
-    The update is what leads from the parameters to the rounded copy, in the parameters'
-    dtype: exact while a step does not change a parameter by more than half of it, and
-    otherwise off by a rounding of the update, which the next step makes good.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def in_float32(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def init(params: Any) -> MasterWeightsState:
-        master = in_float32(params)
-        return MasterWeightsState(master, inner.init(master))
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
-        if params is None:
-            raise ValueError("master_weights needs the parameters: update(..., params)")
-        updates, inner_state = inner.update(
-            in_float32(updates), state.inner, state.master, **extra
-        )
-        master = optax.apply_updates(state.master, updates)
-        updates = jax.tree.map(lambda m, p: m.astype(p.dtype) - p, master, params)
-        return updates, MasterWeightsState(master, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def _train_step(
     offload: Wrap,
     target: aot.Target,
@@ -326,7 +297,7 @@ def _train_step(
     parameters = jax.tree.map(lambda x: _shard(x, mesh, target.platform), parameters)
     optimizer: Any = optax.adamw(optax.warmup_cosine_decay_schedule(0, 3e-4, 100, 1000))
     if params == "bfloat16":
-        optimizer = master_weights(optimizer)
+        optimizer = oo.master_weights(optimizer)
     tx = optax.chain(optax.clip_by_global_norm(1.0), offload(optimizer))
     state = oo.eval_shape(tx.init, parameters)
 
@@ -399,6 +370,7 @@ def _decoder(
 llama3_8b = _decoder(LLAMA3_8B)
 llama3_70b = _decoder(LLAMA3_70B)
 gemma_2b = _decoder(GEMMA_2B)
+gpt3_175b = _decoder(GPT3, context=2048)
 gpt2_xl = _decoder(GPT2_XL, batch=4, context=1024, params="float32")
 
 

@@ -72,6 +72,15 @@ INT8 = functools.partial(
         oo.Rule(".*", slice_axis=0, optional=True),
     ],
 )
+# Four bytes for a bfloat16 parameter and its float32 copy, and two for its moments.
+SIX_BYTES = functools.partial(
+    oo.offload,
+    rules=[
+        oo.Rule(MOMENTS, codec="int8", optional=True),
+        oo.Rule("(.*/)?master/.*", codec="bfloat16-remainder", optional=True),
+        oo.Rule(".*", optional=True),
+    ],
+)
 INT8_ALONE = functools.partial(oo.low_bit, rules=MOMENTS)
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
@@ -84,6 +93,20 @@ MODES: dict[str, Mode] = {
     "parameters": Mode(OURS, oo.stream, on_host=LAYERS),
     "residuals": Mode(
         OURS, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
+    ),
+    # No row is loaded ahead, and updates are in parts.
+    "least": Mode(
+        functools.partial(OURS, window_bytes=2**23),
+        functools.partial(oo.stream, residuals="host"),
+        on_host=LAYERS,
+    ),
+    "six bytes": Mode(
+        SIX_BYTES, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
+    ),
+    "six bytes least": Mode(
+        functools.partial(SIX_BYTES, window_bytes=2**26),
+        functools.partial(oo.stream, residuals="host"),
+        on_host=LAYERS,
     ),
     "int8": Mode(INT8),
     "int8 fused": Mode(INT8, oo.stream),

@@ -107,6 +107,13 @@ def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
     wrap = MODES[mode]
     step = _plan.StepFactory(make_step, target).step(wrap.optimizer)
     step = step._replace(fn=wrap.step(step.fn))
+    if wrap.on_host:
+        params = oo.set_memory_kind(step.args[0], wrap.on_host, "pinned_host")
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        step = step._replace(
+            args=(params, *step.args[1:]),
+            out_shardings=(shardings, *step.out_shardings[1:]),
+        )
     least = least_bytes(step, gradients=wrap.step is as_it_is)
     if least > budget:
         return {"least_bytes": least, "fits": False, "seconds": 0.0}

@@ -112,36 +112,6 @@ def test_no_query_sees_a_later_key(chunk, monkeypatch):
     np.testing.assert_array_equal(seen > 0, np.tri(8, dtype=bool))
 
 
-def test_master_weights():
-    """Parameters in bfloat16 follow those that Adam alone would have in float32."""
-    tx = models.master_weights(optax.adam(1e-3))
-    params = {"w": jnp.linspace(-1, 1, 512, dtype=jnp.bfloat16)}
-    state = tx.init(params)
-    reference, adam = {"w": params["w"].astype(jnp.float32)}, optax.adam(1e-3)
-    expected = adam.init(reference)
-    for step in range(20):
-        grads = {"w": jnp.cos(jnp.arange(512.0) + step).astype(jnp.bfloat16)}
-        updates, state = tx.update(grads, state, params)
-        assert updates["w"].dtype == jnp.bfloat16
-        params = optax.apply_updates(params, updates)
-        in_float32 = {"w": grads["w"].astype(jnp.float32)}
-        updates, expected = adam.update(in_float32, expected, reference)
-        reference = optax.apply_updates(reference, updates)
-    np.testing.assert_array_equal(state.master["w"], reference["w"])
-    rounded = state.master["w"].astype(jnp.bfloat16).astype(jnp.float32)
-    np.testing.assert_allclose(params["w"].astype(jnp.float32), rounded, rtol=2**-7)
-    changed = jnp.abs(state.master["w"] - jnp.linspace(-1, 1, 512)).max()
-    assert changed > 1e-3, "less than a bfloat16 step of most parameters, and kept"
-
-
-def test_master_weights_need_parameters():
-    """As any optimizer that reads them."""
-    tx = models.master_weights(optax.adam(1e-3))
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="master_weights needs the parameters"):
-        tx.update(params, tx.init(params))
-
-
 @pytest.mark.parametrize("shape", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)])
 def test_it_trains(shape):
     """A tiny decoder of the same code, offloaded, on the CPU."""
@@ -149,7 +119,7 @@ def test_it_trains(shape):
     module = models.Decoder(shape, jnp.bfloat16)
     params = jax.jit(module.init)(jax.random.key(0), tokens)["params"]
     rule = oo.Rule(".*", min_bytes=8)
-    tx = oo.offload(models.master_weights(optax.adam(1e-2)), rule)
+    tx = oo.offload(oo.master_weights(optax.adam(1e-2)), rule)
 
     @jax.jit
     def step(params, state):
