@@ -104,7 +104,7 @@ MODES: dict[str, Mode] = {
         SIX_BYTES, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
     ),
     "six bytes least": Mode(
-        functools.partial(SIX_BYTES, window_bytes=2**26),
+        functools.partial(SIX_BYTES, window_bytes=2**28),
         functools.partial(oo.stream, residuals="host"),
         on_host=LAYERS,
     ),

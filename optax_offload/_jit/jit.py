@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import types
@@ -296,6 +297,7 @@ class _Variants:
                     raise _OtherKinds(found)
             if self._asked is None:  # Within another function, which is compiled.
                 return self._tracer(*args, **kwargs)
+            _check_returned(traced, plan)
             donated = donation.donated_leaves((args, kwargs), traced)
             args, kwargs = donation.pair((args, kwargs), donated)
             warn_of_refusals(plan, traced.out_info)
@@ -342,6 +344,38 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
             found[position] = _memory.host_type(found[position])
         position += 1
     return found
+
+
+def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
+    """Raises where a donated argument that scans take rows of finds no result there.
+
+    What became of it would be on the device, where it may have no room.
+    """
+    rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
+    if rest is None:
+        return
+    infos = _trees.leaves_with_paths(traced.args_info)
+    donated = {x.position: x for x in rest.arguments if infos[x.position][1].donated}
+    left = collections.Counter(
+        _form(a) for a in jaxpr.outvars if _memory.on_host(a.aval)
+    )
+    left.subtract(_form(jaxpr.invars[i]) for i in donated)
+    lost = [
+        infos[i][0].split("/", 1)[1]
+        for i, x in donated.items()
+        if x.scans and not x.returns and left[_form(jaxpr.invars[i])] < 0
+    ]
+    if lost:
+        raise ValueError(
+            "donated arguments rest on the host, and no result takes their place "
+            f"there: {_trees.listed(lost)}. A result does that is the argument plus "
+            "something, of its shape and dtype; move another one there in the function "
+            "(oo.set_memory_kind(result, '.*', 'pinned_host')), or do not donate them"
+        )
+
+
+def _form(a: Any) -> tuple[object, ...]:
+    return a.aval.shape, a.aval.dtype
 
 
 class _OtherKinds(Exception):  # noqa: N818 (it is caught where it belongs)

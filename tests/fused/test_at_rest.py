@@ -342,6 +342,30 @@ def test_what_replaces_a_parameter():
     assert kinds([new, old]) == {"pinned_host"}
 
 
+@pytest.mark.parametrize("returned", ["nothing", "another dtype", "moved"])
+def test_what_is_donated_is_not_lost(returned):
+    """An argument on the host whose buffer no result would take."""
+
+    def step(params, x):
+        h = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["w"])[0]
+        if returned == "nothing":
+            return jnp.sum(h)
+        other = jax.tree.map(jnp.sqrt, params)
+        if returned == "moved":
+            return oo.set_memory_kind(other, ".*", "pinned_host"), jnp.sum(h)
+        return jax.tree.map(jnp.bfloat16, params), jnp.sum(h)
+
+    params = on_host({"w": jnp.ones((4, 8, 8))})
+    jitted = oo.jit(step, donate_argnums=0)
+    if returned == "moved":
+        assert kinds(jitted(params, jnp.ones((2, 8)))[0]) == {"pinned_host"}
+        assert params["w"].is_deleted()
+        return
+    with pytest.raises(ValueError, match=r"no result takes their place there: '0/w'"):
+        jitted(params, jnp.ones((2, 8)))
+    assert not params["w"].is_deleted()
+
+
 def make_layers(keys, width=16):
     """Parameters that a scan makes, a layer in an iteration."""
 
