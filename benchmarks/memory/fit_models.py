@@ -55,6 +55,7 @@ ROWS = [
     ("llama3_8b", "gpu"),
     ("llama3_70b", "h100"),
     ("llama3_70b", "v5p"),
+    ("gpt3_175b", "h100"),
 ]
 
 
@@ -179,7 +180,7 @@ def print_batches(prober: Prober) -> list[dict[str, Any]]:
                 rows.append(row)
                 gib = row.get("used_bytes", 0) / 2**30
                 print(
-                    f"{model:12s} {name:9s} {mode:11s} {row['batch']:4d} sequences on "
+                    f"{model:12s} {name:9s} {mode:15s} {row['batch']:4d} sequences on "
                     f"each device, {row['batch'] * FLAGS.context} tokens, {gib:.1f} GiB"
                 )
     return rows
@@ -194,13 +195,13 @@ def print_targets(prober: Prober) -> list[dict[str, Any]]:
         for mode in FLAGS.modes:
             row = {"model": model, "family": family, "mode": mode}
             rows.append(row | smallest(prober, model, family, mode))
-    print(f"\n{'model':12s} {'among':6s} {'mode':11s} smallest      GiB of it, on host")
+    print(f"\n{'model':12s} {'among':6s} {'mode':15s} smallest      GiB of it, on host")
     for row in rows:
         sizes = [row.get(k) for k in ("used_bytes", "host_bytes")]
         gib = [f"{n / 2**30:7.1f}" if n is not None else "      -" for n in sizes]
         name = row["target"] or "none of these"
         print(
-            f"{row['model']:12s} {row['family']:6s} {row['mode']:11s} {name:13s}", *gib
+            f"{row['model']:12s} {row['family']:6s} {row['mode']:15s} {name:13s}", *gib
         )
     return rows
 
