@@ -85,7 +85,8 @@ def offload(
         each device. None takes a sixteenth of the state, at least 16 and at most
         64 MiB: state in transfers of 4 to 8 MiB and several of them in flight fill a
         link, and more costs memory and gains little. What cannot be cut that small is
-        on the device by itself.
+        on the device by itself. Given, it also bounds what an iteration of a scan loads
+        for the next one: rows of parameters and residuals at rest (see `stream`).
 
       on_misplaced: what ``update`` does with state that the rules have in host memory
         and that comes to it on the device, since something moved it there and undid
