@@ -81,6 +81,7 @@ SIX_BYTES = functools.partial(
         oo.Rule(".*", optional=True),
     ],
 )
+SIX_BYTES_IN_PARTS = functools.partial(SIX_BYTES, window_bytes=2**28)
 INT8_ALONE = functools.partial(oo.low_bit, rules=MOMENTS)
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
@@ -104,9 +105,14 @@ MODES: dict[str, Mode] = {
         SIX_BYTES, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
     ),
     "six bytes least": Mode(
-        functools.partial(SIX_BYTES, window_bytes=2**28),
+        SIX_BYTES_IN_PARTS,
         functools.partial(oo.stream, residuals="host"),
         on_host=LAYERS,
+    ),
+    "six bytes all": Mode(
+        SIX_BYTES_IN_PARTS,
+        functools.partial(oo.stream, residuals="host"),
+        on_host=".*",
     ),
     "int8": Mode(INT8),
     "int8 fused": Mode(INT8, oo.stream),

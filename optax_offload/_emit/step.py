@@ -228,11 +228,11 @@ class _Run:
     def _defines(self, node: Outer) -> list[jex.Var]:
         if node.left is None:
             return self._step.defines(node.position)
-        return variables(node.left.inlined.results[k] for k in node.left.wanted)
+        return list(node.left.results)
 
     def _run_remaining(self, left: RemainingUpdate) -> None:
         """Carries out what is left of an update."""
-        inlined, wanted, update, operands = left
+        inlined, results, update, operands = left
         args = [read(a, self._env.__getitem__) for a in operands]
         sharded = {
             i: self._sharded[a]
@@ -240,10 +240,7 @@ class _Run:
             if isinstance(a, jex.Var) and a in self._sharded
         }
         values = carry_out(update, inlined.what.caller.window_bytes, args, sharded)
-        for k, value in zip(wanted, values, strict=True):
-            a = inlined.results[k]
-            if isinstance(a, jex.Var):
-                self._env[a] = value
+        self._env |= zip(results, values, strict=True)
 
 
 def _whole(fused: Sequence[Fused]) -> list[Fused]:

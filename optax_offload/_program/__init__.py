@@ -1,7 +1,12 @@
 """What is to be computed, as a value: its equations, and making others of them."""
 
 from optax_offload._program.at_rest import AtRest, Resting
-from optax_offload._program.branches import Branches, find_branches, keeps_state
+from optax_offload._program.branches import (
+    Branches,
+    as_zero,
+    find_branches,
+    keeps_state,
+)
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import (
     Call,
@@ -59,6 +64,7 @@ __all__ = [
     "Update",
     "ancestors",
     "as_on_device",
+    "as_zero",
     "call_update",
     "called",
     "constrained",

@@ -3,7 +3,7 @@
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, kernel_of
 from optax_offload._rows.proof import analyze
-from optax_offload._rows.rules.registry import NotRowLocalError
+from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
 from optax_offload._rows.sums import SUMMED_BY, Sum, summed
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "RowLocal",
     "Sum",
     "analyze",
+    "is_arithmetic",
     "kernel_of",
     "summed",
 ]

@@ -15,7 +15,12 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload._program import Atom, Builder, needed, shape, signature, variables
-from optax_offload._rows.rules.registry import Axes, NotRowLocalError, rule_of
+from optax_offload._rows.rules.registry import (
+    Axes,
+    NotRowLocalError,
+    is_arithmetic,
+    rule_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +157,7 @@ class Analysis:
                 continue
             position = self._producers[a]
             e = self._equations[position]
-            arithmetic = rule_of(e).arithmetic and len(e.outvars) == 1
-            if not (arithmetic or self.follow_all):
+            if not (is_arithmetic(e) or self.follow_all):
                 if e.primitive.name in self.follow:
                     self._demand_operands(e, position, axis)
                 continue
@@ -207,7 +211,7 @@ class Analysis:
             return None
         position = self._producers[v]
         e = self._equations[position]
-        if not rule_of(e).arithmetic or len(e.outvars) > 1:
+        if not is_arithmetic(e):
             return None
         more = self._copy()
         axis = self.axes[like]

@@ -7,8 +7,10 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
+from jax.extend import core as jex
+
 from optax_offload import _memory, _trees
-from optax_offload._program import Resting, Step
+from optax_offload._program import Resting, Step, is_transfer
 from optax_offload._schedule import order, waiting
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
@@ -183,30 +185,33 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
     rest, program = plan.step.at_rest, plan.step.program
     if rest is None:
         return
-    outside = {
-        v
-        for node in plan.rest
-        if program.equations[node.position].primitive.name != "scan"
-        for v in node.reads
-    }
+    updated = {v for node in plan.rest if node.left for v in node.reads}
     taken: dict[tuple[Any, ...], list[Resting]] = {}
     for x in rest.arguments:
-        whole = x.whole if program.invars[x.position] in outside else ()
-        if x.scans or whole:
-            taken.setdefault((x.scans, whole, x.returns), []).append(x)
-    for (scans, whole, returns), some in taken.items():
+        v = program.invars[x.position]
+        whole = _loaded_whole(plan, v, x.whole)
+        with_state = v in updated and not x.is_state
+        if x.scans or whole or with_state:
+            key = x.scans, whole, with_state, x.returns
+            taken.setdefault(key, []).append(x)
+    for (scans, whole, with_state, returns), some in taken.items():
         nbytes = sum(x.nbytes for x in some)
-        line = _counted(len(some), "argument", nbytes) + " at rest on the host: "
+        how: list[str] = []
         if scans:
             each = sum(x.nbytes // scans[0] for x in some)
             lengths = ", ".join(map(str, sorted(set(scans))))
-            line += (
+            how.append(
                 f"{size_text(each)} of rows in each iteration of {len(scans)} "
                 f"scan{'s' * (len(scans) > 1)} of {lengths}"
             )
         if whole:
-            line += "; " * bool(scans) + f"loaded whole by {_trees.listed(whole)}"
-        yield line + "; what replaces it returns there" * returns
+            how.append(f"loaded whole by {_trees.listed(whole)}")
+        if with_state:
+            how.append("loaded with its state by its update")
+        if returns:
+            how.append("what replaces it returns there")
+        line = _counted(len(some), "argument", nbytes)
+        yield f"{line} at rest on the host: {'; '.join(how)}"
     streamed = (each.scan for each in (*plan.scans, *plan.streaming))
     ahead = max(
         (
@@ -227,6 +232,25 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
             f"{size_text(rest.residual_bytes)} of residuals rest on the host between "
             "the forward and the backward pass"
         )
+
+
+def _loaded_whole(
+    plan: FusedStep, v: jex.Var, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Of what takes all of an argument at rest, the names of what is evaluated."""
+    program = plan.step.program
+    outer = [node for node in plan.rest if node.left is None]
+    readers = [program.equations[n.position] for n in outer if v in n.reads]
+    readers = [e for e in readers if e.primitive.name != "scan"]
+    if not all(map(is_transfer, readers)):
+        return names  # In the body of one of them.
+    loaded = {x for e in readers for x in e.outvars}
+    users = {
+        program.equations[n.position].primitive.name
+        for n in outer
+        if not loaded.isdisjoint(n.reads)
+    }
+    return tuple(name for name in names if name in users)
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:

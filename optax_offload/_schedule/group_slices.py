@@ -56,7 +56,7 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     row_local = analyze(
         program,
         [i for i in group.equations if i not in reduced],
-        {program.invars[i]: _slice_axis(update, i, group) for i in group.loads},
+        _load_axes(update, group),
         ends,
         {before: _var(program, k) for before, k in beside.items()},
     )
@@ -139,6 +139,21 @@ def _parts(program: Program, group: Group) -> tuple[Part, ...]:
         [_var(program, k) for k in last],
     )
     return Part(early, tuple(first), one), Part(later, tuple(last), other)
+
+
+def _load_axes(update: Update, group: Group) -> dict[jex.Var, int]:
+    """The axis of the rows of each load; a parameter's is that of its state."""
+    inputs, invars = update.inputs, update.program.invars
+    asked = [i for i in group.loads if inputs[i].slice_axis != "auto"]
+    axes = {i: _slice_axis(update, i, group) for i in asked or group.loads}
+    rows = {(axis, shape(invars[i])[axis]) for i, axis in axes.items()}
+    for i in set(group.loads).difference(axes):
+        sizes = shape(invars[i])
+        fits = [x for x, count in rows if x < len(sizes) and sizes[x] == count]
+        if len(fits) != 1:
+            raise NotRowLocalError(f"no rows of a leaf of shape {sizes}")
+        (axes[i],) = fits
+    return {invars[i]: axes[i] for i in group.loads}
 
 
 def _slice_axis(update: Update, i: int, group: Group) -> int:

@@ -9,6 +9,11 @@ from jax.extend import core as jex
 
 from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
 from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.replacements import (
+    Replacement,
+    replacements,
+    with_replacements,
+)
 
 
 class RemainingUpdate(NamedTuple):
@@ -16,13 +21,13 @@ class RemainingUpdate(NamedTuple):
 
     Attributes:
       inlined: The whole of it.
-      wanted: The outputs that are computed, as positions.
+      results: The variables of the step that its outputs are.
       update: The update for these.
       operands: What the step gives it.
     """
 
     inlined: InlinedUpdate
-    wanted: tuple[int, ...]
+    results: tuple[jex.Var, ...]
     update: Update
     operands: tuple[Atom, ...]
 
@@ -52,6 +57,9 @@ def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Out
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
     known = {v for i in sums for v in program.equations[i].outvars}
+    replacing = {x.result: x for x in replacements(step)}
+    # By the position of the last equation of the update that makes them.
+    here: dict[int, list[Replacement]] = {}
     needed = {v for v in variables(program.outvars) if v not in results}
     # What is needed of an update beside what is left of it.
     inside: set[jex.Var] = set()
@@ -60,10 +68,14 @@ def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Out
         e = program.equations[i]
         inlined = step.inlined_at.get(i)
         if inlined is not None and i == inlined.positions[-1]:
-            node = _left(step, inlined, needed, known)
+            node = _left(step, inlined, needed, known, here.get(i, ()))
             found += [node] if node.left else []
             needed.update(node.reads)
         if i in sums:
+            continue
+        made = next((replacing[v] for v in e.outvars if v in replacing), None)
+        if made is not None and made.result in needed:
+            here.setdefault(made.inlined.positions[-1], []).append(made)
             continue
         wanted = needed if inlined is None else inside
         if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
@@ -79,18 +91,23 @@ def _left(
     inlined: InlinedUpdate,
     needed: Collection[jex.Var],
     known: Collection[jex.Var],
+    made: Sequence[Replacement],
 ) -> Outer:
-    """What is left of an update."""
+    """What is left of an update, and makes what replaces arguments too."""
     producers = step.program.producers
-    wanted = tuple(
-        k
+    found = {
+        k: a
         for k, a in enumerate(inlined.results)
         if isinstance(a, jex.Var)
         and a in needed
         and producers.get(a, -1) in inlined.positions
-    )
-    if not wanted:
+    }
+    if not (found or made):
         return Outer(inlined.positions[-1], ())
+    wanted = [*found, *(x.output for x in made)]
     update, operands = inlined.left(wanted, known)
-    left = RemainingUpdate(inlined, wanted, update, tuple(operands))
+    if made:
+        update, operands = with_replacements(step, update, operands, made)
+    results = (*found.values(), *(x.result for x in made))
+    left = RemainingUpdate(inlined, results, update, tuple(operands))
     return Outer(inlined.positions[-1], tuple(variables(operands)), left)

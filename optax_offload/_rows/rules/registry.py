@@ -105,6 +105,11 @@ def rule_of(e: jex.JaxprEqn) -> Rule:
     return RULES.get(e.primitive.name, _REFUSED)
 
 
+def is_arithmetic(e: jex.JaxprEqn) -> bool:
+    """Whether an equation's result is computed again for each slice."""
+    return rule_of(e).arithmetic and len(e.outvars) == 1
+
+
 _REFUSED = Rule()
 
 

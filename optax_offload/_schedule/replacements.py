@@ -1,0 +1,236 @@
+"""What replaces arguments of a step, made by the update that it comes from.
+
+The update of what no scan has, such as an embedding, would be on the device whole
+before it is added to its parameter: in float32, twice what a parameter in bfloat16
+takes. So what is left of an update makes the new parameter too, slice by slice, in the
+place of the old one; on the host, if that rests there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import (
+    Atom,
+    Builder,
+    InlinedUpdate,
+    Input,
+    Output,
+    Step,
+    Update,
+    as_zero,
+    is_transfer,
+    shape,
+    variables,
+)
+from optax_offload._rows import is_arithmetic
+
+
+class Replacement(NamedTuple):
+    """A result that replaces an argument of a step, given an update.
+
+    Attributes:
+      inlined: The offloaded update.
+      output: Which of its outputs it takes, as a position.
+      positions: The equations that lead to it, as positions.
+      takes: The variables of the step that these take besides.
+      argument: The argument that it replaces, one of these.
+      result: The variable that it is.
+    """
+
+    inlined: InlinedUpdate
+    output: int
+    positions: tuple[int, ...]
+    takes: frozenset[jex.Var]
+    argument: jex.Var
+    result: jex.Var
+
+
+def replacements(step: Step) -> Iterator[Replacement]:
+    """What arithmetic, number by number, makes of updates and of arguments."""
+    program = step.program
+    users: dict[jex.Var, list[int]] = {}
+    for i in sorted(step.live):
+        for v in dict.fromkeys(variables(program.equations[i].invars)):
+            users.setdefault(v, []).append(i)
+    for inlined in step.inlined_updates:
+        for k, a in enumerate(inlined.results):
+            output = inlined.what.update.outputs[k]
+            if not isinstance(a, jex.Var) or not output.is_update or output.stored:
+                continue
+            if shape(a) and program.producers.get(a, -1) in inlined.positions:
+                found = _replacement(step, users, inlined, k)
+                if found is not None:
+                    yield found
+
+
+def _replacement(
+    step: Step, users: Mapping[jex.Var, Sequence[int]], inlined: InlinedUpdate, k: int
+) -> Replacement | None:
+    """The last that follows from an output, which nothing else takes."""
+    program = step.program
+    (v,) = variables([inlined.results[k]])
+    results = set(variables(program.outvars))
+    positions: set[int] = set()
+    takes: set[jex.Var] = set()
+    found: Replacement | None = None
+    while v not in results:
+        outside = [i for i in users.get(v, ()) if i not in inlined.positions]
+        if len(outside) != 1 or not _of_each_number(step, outside[0], shape(v)):
+            break
+        (at,) = outside
+        e = program.equations[at]
+        others = [x for x in variables(e.invars) if x is not v]
+        made_by = _made_by(step, inlined.positions[0], others, shape(v))
+        if made_by is None:
+            break
+        positions |= {at, *made_by[0]}
+        takes |= made_by[1]
+        (v,) = e.outvars
+        argument = next((x for x in takes if _replaces(step, v, x)), None)
+        if argument is not None:
+            found = Replacement(
+                inlined, k, tuple(sorted(positions)), frozenset(takes), argument, v
+            )
+    return found
+
+
+def _replaces(step: Step, v: jex.Var, x: jex.Var) -> bool:
+    """Whether a variable can take the place of an argument."""
+    new, old = (y.aval.update(weak_type=False) for y in (v, x))
+    return x in step.program.invars and new == old
+
+
+def _of_each_number(step: Step, i: int, sizes: tuple[int, ...]) -> bool:
+    """Whether an equation computes each number of one, or moves it."""
+    e = step.program.equations[i]
+    return (
+        i not in step.inlined_at
+        and len(e.outvars) == 1
+        and shape(e.outvars[0]) == sizes
+        and all(shape(a) in ((), sizes) for a in e.invars)
+        and (is_transfer(e) or is_arithmetic(e))
+    )
+
+
+def _made_by(
+    step: Step, before: int, wanted: Sequence[jex.Var], sizes: tuple[int, ...]
+) -> tuple[set[int], set[jex.Var]] | None:
+    """The equations that make variables of arguments, and what these take.
+
+    None if they need more than arithmetic. Scalars are taken as they are, where they
+    are known before a position.
+    """
+    program = step.program
+    positions: set[int] = set()
+    takes: set[jex.Var] = set()
+    waiting = list(wanted)
+    while waiting:
+        v = waiting.pop()
+        i = program.producers.get(v)
+        if i is None or (not shape(v) and i < before):
+            takes.add(v)
+        elif _of_each_number(step, i, sizes):
+            positions.add(i)
+            waiting += variables(program.equations[i].invars)
+        else:
+            return None
+    return positions, takes
+
+
+def with_replacements(
+    step: Step,
+    update: Update,
+    operands: Sequence[Atom],
+    made: Sequence[Replacement],
+) -> tuple[Update, list[Atom]]:
+    """An update whose last outputs are what replaces arguments of the step.
+
+    Args:
+      step: The step.
+      update: The update. Its last outputs are those that the replacements take.
+      operands: What the step gives it.
+      made: The replacements.
+
+    Returns:
+      The update, and what the step gives it.
+    """
+    program = update.program
+    grown = _Grown(update, operands)
+    first = len(program.outvars) - len(made)
+    dropped = as_zero(update)
+    for k, each in enumerate(made, first):
+        (a,) = variables([program.outvars[k]])
+        if a in dropped:
+            predicate, value = dropped[a]
+            a = grown.zero_if(predicate, value, a)
+        grown.add(step, k, a, each)
+    return grown.update(), grown.operands
+
+
+class _Grown:
+    """An update that goes on."""
+
+    def __init__(self, update: Update, operands: Sequence[Atom]):
+        self._update, self.operands = update, list(operands)
+        program = update.program
+        self._inputs, self._invars = list(update.inputs), list(program.invars)
+        self._outputs, self._outvars = list(update.outputs), list(program.outvars)
+        self._builder = Builder(program.constants)
+        self._builder.equations += program.equations
+
+    def update(self) -> Update:
+        """What it has become."""
+        program = dataclasses.replace(
+            self._update.program,
+            equations=self._builder.equations,
+            constants=self._builder.constants,
+            invars=self._invars,
+            outvars=self._outvars,
+        )
+        return Update(program, tuple(self._inputs), tuple(self._outputs))
+
+    def zero_if(self, predicate: jex.Var, value: int, v: jex.Var) -> jex.Var:
+        """An output, or zero in the version of the update that drops it."""
+
+        def chosen(p: Any, x: Any) -> Any:
+            cases = [x, x]
+            cases[value] = lax.full_like(x, 0)
+            return lax.select_n(p, *cases)
+
+        (found,) = variables(self._builder.trace(chosen, predicate, v))
+        return found
+
+    def add(self, step: Step, k: int, v: jex.Var, made: Replacement) -> None:
+        """Makes a replacement of a variable, in place of an output."""
+        builder = self._builder
+        taken = {x: self._input(x) for x in made.takes}
+        builder.rename(variables([made.inlined.results[made.output]]), [v])
+        builder.rename(taken, [self._invars[i] for i in taken.values()])
+        for i in made.positions:
+            e = step.program.equations[i]
+            if is_transfer(e):
+                builder.rename(e.outvars, builder.read_all(e.invars))
+            else:
+                builder.add(e, [jex.Var(x.aval) for x in e.outvars])
+        self._outvars[k] = builder.read(made.result)
+        self._outputs[k] = Output(
+            self._outputs[k].path,
+            _memory.kind_of_type(made.result.aval),
+            taken[made.argument],
+            is_update=True,
+        )
+
+    def _input(self, x: jex.Var) -> int:
+        """The position of the input that a variable of the step is, maybe a new one."""
+        if x not in self.operands:
+            self.operands.append(x)
+            self._invars.append(jex.Var(_memory.device_type(x.aval)))
+            self._inputs.append(Input(_memory.on_host(x.aval)))
+        return self.operands.index(x)
