@@ -14,6 +14,7 @@ from optax_offload import _memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
 from optax_offload._program import as_on_device, take_apart
+from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     FusedStep,
     LateGradients,
@@ -215,6 +216,8 @@ def plan_of(
         were on the device; else None.
     """
     residuals = asked.residuals == "host"
+    if types is None:
+        closed = made_by_rows(closed)
     return plan(take_apart(closed, types, residuals=residuals), asked)
 
 

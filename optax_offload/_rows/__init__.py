@@ -4,6 +4,7 @@ from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, kernel_of
 from optax_offload._rows.proof import analyze
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
+from optax_offload._rows.stacks import made_by_rows
 from optax_offload._rows.sums import SUMMED_BY, Sum, summed
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "analyze",
     "is_arithmetic",
     "kernel_of",
+    "made_by_rows",
     "summed",
 ]

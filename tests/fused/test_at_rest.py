@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from harness import plain
 from jax import lax
 from scanned_models import BATCH, DONATED, make_params, make_step, offloaded, ulps
@@ -15,6 +16,7 @@ from scanned_models import BATCH, DONATED, make_params, make_step, offloaded, ul
 import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._program import at_rest
+from optax_offload._rows import stacks
 
 # In units of the last place, after three steps; 11 were seen.
 BOUND = 16
@@ -400,6 +402,59 @@ def test_making_it():
     assert "are stored row by row as scans make them" in str(made.schedule(keys))
 
 
+@nnx.split_rngs(splits=4)
+@nnx.vmap(in_axes=0, out_axes=0)
+def make_block(rngs):
+    """A block of a stack, as nnx makes one."""
+    return nnx.Linear(16, 32, rngs=rngs)
+
+
+def vmapped(keys):
+    """The parameters of a stack, of a vmapped initialiser."""
+    return jax.vmap(lambda key: {"w": jax.random.normal(key, (16, 32)) / 4})(keys)
+
+
+def vmapped_by_nnx(keys):
+    """The parameters of a stack, of `nnx.vmap`."""
+    blocks = make_block(nnx.Rngs(keys[0]))
+    return nnx.to_pure_dict(nnx.state(blocks))
+
+
+@pytest.mark.parametrize("make", [vmapped, vmapped_by_nnx])
+def test_what_a_vmapped_initialiser_makes(make, monkeypatch):
+    """Row by row too, with the values that it has whole, and zeros as well."""
+    monkeypatch.setattr(stacks, "LEAST_STACK_BYTES", 0)
+
+    def moved(keys):
+        return oo.set_memory_kind(make(keys), ".*", "pinned_host")
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    made = oo.jit(moved)
+    got, want = made(keys), jax.jit(make)(keys)
+    assert ulps(got, want) <= 1
+    assert kinds(got) == {"pinned_host"}
+    nbytes = sum(x.nbytes for x in jax.tree.leaves(want))
+    line = f"{nbytes / 1024:.2f} KiB are stored row by row as scans make them"
+    assert line in str(made.schedule(keys))
+
+
+def test_what_is_not_made_by_rows(monkeypatch):
+    """Numbers of one key for all rows, and what something else takes too."""
+    monkeypatch.setattr(stacks, "LEAST_STACK_BYTES", 0)
+
+    def moved(key):
+        one = jax.random.normal(key, (4, 16, 32))
+        other = jnp.ones((4, 8)) * jax.random.normal(key)
+        return oo.set_memory_kind({"one": one, "other": other}, ".*", "pinned_host"), (
+            jnp.sum(other)
+        )
+
+    made = oo.jit(moved)
+    assert "stored row by row" not in str(made.schedule(jax.random.key(0)))
+    got, want = made(jax.random.key(0)), jax.jit(moved)(jax.random.key(0))
+    assert ulps(got, want) <= 1
+
+
 WIDTH = 512
 
 
@@ -432,6 +487,20 @@ def trained_on_a_chip(layers):
         out_shardings=shardings,
     )
     return init, train
+
+
+@pytest.mark.aot
+def test_the_memory_of_one_vmapped_row():
+    """To make twice the rows takes no more of the device."""
+
+    def make(keys):
+        made = jax.vmap(lambda key: jax.random.normal(key, (WIDTH, WIDTH)))(keys)
+        return oo.set_memory_kind(made, ".*", "pinned_host")
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 16))
+    whole, by_rows = compiled(make, keys), compiled(oo.stream(make), keys)
+    assert whole.temporary_bytes >= 16 * 4 * WIDTH**2
+    assert by_rows.temporary_bytes <= 3 * 4 * WIDTH**2
 
 
 @pytest.mark.aot
