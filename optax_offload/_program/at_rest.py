@@ -42,6 +42,8 @@ class Resting:
       position: Its position among the arguments.
       nbytes: Its bytes on each device.
       scans: The number of iterations of each scan that loads a row in each.
+      again: How often the scans around these run, as those over microbatches, where
+        each loads all rows again; 1 for none.
       whole: The names of what else loads all of it.
       is_state: Whether an offloaded update takes it.
       returns: Whether a result replaces it, which returns to the host.
@@ -50,6 +52,7 @@ class Resting:
     position: int
     nbytes: int
     scans: tuple[int, ...]
+    again: int
     whole: tuple[str, ...]
     is_state: bool
     returns: bool
@@ -131,6 +134,9 @@ class _Walk:
         self._argument: dict[int, int | None] = {}
         # By what each was taken at rest.
         self._scans: dict[int | None, list[int]] = {}
+        self._again: dict[int | None, int] = {}
+        # How often what is evaluated now runs.
+        self._times = 1
         self._whole: dict[int | None, list[str]] = {}
         self._updated: set[int | None] = set()
 
@@ -147,6 +153,7 @@ class _Walk:
             i,
             _memory.nbytes_on_each_device(x),
             tuple(self._scans.get(i, ())),
+            self._again.get(i, 1),
             tuple(dict.fromkeys(self._whole.get(i, ()))),
             i in self._updated,
             returns,
@@ -298,6 +305,8 @@ class _Walk:
             taken = x.sources if isinstance(x, RowValue) else (x,)
             for one in taken if rests(x) and not keep else ():
                 self._scans.setdefault(self._of(one), []).append(length)
+                before = self._again.get(self._of(one), 1)
+                self._again[self._of(one)] = max(before, self._times)
 
         def row(x: Any, keep: bool, rows: Mapping[int, Any]) -> Any:
             if isinstance(x, RowValue):
@@ -305,6 +314,7 @@ class _Walk:
             return rows[id(x)] if keep else _on_device(rows[id(x)])
 
         def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
+            self._times = around * length
             rows = dict(zip(sources, given, strict=True))
             self.name(carry, list(map(self._of, values[count:first])))
             own = [row(x, keep, rows) for x, keep in zip(xs, kept, strict=True)]
@@ -322,7 +332,7 @@ class _Walk:
                 if v not in made
             ]
 
-        params = e.params
+        params, around = e.params, self._times
         after, stacked = lax.scan(
             body,
             carry,
@@ -331,6 +341,7 @@ class _Walk:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
+        self._times = around
         rest = iter(stacked)
         for v in e.outvars[carried:]:
             if v in stored and v not in made:

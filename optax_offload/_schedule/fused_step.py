@@ -192,9 +192,9 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
         whole = _loaded_whole(plan, v, x.whole)
         with_state = v in updated and not x.is_state
         if x.scans or whole or with_state:
-            key = x.scans, whole, with_state, x.returns
+            key = x.scans, x.again, whole, with_state, x.returns
             taken.setdefault(key, []).append(x)
-    for (scans, whole, with_state, returns), some in taken.items():
+    for (scans, again, whole, with_state, returns), some in taken.items():
         nbytes = sum(x.nbytes for x in some)
         how: list[str] = []
         if scans:
@@ -203,6 +203,8 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
             how.append(
                 f"{size_text(each)} of rows in each iteration of {len(scans)} "
                 f"scan{'s' * (len(scans) > 1)} of {lengths}"
+                + f", again in each of {again} iterations around"
+                * (again > 1)
             )
         if whole:
             how.append(f"loaded whole by {_trees.listed(whole)}")

@@ -208,7 +208,10 @@ def test_steps_in_loops_and_branches(make):
     assert ulps(got, want) <= BOUND
     assert kinds(got[0]) == {"pinned_host"}
     assert kinds([x for x in jax.tree.leaves(got[1]) if x.ndim]) == {"pinned_host"}
-    assert "of rows in each iteration of" in str(step.schedule(*got[:2], BATCH))
+    schedule = str(step.schedule(*got[:2], BATCH))
+    assert "of rows in each iteration of" in schedule
+    again = "again in each of 2 iterations around" in schedule
+    assert again == (make in (accumulated, several))
 
 
 def test_some_parameters():
