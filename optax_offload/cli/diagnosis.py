@@ -1,0 +1,83 @@
+"""What `optax-offload doctor` reads, and shows to a person."""
+
+from __future__ import annotations
+
+import pathlib
+
+from rich.console import Console
+
+from optax_offload import _link
+from optax_offload._machine import Diagnosis, Here, Saved, Texts, look
+
+_STYLES = {
+    "good": "green",
+    "note": "blue",
+    "fix": "yellow",
+    "stop": "bold red",
+    "unseen": "dim",
+}
+
+
+def machine_of(saved: pathlib.Path | None, *, measure_link: bool) -> Texts:
+    """This machine, or one that was saved.
+
+    Args:
+      saved: A file that ``--save`` wrote; None for this machine.
+      measure_link: Whether the link of this machine is measured.
+
+    Raises:
+      ValueError: The file describes no machine.
+      OSError: The file cannot be read.
+    """
+    if saved is not None:
+        return Saved(saved.read_text(errors="replace"))
+    here = Here()
+    here.add_jax(look(here, _link.measure_link if measure_link else None).as_json())
+    return here
+
+
+def save(machine: Texts, path: pathlib.Path) -> None:
+    """Writes what was read of a machine, for ``--machine``.
+
+    Raises:
+      ValueError: It is a saved one already, or there is no such directory.
+    """
+    if not isinstance(machine, Here):
+        raise ValueError("--machine is a file that --save wrote: give one of the two")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"--save {path}: there is no directory {folder}; make it first: "
+            f"mkdir -p {folder}"
+        )
+    path.write_text(machine.saved())
+
+
+def print_diagnosis(console: Console, found: Diagnosis) -> None:
+    """Prints each finding: what was seen, what it means, what to do, its source."""
+    for finding in found.findings:
+        style = _STYLES[finding.level]
+        _line(console, f"[{style}]{finding.level:>6}[/]  [bold]{finding.topic}[/]")
+        _line(console, _plain(f"        {finding.seen}"))
+        _line(console, _plain(f"        {finding.means}"))
+        for line in finding.do:
+            _line(console, _plain(f"          $ {line}"))
+        if finding.sources:
+            sources = _plain("; ".join(finding.sources))
+            _line(console, f"        [dim]({sources})[/]")
+    last = (
+        "offload works here"
+        if found.offload_helps
+        else "offload gains nothing here, or does not work: see what is marked stop"
+    )
+    console.print(last, highlight=False)
+
+
+def _plain(text: str) -> str:
+    """Text in which nothing is markup."""
+    return text.replace("[", r"\[")
+
+
+def _line(console: Console, text: str) -> None:
+    # A line to paste stays one line.
+    console.print(text, highlight=False, soft_wrap=True)
