@@ -50,7 +50,7 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
 def about_fit(facts: Facts) -> Finding:
     """What `optax-offload fit` would assume of this machine."""
     topic = "fit"
-    if facts.one_memory is not None or facts.is_wsl:
+    if not facts.has_somewhere_to_offload:
         seen = "nothing to assume: there is nothing to offload to"
         means = "other machines can be planned for here"
         return Finding(topic, "note", seen, means, (_fit("h100"),), ())
@@ -142,7 +142,7 @@ def _devices(facts: Facts) -> Finding:
         return Finding(topic, "unseen", seen, means, sources=(_INSTALL,))
     first = facts.accelerators[0] if facts.accelerators else None
     memory = first.memory_bytes if first else None
-    each = f", {size_text(memory)} each" if memory else ""
+    each = f", {size_text(memory)} on each" if memory else ""
     driver = f", driver {first.driver}" if first and first.driver else ""
     seen = f"{facts.device_count} x {facts.device_name}{each}{driver}"
     if device is None:
@@ -205,7 +205,7 @@ def _memories(facts: Facts) -> Finding:
     topic, name = "memories", facts.device_name
     one = facts.one_memory
     if one is not None:
-        seen = f"{name}: a {one.name}, whose host and device share one memory"
+        seen = f"{name} ({one.name}): host and device share one memory"
         means = (
             "what is offloaded stays where it was, and is copied within it: offload "
             "gains nothing. Leave it out. Updates in the backward pass (oo.jit) and "
@@ -214,7 +214,7 @@ def _memories(facts: Facts) -> Finding:
         lines = ("export XLA_PYTHON_CLIENT_PREALLOCATE=false",) * facts.has_gpu
         sources = (one.source, *((_GPU_MEMORY,) if facts.has_gpu else ()))
         return Finding(topic, "stop", seen, means, lines, sources)
-    if re.search(r"\b(GH200|GB200|GB300)\b", name):
+    if facts.is_coherent:
         seen = f"{name}: coherent with its host, in two memories"
         means = (
             "offload frees the device's memory, over a link several times as fast as "

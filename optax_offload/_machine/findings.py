@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any, Literal
 
 from optax_offload import _host_memory
@@ -45,6 +46,23 @@ class Finding:
         return dataclasses.asdict(self)
 
 
+# Coherent with their host, and yet two memories, which are all nodes of one system.
+_COHERENT = re.compile(r"\b(GH200|GB200|GB300)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A NUMA node.
+
+    Attributes:
+      processors: The numbers of its processors; none where it is memory alone.
+      memory_bytes: Its memory; None if that is not said.
+    """
+
+    processors: frozenset[int]
+    memory_bytes: int | None
+
+
 class Facts:
     """What a machine's texts say, as values.
 
@@ -79,11 +97,45 @@ class Facts:
         )
         return {limit.name: limit for limit in found}
 
+    @functools.cached_property
+    def nodes(self) -> dict[int, Node]:
+        """The NUMA nodes, by their numbers."""
+        prefix = "sys/devices/system/node/node"
+        found: dict[int, Node] = {}
+        for path in self.machine.paths(f"{prefix}*/cpulist"):
+            number = path.removeprefix(prefix).partition("/")[0]
+            if number.isdecimal():
+                meminfo = self.machine.read(f"{prefix}{number}/meminfo")
+                processors = parse.number_set(self.machine.read(path))
+                found[int(number)] = Node(processors, parse.node_bytes(meminfo))
+        return found
+
+    @property
+    def is_coherent(self) -> bool:
+        """Whether the device's memory, which is not the host's, is a node beside it."""
+        return _COHERENT.search(self.device_name) is not None
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """The memory of devices that the kernel counts as the host's."""
+        if not self.is_coherent:
+            return 0
+        without = (x for x in self.nodes.values() if not x.processors)
+        return sum(x.memory_bytes or 0 for x in without)
+
     @property
     def free_bytes(self) -> int | None:
         """The host memory that a process can still have; None if that is not known."""
-        known = [x.free_bytes for n, x in self.limits.items() if n != "GPU plugin"]
-        return min(known, default=None)
+        free = {name: x.free_bytes for name, x in self.limits.items()}
+        free.pop("GPU plugin", None)
+        if "machine" in free:
+            free["machine"] = max(free["machine"] - self.device_memory_bytes, 0)
+        return min(free.values(), default=None)
+
+    @property
+    def has_somewhere_to_offload(self) -> bool:
+        """Whether host memory is apart from the device's, and enough can be pinned."""
+        return self.one_memory is None and not self.is_wsl
 
     @property
     def has_gpu(self) -> bool:

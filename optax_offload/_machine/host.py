@@ -10,6 +10,8 @@ from optax_offload._machine.accelerators import Accelerator, apple_memory_bytes
 from optax_offload._machine.findings import Facts, Finding
 from optax_offload._units import GIB, size_text
 
+# Of the host's free memory: what allows so much of it to be pinned is left alone.
+_ENOUGH_PERCENT = 80
 _PROC = "docs.kernel.org/filesystems/proc.html"
 _CGROUPS = "docs.kernel.org/admin-guide/cgroup-v2.html"
 _PLUGIN = "github.com/openxla/xla, xla/pjrt/gpu/gpu_helpers.cc"
@@ -33,10 +35,12 @@ _NODES_OF_GPUS = "github.com/NVIDIA/mlperf-common/pull/16"
 def about_host(facts: Facts) -> Iterator[Finding]:
     """What is found about the host."""
     yield _host_memory(facts)
-    if facts.has_gpu:
-        yield _pinned_memory(facts)
     if facts.is_wsl:
         yield _wsl(facts)
+    if not facts.has_somewhere_to_offload:
+        return
+    if facts.has_gpu:
+        yield _pinned_memory(facts)
     yield _locked_memory(facts)
     yield _numa(facts)
 
@@ -55,6 +59,8 @@ def _host_memory(facts: Facts) -> Finding:
         for name, limit in facts.limits.items()
         if name != "GPU plugin"
     ]
+    if facts.device_memory_bytes:
+        rooms.append(f"{size_text(facts.device_memory_bytes)} of it is the device's")
     means = (
         f"at most {size_text(free)} can rest here, with what the rest of the process "
         "takes"
@@ -95,7 +101,8 @@ def _pinned_memory(facts: Facts) -> Finding:
             "limit says so"
         )
         return Finding(topic, "fix", seen, means, (line,), sources)
-    if unread or limit.total_bytes < most * GIB:
+    enough = facts.free_bytes * _ENOUGH_PERCENT // 100
+    if unread or limit.total_bytes < enough:
         means = (
             "state beyond that is an out-of-memory error, whatever the host has. Set "
             "the variable before JAX starts; where every GPU has a process of its own, "
@@ -104,7 +111,7 @@ def _pinned_memory(facts: Facts) -> Finding:
         if unread:
             means = f"XLA reads a whole number alone: {value!r} counts as none; {means}"
         return Finding(topic, "fix", seen, means, (line,), sources)
-    means = "as much as the host has"
+    means = "about as much as the host has, or more"
     return Finding(topic, "good", seen, means, sources=sources)
 
 
@@ -130,10 +137,10 @@ def _locked_memory(facts: Facts) -> Finding:
     if unlimited:
         means = "it bounds nothing"
         return Finding(topic, "good", seen, means, sources=(_PROC,))
-    if any(x.vendor == "google" for x in facts.accelerators):
+    if any(x.vendor == "google" and x.name != "TPU v4" for x in facts.accelerators):
         means = (
-            "a TPU is driven through VFIO, for which the kernel counts pinned memory "
-            "against this limit"
+            "TPUs since v5 are driven through VFIO, for which the kernel counts pinned "
+            "memory against this limit"
         )
         lines = ("ulimit -l unlimited", "docker run --ulimit memlock=-1 ...")
         return Finding(topic, "fix", seen, means, lines, (_VFIO, _TPU_IMAGE))
@@ -149,8 +156,8 @@ def _locked_memory(facts: Facts) -> Finding:
 
 def _numa(facts: Facts) -> Finding:
     topic = "NUMA"
-    nodes = _nodes(facts)
-    with_processors = {node for node, processors in nodes.items() if processors}
+    nodes = facts.nodes
+    with_processors = {number for number, node in nodes.items() if node.processors}
     if not nodes:
         means = "whether memory is in several places could not be seen"
         seen = "/sys/devices/system/node has no nodes"
@@ -178,15 +185,15 @@ def _numa(facts: Facts) -> Finding:
         means = "the driver may know better: memory of the wrong node is slower"
         lines = ("nvidia-smi topo -m",) if facts.has_gpu else ()
         return Finding(topic, "unseen", seen, means, lines, (_NUMA,))
-    return _numa_of_devices(facts, nodes)
+    return _numa_of_devices(facts)
 
 
-def _numa_of_devices(facts: Facts, nodes: dict[int, frozenset[int]]) -> Finding:
+def _numa_of_devices(facts: Facts) -> Finding:
     """Where devices are, where this process may run, and how to bring it there."""
     topic, sources = "NUMA", (_NUMA, _NUMA_PINNED)
     status = facts.machine.read("proc/self/status")
     allowed = parse.status_list(status, "Cpus_allowed_list")
-    here = sorted(node for node, cpus in nodes.items() if cpus & allowed)
+    here = sorted(n for n, node in facts.nodes.items() if node.processors & allowed)
     places: dict[int, list[int]] = {}
     for number, device in enumerate(facts.accelerators):
         assert device.node is not None
@@ -205,7 +212,7 @@ def _numa_of_devices(facts: Facts, nodes: dict[int, frozenset[int]]) -> Finding:
     out_of_reach = sorted(places.keys() - set(here))
     if out_of_reach:
         means += f". The processors of {_numbers(out_of_reach)} are not this process'"
-        lines = _ask_for_processors(facts, nodes, out_of_reach)
+        lines = _ask_for_processors(facts, out_of_reach)
         sources = (*sources, _BINDING)
         return Finding(topic, "fix", seen, means, lines, sources)
     lines = tuple(
@@ -213,27 +220,21 @@ def _numa_of_devices(facts: Facts, nodes: dict[int, frozenset[int]]) -> Finding:
         f"--preferred={node} python train.py"
         for node in sorted(places)
     )
-    several = len(places) > 1
-    if several:
-        means += ". With one process for each node, each has memory that is near"
-    sizes = [
-        f"node {node} has {size_text(nbytes)}"
-        for node in sorted(places)
-        if (nbytes := _node_bytes(facts, node)) is not None
-    ]
-    means = ". ".join([means, *(["; ".join(sizes)] if sizes else [])])
-    level = "note" if several else "fix"
-    return Finding(topic, level, seen, means, lines, sources)
+    if len(places) == 1:
+        return Finding(topic, "fix", seen, means, lines, sources)
+    if facts.accelerators[0].vendor == "google":
+        means += ". One process drives all chips of a host: nothing is to be chosen"
+        return Finding(topic, "note", seen, means, (), sources)
+    means += ". With one process for each node, each has memory that is near"
+    return Finding(topic, "note", seen, means, lines, sources)
 
 
-def _ask_for_processors(
-    facts: Facts, nodes: dict[int, frozenset[int]], wanted: list[int]
-) -> tuple[str, ...]:
+def _ask_for_processors(facts: Facts, wanted: list[int]) -> tuple[str, ...]:
     """Lines that ask whoever gave this process others for processors of nodes."""
     if "slurm" in facts.machine.read("proc/self/cgroup"):
         return ("sbatch --gres-flags=enforce-binding ...",)
-    processors = sorted(cpu for node in wanted for cpu in nodes[node])
-    names = f"{processors[0]}-{processors[-1]}" if processors else "..."
+    path = "/sys/devices/system/node/node"
+    names = ",".join(f"$(cat {path}{node}/cpulist)" for node in wanted)
     memories = ",".join(map(str, wanted))
     return (f"docker run --cpuset-cpus={names} --cpuset-mems={memories} ...",)
 
@@ -247,22 +248,6 @@ def _choose(facts: Facts, places: dict[int, list[int]], node: int) -> str:
     if vendor == "nvidia":
         return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers} "
     return f"HIP_VISIBLE_DEVICES={numbers} " if vendor == "amd" else ""
-
-
-def _nodes(facts: Facts) -> dict[int, frozenset[int]]:
-    """The processors of each NUMA node."""
-    prefix = "sys/devices/system/node/node"
-    found: dict[int, frozenset[int]] = {}
-    for path in facts.machine.paths(f"{prefix}*/cpulist"):
-        number = path.removeprefix(prefix).partition("/")[0]
-        if number.isdecimal():
-            found[int(number)] = parse.number_set(facts.machine.read(path))
-    return found
-
-
-def _node_bytes(facts: Facts, node: int) -> int | None:
-    path = f"sys/devices/system/node/node{node}/meminfo"
-    return parse.node_bytes(facts.machine.read(path))
 
 
 def _devices(devices: list[Accelerator], numbers: list[int]) -> str:

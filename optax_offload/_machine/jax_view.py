@@ -22,8 +22,6 @@ from optax_offload._machine.texts import Texts
 _DISTRIBUTIONS = re.compile(r"jax(lib|[-_](cuda|rocm|metal|oneapi).*)?|libtpu|optax")
 # Plugins of devices that `accelerators` may not find: JAX has to be asked.
 _OTHER_PLUGINS = re.compile(r"jax[-_](?!cuda|rocm).*")
-# Where JAX logs what a plugin raises.
-_PLUGIN_LOG = "jax._src.xla_bridge"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +138,7 @@ def _errors_of_plugins() -> Generator[list[str], None, None]:
             if isinstance(raised, Exception):
                 errors.append(_first_line(raised))
 
-    logger, keep = logging.getLogger(_PLUGIN_LOG), Keep()
+    logger, keep = logging.getLogger("jax"), Keep()
     propagate = logger.propagate
     logger.addHandler(keep)
     logger.propagate = False

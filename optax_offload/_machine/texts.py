@@ -69,7 +69,8 @@ class Here(Texts):
             return ""
         if path == "proc/cpuinfo":
             text = text.partition("\n\n")[0]  # The first of many alike.
-        return self._saw(path, text.replace("\0", ""))
+        self.seen[path] = text.replace("\0", "")
+        return self.seen[path]
 
     def paths(self, pattern: str) -> list[str]:
         """The paths that match a pattern in which ``*`` stands for any name."""
@@ -90,12 +91,15 @@ class Here(Texts):
             )
         except (OSError, subprocess.TimeoutExpired):
             return ""
-        return self._saw(f"$ {command}", done.stdout) if done.returncode == 0 else ""
+        if done.returncode != 0:
+            return ""
+        self.seen[f"$ {command}"] = done.stdout
+        return done.stdout
 
     def environment(self) -> Mapping[str, str]:
         """The variables of the process that JAX and its plugins read."""
         found = {k: v for k, v in os.environ.items() if _VARIABLES.fullmatch(k)}
-        self._saw("environment", "".join(f"{k}={v}\n" for k, v in found.items()))
+        self.seen["environment"] = "".join(f"{k}={v}\n" for k, v in found.items())
         return found
 
     def jax(self) -> str:
@@ -104,18 +108,13 @@ class Here(Texts):
 
     def add_jax(self, text: str) -> None:
         """Keeps what JAX said, as JSON."""
-        self._saw("jax", text)
+        self.seen["jax"] = text
 
     def saved(self) -> str:
         """What was read so far as one text, for `Saved`."""
         return "".join(
             f"== {name}\n{text.rstrip()}\n" for name, text in self.seen.items()
         )
-
-    def _saw(self, name: str, text: str) -> str:
-        if text.strip():
-            self.seen[name] = text
-        return text
 
 
 class Saved(Texts):

@@ -65,12 +65,11 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
         if finding.sources:
             sources = _plain("; ".join(finding.sources))
             _line(console, f"        [dim]({sources})[/]")
-    last = (
-        "offload works here"
-        if found.offload_helps
-        else "offload gains nothing here, or does not work: see what is marked stop"
-    )
-    console.print(last, highlight=False)
+    if found.offload_helps:
+        _line(console, "nothing was found that speaks against offload here")
+    else:
+        topics = ", ".join(x.topic for x in found.findings if x.level == "stop")
+        _line(console, f"offload gains nothing here, or does not work: see {topics}")
 
 
 def _plain(text: str) -> str:
