@@ -14,9 +14,18 @@ from optax_offload.aot import CHIPS, GPUS_PER_HOST, Chip, Target
 _INSTALL = "docs.jax.dev/en/latest/installation.html"
 _GPU_MEMORY = "docs.jax.dev/en/latest/201/gpu-memory.html"
 _COPIES = "github.com/openxla/xla/issues/46231"
+# Of `pcie.link.width.current`, in `nvidia-smi --help-query-gpu`.
+_LANES = "github.com/netdata/netdata/issues/10362"
 _C2C = "arxiv.org/abs/2408.11556"
 # JAX's CUDA 13 wheels need this driver, those for CUDA 12 an older one.
 _CUDA_13_DRIVER = 580
+# For each vendor: what JAX_PLATFORMS calls its devices, a regex of its plugins' names,
+# and the extra of jax that installs them.
+_PLUGINS = {
+    "nvidia": ({"cuda", "gpu"}, r"jax[-_]cuda\d+[-_]plugin", "cuda13"),
+    "google": ({"tpu"}, "libtpu", "tpu"),
+    "amd": ({"rocm", "gpu"}, r"jax[-_]rocm\d+[-_]plugin", "rocm7-local"),
+}
 _COPIES_SINCE = (0, 11, 1)
 # Of a link's documented bandwidth so much is measured, or something is wrong.
 _USUAL_SHARE = 0.6
@@ -79,8 +88,8 @@ def about_fit(facts: Facts) -> Finding:
     if not exact:
         means = (
             f"{facts.device_name} is none of the chips that it knows, and "
-            f"{chip.name} is the one like it: its memory is "
-            f"{size_text(chip.memory_bytes)}, which --budget lowers"
+            f"{chip.name}, with {size_text(chip.memory_bytes)}, is the one most like "
+            "it: give --budget if yours has less"
         )
     lines = (_fit(target.name, options),)
     return Finding(topic, "good" if exact else "note", seen, means, lines)
@@ -94,11 +103,13 @@ def target_of(facts: Facts) -> tuple[Target | None, bool]:
     if chip.platform == "gpu":
         count = min(max(facts.device_count, 1), GPUS_PER_HOST)
         return Target(f"{chip.name}:{count}"), exact
-    dimensions = len(Target(chip.name).name.partition(":")[2].split("x"))
+    one = Target(chip.name)
+    dimensions = len(one.name.partition(":")[2].split("x"))
+    chips = facts.device_count // one.device_count
     device = facts.jax.accelerator
     grid = device.grid[:dimensions] if device is not None else ()
-    if len(grid) != dimensions or math.prod(grid) < facts.device_count:
-        grid = _GRIDS_OF_HOSTS[dimensions].get(facts.device_count, (1,) * dimensions)
+    if len(grid) != dimensions or math.prod(grid) < chips:
+        grid = _GRIDS_OF_HOSTS[dimensions].get(chips, (1,) * dimensions)
     return Target(f"{chip.name}:{'x'.join(map(str, grid))}"), exact
 
 
@@ -168,18 +179,22 @@ def _unused(facts: Facts, seen: str) -> Finding:
     if first.vendor == "apple":
         means = f"JAX does not use its GPU{why}: a training runs on the processor"
         return Finding(topic, "note", seen, means, sources=(_INSTALL,))
-    means = f"JAX does not use it{why}: the plugin is missing, or cannot start"
+    platforms, plugin, extra = _PLUGINS[first.vendor]
     chosen = facts.environment.get("JAX_PLATFORMS", "")
-    if chosen:
+    if chosen and not platforms & set(chosen.split(",")):
         lines = ("unset JAX_PLATFORMS",)
         means = f"JAX does not use it: JAX_PLATFORMS={chosen} forbids it"
         return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
-    extra = {"google": "tpu", "amd": "rocm7-local"}.get(first.vendor)
-    if extra is None:
-        major = first.driver.partition(".")[0]
-        new = not major.isdecimal() or int(major) >= _CUDA_13_DRIVER
-        extra = "cuda13" if new else "cuda12"
+    if any(re.match(plugin, name) for name in facts.jax.versions):
+        means = f"JAX does not use it, although its plugin is installed{why}"
+        ask = "python -c 'import jax; print(jax.devices())'"
+        lines = (f"JAX_PLATFORMS={min(platforms)} {ask}",)
+        return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
+    major = first.driver.partition(".")[0]
+    if extra == "cuda13" and major.isdecimal() and int(major) < _CUDA_13_DRIVER:
+        extra = "cuda12"
     lines = (f'pip install -U "jax[{extra}]"',)
+    means = f"JAX does not use it{why}: its plugin is not installed"
     return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
 
 
@@ -221,7 +236,9 @@ def _memories(facts: Facts) -> Finding:
             "PCI Express"
         )
         return Finding(topic, "good", seen, means, sources=(_C2C,))
-    if _chip(name)[0] is not None:
+    # nvidia-smi says of no GPU that shares its host's memory how much it has.
+    has_own = any(x.memory_bytes for x in facts.accelerators)
+    if has_own or _chip(name)[0] is not None:
         seen = f"{name} has a memory of its own"
         return Finding(topic, "good", seen, "what is offloaded leaves it")
     seen = f"whether {name} shares the host's memory is not known here"
@@ -251,17 +268,19 @@ def _link(facts: Facts) -> Finding:
         seen = f"not measured ({why})" if why else "not measured"
     else:
         seen = f"{_gb_per_second(measured)}, measured with loads and stores at once"
-    if narrow is not None:
-        means = (
-            f"the device has {narrow.lanes} lanes of the {narrow.most_lanes} that it "
-            "could use: it is in a slot that is too narrow, or sits badly"
-        )
-        return Finding(topic, "fix", seen, "; ".join([means, *parts]), (), sources)
-    slow = measured and chip and measured < _USUAL_SHARE * chip.link.bytes_per_second
-    if slow:
-        parts.append("less than is usual: see NUMA, and what else uses the link")
-        return Finding(topic, "fix", seen, "; ".join(parts), (), sources)
-    level = "good" if measured is not None else "unseen"
+    lanes = f"{narrow.lanes} of its {narrow.most_lanes} lanes" if narrow else ""
+    level = "good"
+    if measured is None:
+        level = "unseen"
+        if lanes:
+            parts.append(f"only {lanes} are in use, maybe since it rests")
+            sources = (*sources, _LANES)
+    elif chip and measured < _USUAL_SHARE * chip.link.bytes_per_second:
+        level = "fix"
+        causes = "NUMA, and what else uses the link"
+        if lanes:
+            causes = f"its slot, since only {lanes} are in use, {causes}"
+        parts.append(f"less than is usual: see {causes}")
     means = "; ".join(parts) or "nothing is documented of it here"
     return Finding(topic, level, seen, means, sources=sources)
 

@@ -157,31 +157,29 @@ def _locked_memory(facts: Facts) -> Finding:
 def _numa(facts: Facts) -> Finding:
     topic = "NUMA"
     nodes = facts.nodes
-    with_processors = {number for number, node in nodes.items() if node.processors}
-    if not nodes:
+    with_processors = sorted(n for n, node in nodes.items() if node.processors)
+    without = sorted(nodes.keys() - set(with_processors))
+    if not with_processors:
         means = "whether memory is in several places could not be seen"
-        seen = "/sys/devices/system/node has no nodes"
+        seen = "/sys/devices/system/node has no node with processors"
         return Finding(topic, "unseen", seen, means, sources=(_PROC,))
-    if len(with_processors) < 2:
-        seen = "one NUMA node"
-        without = sorted(nodes.keys() - with_processors)
-        if without:
-            seen = f"one NUMA node has processors; {_numbers(without)} have none"
-            means = (
-                "nodes without processors are memory of GPUs: what the host allocates "
-                "there takes room of the device"
-            )
-            (node,) = with_processors or {0}
-            line = f"numactl --membind={node} python train.py"
-            return Finding(topic, "fix", seen, means, (line,), (_NODES_OF_GPUS,))
-        return Finding(topic, "good", seen, "all host memory is equally near")
+    if len(with_processors) == 1 and without and facts.is_coherent:
+        seen = f"one NUMA node has processors; {_numbers(without)} have none"
+        means = (
+            "the others are memory of the device: what the host allocates there takes "
+            "room of it"
+        )
+        line = f"numactl --membind={with_processors[0]} python train.py"
+        return Finding(topic, "fix", seen, means, (line,), (_NODES_OF_GPUS,))
+    if len(with_processors) == 1:
+        means = "no memory is nearer to a device than other memory"
+        return Finding(topic, "good", "one NUMA node has processors", means)
+    seen = f"{len(with_processors)} NUMA nodes have processors"
     if not facts.accelerators:
-        seen = f"{len(with_processors)} NUMA nodes, and no device at any"
+        seen += ", and no device is at any"
         return Finding(topic, "note", seen, "it does not matter without a device")
     if any(x.node is None for x in facts.accelerators):
-        seen = (
-            f"{len(with_processors)} NUMA nodes; the firmware says of no device which"
-        )
+        seen += "; at which the devices are, the firmware does not say"
         means = "the driver may know better: memory of the wrong node is slower"
         lines = ("nvidia-smi topo -m",) if facts.has_gpu else ()
         return Finding(topic, "unseen", seen, means, lines, (_NUMA,))
@@ -202,6 +200,9 @@ def _numa_of_devices(facts: Facts) -> Finding:
         f"{_devices(facts.accelerators, numbers)} at node {node}"
         for node, numbers in sorted(places.items())
     )
+    if not here:
+        means = "where this process may run could not be seen"
+        return Finding(topic, "unseen", where, means, sources=(_PROC,))
     seen = f"{where}; this process may run on {_numbers(here)}"
     if here == sorted(places) and len(here) == 1:
         return Finding(topic, "good", seen, "host memory is near", sources=sources)
@@ -256,6 +257,4 @@ def _devices(devices: list[Accelerator], numbers: list[int]) -> str:
 
 
 def _numbers(nodes: list[int]) -> str:
-    if not nodes:
-        return "no node that is known"
     return f"node{'s' * (len(nodes) > 1)} {', '.join(map(str, nodes))}"

@@ -4,7 +4,7 @@ import pathlib
 
 import pytest
 
-from optax_offload._machine import Here, Saved, diagnose
+from optax_offload._machine import Here, Saved, diagnose, parse
 from optax_offload._machine.jax_view import Device, JaxView
 
 CAPTURED = pathlib.Path(__file__).parent / "captured"
@@ -14,7 +14,7 @@ LEVELS = {
     "docker_cgroup2_l4": {
         "devices": "fix",
         "memories": "good",
-        "link": "fix",
+        "link": "unseen",
         "host memory": "fix",
         "pinned memory": "fix",
         "locked memory": "good",
@@ -128,7 +128,11 @@ def test_what_is_to_be_done_has_a_source(name):
         ("dgx_spark", "fit", "there is nothing to offload to"),
         ("docker_cgroup2_l4", "devices", "1 x NVIDIA L4, 22.49 GiB"),
         ("docker_cgroup2_l4", "devices", 'pip install -U "jax[cuda12]"'),
-        ("docker_cgroup2_l4", "link", "8 lanes of the 16"),
+        (
+            "docker_cgroup2_l4",
+            "link",
+            "8 of its 16 lanes are in use, maybe",
+        ),
         ("docker_cgroup2_l4", "link", "its slot of 8 lanes carries 16 GB/s"),
         ("docker_cgroup2_l4", "host memory", "the cgroup has 30.00 GiB free of 32.00"),
         ("docker_cgroup2_l4", "host memory", "docker run --memory=161g ..."),
@@ -248,6 +252,55 @@ def test_a_platform_that_is_forbidden():
     assert found.do == ("unset JAX_PLATFORMS",)
 
 
+def test_a_link_that_is_slow():
+    """In a slot whose lanes are not all in use, that may be why."""
+    width = "sys__bus__pci__devices__0000:19:00.0__current_link_width"
+    view = Saved(text_of(H100)).jax().replace("51700000000.0", "11e9")
+    found = changed(H100, jax=view, **{width: "4"})["link"]
+    assert found.level == "fix"
+    assert "only 4 of its 16 lanes are in use" in found.means
+    # One that is fast has its lanes when it needs them.
+    assert changed(H100, **{width: "4"})["link"].level == "good"
+
+
+def test_memory_that_is_no_devices():
+    """A node without processors beside another kind of device is the host's."""
+    node = "sys__devices__system__node__node1__cpulist"
+    assert changed(H100, **{node: "\n"})["NUMA"].level == "good"
+
+
+def test_firmware_that_does_not_say():
+    """-1 is no node; the driver may know."""
+    node = "sys__bus__pci__devices__0000:cb:00.0__numa_node"
+    found = changed(H100, **{node: "-1"})["NUMA"]
+    assert (found.level, found.do) == ("unseen", ("nvidia-smi topo -m",))
+
+
+def test_nodes_without_a_device():
+    """Nothing is near or far of a device that is not there."""
+    node = "sys/devices/system/node/node"
+    texts = f"== {node}0/cpulist\n0-3\n== {node}1/cpulist\n4-7\n"
+    found = {x.topic: x for x in diagnose(Saved(texts)).findings}["NUMA"]
+    assert (found.level, found.do) == ("note", ())
+
+
+def test_a_process_that_says_nothing_of_itself():
+    """Where it may run is then not guessed."""
+    found = changed(H100, proc__self__status="Name:\tpython\n")["NUMA"]
+    assert found.level == "unseen"
+
+
+def test_a_plugin_that_cannot_start():
+    """It is installed: JAX says why, and nothing is to be installed."""
+    view = JaxView(
+        {"jax": "0.12.0", "libtpu": "0.0.50"}, (), "RuntimeError: TPU is in use"
+    )
+    found = changed("tpu_v5e_8", jax=view.as_json())["devices"]
+    assert found.level == "fix"
+    assert "plugin is installed (RuntimeError: TPU is in use)" in found.means
+    assert found.do[0].startswith("JAX_PLATFORMS=tpu python -c")
+
+
 def test_memory_of_a_pod():
     """Kubernetes has its own line."""
     found = changed(
@@ -296,6 +349,7 @@ def test_targets_of_gpus(name, target, level):
         ("TPU v6 lite", 4, (), "v6e:2x2"),
         ("TPU v5 lite", 8, (4, 4, 1), "v5e:4x4"),
         ("TPU v5 lite", 3, (), "v5e:1x1"),
+        ("TPU7x", 8, (2, 2, 1), "tpu7x:2x2x1"),
     ],
 )
 def test_targets_of_tpus(kind, count, grid, target):
@@ -304,6 +358,21 @@ def test_targets_of_tpus(kind, count, grid, target):
     view = JaxView({"jax": "0.12.0"}, (device,))
     found = changed("tpu_v5e_8", jax=view.as_json())["fit"]
     assert f"target {target}," in found.seen
+
+
+@pytest.mark.parametrize(
+    ("row", "level"),
+    [
+        ("00000000:19:00.0, Tesla V100-SXM2-32GB, 32768 MiB, 570.86.15", "good"),
+        ("00000000:19:00.0, NVIDIA GX20, [N/A], 570.86.15", "unseen"),
+    ],
+)
+def test_a_device_that_no_table_has(row, level):
+    """It has a memory of its own if its driver says how much."""
+    name = row.split(", ")[1]
+    view = Saved(text_of(H100)).jax().replace("NVIDIA H100 80GB HBM3", name)
+    sections = {f"$ {parse.SMI_COMMAND}": row, "jax": view}
+    assert changed(H100, **sections)["memories"].level == level
 
 
 def test_a_machine_that_says_nothing():

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import os
 import pathlib
+import sys
 import types
 
 import jax
@@ -20,9 +22,9 @@ def doctor():
     """Runs the command, at a narrow terminal."""
     runner = CliRunner(env={"COLUMNS": "40"})
 
-    def run(*args, code=0):
+    def run(*args, code: int | None = 0):
         result = runner.invoke(cli.app, ["doctor", *map(str, args)])
-        assert result.exit_code == code, result.output
+        assert code in (None, result.exit_code), result.output
         return result
 
     return run
@@ -31,11 +33,28 @@ def doctor():
 def test_this_machine(doctor, tmp_path):
     """Saved and read again it is the same machine, free memory too."""
     file = tmp_path / "machine.txt"
-    printed = doctor("--save", file).stdout
+    printed = doctor("--save", file, code=None).stdout
     for topic in ("devices", "JAX", "host memory", "locked memory", "NUMA", "fit"):
         assert topic in printed
     assert f"jax {jax.__version__}" in printed
-    assert doctor("--machine", file).stdout == printed
+    assert doctor("--machine", file, code=None).stdout == printed
+
+
+@pytest.mark.parametrize("option", [[], ["--traceback"]])
+def test_devices_are_for_doctor(option, monkeypatch):
+    """Other commands leave them alone; it takes no more of them than it needs."""
+    configured, name = [], "XLA_PYTHON_CLIENT_PREALLOCATE"
+    monkeypatch.setattr(jax.config, "update", lambda *args: configured.append(args))
+    monkeypatch.setattr(cli, "app", lambda: None)
+    monkeypatch.setenv(name, "true")
+    monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "argv", ["optax-offload", *option, "doctor"])
+    cli.main()
+    assert (configured, os.environ.pop(name)) == ([], "false")
+    monkeypatch.setattr(sys, "argv", ["optax-offload", *option, "report", "doctor"])
+    cli.main()
+    assert configured == [("jax_platforms", "cpu")]
+    assert name not in os.environ
 
 
 def test_a_machine_that_gains_nothing(doctor):

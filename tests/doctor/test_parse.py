@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from optax_offload._machine import Here, Saved, parse
+from optax_offload._machine import Here, Saved, parse, texts
 from optax_offload._machine.accelerators import accelerators
 
 
@@ -162,6 +162,9 @@ def test_commands(monkeypatch):
     """What fails, or is not there, prints nothing; what prints is kept."""
     here = Here()
     assert here.output("no-such-command") == ""
+    monkeypatch.setattr(texts, "_COMMAND_SECONDS", 0.01)
+    assert here.output("sleep 5") == ""
+    monkeypatch.undo()
     assert here.output(f"{sys.executable} -c 1/0") == ""
     assert here.output("sysctl machdep.cpu.brand_string") == ""
     assert here.output(f"{sys.executable} -c print(7)").strip() == "7"
