@@ -27,16 +27,17 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _link, _machine, _plan, _rule_files, _rules, aot
+from optax_offload import __version__, _link, _plan, _rule_files, _rules, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
-from optax_offload.cli import diagnosis, tables
+from optax_offload.cli import tables
+from optax_offload.cli.diagnosis import NO_GAIN, diagnosis_of, print_diagnosis
 from optax_offload.cli.errors import error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
 
-BAD_INPUT, DOES_NOT_FIT, IDLE_RULE, NO_GAIN = 2, 3, 4, 5
+BAD_INPUT, DOES_NOT_FIT, IDLE_RULE = 2, 3, 4
 
 
 def _examples(*lines: str) -> str:
@@ -55,8 +56,7 @@ app = typer.Typer(
         "report runs/1/checkpoints",
     )
     + "\n\nExit codes: 0 it fits, or all is well; 2 the input is wrong; 3 it does not "
-    "fit with all state moved; 4 (explain) a rule decides nothing; 5 (doctor) offload "
-    "gains nothing here.",
+    "fit with all state moved; 4 (explain) a rule decides nothing.",
 )
 _traceback = False
 _out, _err = Console(), Console(stderr=True)
@@ -297,6 +297,7 @@ def targets(as_json: JsonOption = False) -> None:
         "doctor --save machine.txt",
         "doctor --machine machine.txt",
     )
+    + "\n\nExit code 5: offload gains nothing here, or does not work."
 )
 def doctor(
     machine: Annotated[
@@ -314,14 +315,11 @@ def doctor(
 ) -> None:
     """Says what this machine can do for offloading, before anybody trains on it."""
     with _errors():
-        texts = diagnosis.machine_of(machine, measure_link=measure_link)
-        found = _machine.diagnose(texts)
-        if save is not None:
-            diagnosis.save(texts, save)
+        found = diagnosis_of(machine, save, measure_link=measure_link)
     if as_json:
         _print_json(found.as_dict())
     else:
-        diagnosis.print_diagnosis(_out, found)
+        print_diagnosis(_out, found)
     if not found.offload_helps:
         raise typer.Exit(NO_GAIN)
 

@@ -7,7 +7,7 @@ import pathlib
 from rich.console import Console
 
 from optax_offload import _link
-from optax_offload._machine import Diagnosis, Here, Saved, Texts, look
+from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look
 
 _STYLES = {
     "good": "green",
@@ -18,39 +18,42 @@ _STYLES = {
 }
 
 
-def machine_of(saved: pathlib.Path | None, *, measure_link: bool) -> Texts:
-    """This machine, or one that was saved.
+# The exit code where offload gains nothing, or does not work.
+NO_GAIN = 5
+
+
+def diagnosis_of(
+    machine: pathlib.Path | None, save: pathlib.Path | None, *, measure_link: bool
+) -> Diagnosis:
+    """What is found about this machine, or about one that was saved.
 
     Args:
-      saved: A file that ``--save`` wrote; None for this machine.
+      machine: A file that ``--save`` wrote; None for this machine.
+      save: Where to write what was read of this machine.
       measure_link: Whether the link of this machine is measured.
 
     Raises:
-      ValueError: The file describes no machine.
-      OSError: The file cannot be read.
+      ValueError: The file describes no machine, or the other cannot be made.
+      OSError: A file cannot be read or written.
     """
-    if saved is not None:
-        return Saved(saved.read_text(errors="replace"))
-    here = Here()
-    here.add_jax(look(here, _link.measure_link if measure_link else None).as_json())
-    return here
-
-
-def save(machine: Texts, path: pathlib.Path) -> None:
-    """Writes what was read of a machine, for ``--machine``.
-
-    Raises:
-      ValueError: It is a saved one already, or there is no such directory.
-    """
-    if not isinstance(machine, Here):
-        raise ValueError("--machine is a file that --save wrote: give one of the two")
-    folder = path.absolute().parent
-    if not folder.is_dir():
+    if machine is not None:
+        if save is not None:
+            raise ValueError(
+                "--machine is a file that --save wrote: give one of the two"
+            )
+        return diagnose(Saved(machine.read_text(errors="replace")))
+    folder = None if save is None else save.absolute().parent
+    if folder is not None and not folder.is_dir():
         raise ValueError(
-            f"--save {path}: there is no directory {folder}; make it first: "
+            f"--save {save}: there is no directory {folder}; make it first: "
             f"mkdir -p {folder}"
         )
-    path.write_text(machine.saved())
+    here = Here()
+    here.add_jax(look(here, _link.measure_link if measure_link else None).as_json())
+    found = diagnose(here)
+    if save is not None:
+        save.write_text(here.saved())
+    return found
 
 
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
