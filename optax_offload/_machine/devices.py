@@ -60,15 +60,15 @@ def about_fit(facts: Facts) -> Finding:
     """What `optax-offload fit` would assume of this machine."""
     topic = "fit"
     if not facts.has_somewhere_to_offload:
-        seen = "nothing to assume: there is nothing to offload to"
-        means = "other machines can be planned for here"
+        seen = "nothing: this machine has nothing to offload to"
+        means = "you can plan for other machines here"
         return Finding(topic, "note", seen, means, (_fit("h100"),), ())
     target, exact = target_of(facts)
     if target is None:
         seen = "no device that it knows"
         if facts.device_name:
             seen = f"{facts.device_name} is none of the chips that it knows"
-        means = "it compiles for chips that are elsewhere; name one"
+        means = "name a chip; it need not be here"
         lines = ("optax-offload targets", _fit("h100"))
         return Finding(topic, "note", seen, means, lines)
     options = ""
@@ -84,7 +84,7 @@ def about_fit(facts: Facts) -> Finding:
         f"target {target.name}, {budget} on each device, a link of "
         f"{_gb_per_second(link)}"
     )
-    means = "the peak and the times of a plan are of these"
+    means = "the peak and the times of a plan are those on these"
     if not exact:
         means = (
             f"{facts.device_name} is none of the chips that it knows, and "
@@ -177,7 +177,7 @@ def _unused(facts: Facts, seen: str) -> Finding:
     why = f" ({facts.jax.error})" if facts.jax.error else ""
     first = facts.accelerators[0]
     if first.vendor == "apple":
-        means = f"JAX does not use its GPU{why}: a training runs on the processor"
+        means = f"JAX does not use its GPU{why}: training runs on the processor"
         return Finding(topic, "note", seen, means, sources=(_INSTALL,))
     platforms, plugin, extra = _PLUGINS[first.vendor]
     chosen = facts.environment.get("JAX_PLATFORMS", "")
@@ -212,7 +212,7 @@ def _versions(facts: Facts) -> Finding:
             "nothing else computes: with 0.11.1 or newer (Python 3.12) they are copies"
         )
         return Finding(topic, "fix", seen, means, ("pip install -U jax",), (_COPIES,))
-    means = "all that is here works with it"
+    means = "all of this library works with it"
     return Finding(topic, "good", seen, means)
 
 
@@ -224,7 +224,7 @@ def _memories(facts: Facts) -> Finding:
         means = (
             "what is offloaded stays where it was, and is copied within it: offload "
             "gains nothing. Leave it out. Updates in the backward pass (oo.jit) and "
-            "codecs still save memory; what JAX takes, the host lacks"
+            "codecs still save memory. What JAX takes is gone for the host"
         )
         lines = ("export XLA_PYTHON_CLIENT_PREALLOCATE=false",) * facts.has_gpu
         sources = (one.source, *((_GPU_MEMORY,) if facts.has_gpu else ()))
@@ -240,7 +240,7 @@ def _memories(facts: Facts) -> Finding:
     has_own = any(x.memory_bytes for x in facts.accelerators)
     if has_own or _chip(name)[0] is not None:
         seen = f"{name} has a memory of its own"
-        return Finding(topic, "good", seen, "what is offloaded leaves it")
+        return Finding(topic, "good", seen, "offloading frees it")
     seen = f"whether {name} shares the host's memory is not known here"
     means = "if it does, offload gains nothing"
     return Finding(topic, "unseen", seen, means)
@@ -256,7 +256,9 @@ def _link(facts: Facts) -> Finding:
         per_second = _gb_per_second(chip.link.bytes_per_second)
         documented = f"{per_second} are documented of {of}"
         sources = (chip.link_source,)
-    slots = [x.slot for x in facts.accelerators if x.slot is not None]
+    # Memory of a coherent device is not reached through its slot.
+    devices = [] if facts.is_coherent else facts.accelerators
+    slots = [x.slot for x in devices if x.slot is not None]
     narrow = next((x for x in slots if x.lanes < x.most_lanes), None)
     measured = facts.jax.link_bytes_per_second
     parts = [documented] if documented else []

@@ -61,13 +61,10 @@ def _host_memory(facts: Facts) -> Finding:
     ]
     if facts.device_memory_bytes:
         rooms.append(f"{size_text(facts.device_memory_bytes)} of it is the device's")
-    means = (
-        f"at most {size_text(free)} can rest here, with what the rest of the process "
-        "takes"
-    )
+    means = f"{size_text(free)} are left for state and for the rest of this process"
     cgroup, machine = facts.limits.get("cgroup"), facts.limits.get("machine")
     if cgroup and machine and cgroup.free_bytes < machine.free_bytes // 2:
-        means += ": the cgroup is what bounds it, and the machine has more"
+        means += ". The cgroup sets this bound; the machine has more"
         line = _more_memory(facts, gib=machine.free_bytes * 9 // 10 // GIB)
         return Finding(topic, "fix", "; ".join(rooms), means, (line,), sources)
     return Finding(topic, "good", "; ".join(rooms), means, sources=sources)

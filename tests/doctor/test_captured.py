@@ -123,9 +123,9 @@ def test_what_is_to_be_done_has_a_source(name):
     [
         ("apple_m2", "memories", "Apple M2 Max (Apple silicon): host and device share"),
         ("apple_m2", "host memory", "64.00 GiB in all"),
-        ("apple_m2", "devices", "a training runs on the processor"),
+        ("apple_m2", "devices", "training runs on the processor"),
         ("dgx_spark", "memories", "NVIDIA GB10 (DGX Spark (GB10)): host and device"),
-        ("dgx_spark", "fit", "there is nothing to offload to"),
+        ("dgx_spark", "fit", "this machine has nothing to offload to"),
         ("docker_cgroup2_l4", "devices", "1 x NVIDIA L4, 22.49 GiB"),
         ("docker_cgroup2_l4", "devices", 'pip install -U "jax[cuda12]"'),
         (
@@ -141,7 +141,7 @@ def test_what_is_to_be_done_has_a_source(name):
         ("docker_cgroup2_l4", "fit", "--target l4 --host-memory 27GiB"),
         ("gh200", "memories", "coherent with its host, in two memories"),
         ("gh200", "host memory", "95.35 GiB of it is the device's"),
-        ("gh200", "host memory", "at most 450.14 GiB can rest here"),
+        ("gh200", "host memory", "450.14 GiB are left for state"),
         ("gh200", "NUMA", "nodes 1, 2, 3, 4, 5, 6, 7, 8 have none"),
         ("gh200", "NUMA", "numactl --membind=0 python train.py"),
         ("gh200", "fit", "NVIDIA GH200 480GB is none of the chips that it knows"),
@@ -261,6 +261,11 @@ def test_a_link_that_is_slow():
     assert "only 4 of its 16 lanes are in use" in found.means
     # One that is fast has its lanes when it needs them.
     assert changed(H100, **{width: "4"})["link"].level == "good"
+
+
+def test_a_coherent_link_is_not_its_slot():
+    """What PCI Express carries says nothing of it."""
+    assert "slot" not in findings_of("gh200")["link"].means
 
 
 def test_memory_that_is_no_devices():
