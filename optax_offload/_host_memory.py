@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from optax_offload._units import GIB, size_text
@@ -56,14 +56,31 @@ class Limit:
         )
 
 
-def limits(*, gpu: bool, pinned_bytes: int) -> list[Limit]:
-    """The limits that are known of this machine.
+def read_file(path: str) -> str:
+    """The text of a file of this machine; "" where it cannot be read."""
+    try:
+        return (ROOT / path).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def limits(
+    *,
+    gpu: bool,
+    pinned_bytes: int,
+    read: Callable[[str], str] = read_file,
+    environment: Mapping[str, str] = os.environ,
+) -> list[Limit]:
+    """The limits that are known of a machine.
 
     Args:
       gpu: Whether the state belongs to GPUs, whose plugin has a cap of its own.
-      pinned_bytes: The bytes that this process has in pinned memory already.
+      pinned_bytes: The bytes that the process has in pinned memory already.
+      read: The text of a file of the machine, by its path below the root.
+      environment: The variables of the process.
     """
-    found = [_machine(), _cgroup(), _plugin(pinned_bytes) if gpu else None]
+    plugin = _plugin(pinned_bytes, environment) if gpu else None
+    found = [_machine(read), _cgroup(read), plugin]
     return [limit for limit in found if limit is not None]
 
 
@@ -79,8 +96,8 @@ def gpu_plugin_settings(pinned_bytes: int) -> dict[str, str]:
     return {PLUGIN_LIMIT: str(gib)}
 
 
-def _machine() -> Limit | None:
-    lines = _lines(ROOT / "proc/meminfo")
+def _machine(read: Callable[[str], str]) -> Limit | None:
+    lines = read("proc/meminfo").splitlines()
     sizes = {
         name: int(rest.split()[0]) * 1024  # all in kB
         for name, _, rest in (line.partition(":") for line in lines)
@@ -91,20 +108,21 @@ def _machine() -> Limit | None:
     return Limit("machine", sizes["MemTotal"], sizes["MemAvailable"])
 
 
-def _cgroup() -> Limit | None:
+def _cgroup(read: Callable[[str], str]) -> Limit | None:
     """The tightest of the groups that this process is in."""
-    found = [limit for limit in map(_limit_of, _groups()) if limit is not None]
-    return min(found, key=lambda limit: limit.free_bytes, default=None)
+    found = [_limit_of(group, read) for group in _groups(read("proc/self/cgroup"))]
+    known = [limit for limit in found if limit is not None]
+    return min(known, key=lambda limit: limit.free_bytes, default=None)
 
 
-def _groups() -> Iterator[Path]:
-    """The directories of this process' memory cgroups, and of those they are in.
+def _groups(memberships: str) -> Iterator[PurePosixPath]:
+    """The directories of a process' memory cgroups, and of those they are in.
 
     In a container the path may be the host's, and the container's own group at the root
     of the file system: what does not exist is passed over.
     """
-    mount = ROOT / "sys/fs/cgroup"
-    for line in _lines(ROOT / "proc/self/cgroup"):
+    mount = PurePosixPath("sys/fs/cgroup")
+    for line in memberships.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if not controllers:  # version 2
@@ -117,38 +135,32 @@ def _groups() -> Iterator[Path]:
         yield from (p for p in (group, *group.parents) if p.is_relative_to(base))
 
 
-def _limit_of(group: Path) -> Limit | None:
+def _limit_of(group: PurePosixPath, read: Callable[[str], str]) -> Limit | None:
     names = ("memory.max", "memory.current", "inactive_file")
-    if not (group / names[0]).exists():
+    if not read(f"{group}/{names[0]}"):
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         names += ("total_inactive_file",)
-    total, used = _number(group / names[0]), _number(group / names[1])
+    total, used = (_number(read(f"{group}/{name}")) for name in names[:2])
     # Without a limit version 2 says "max", version 1 a number beyond any machine.
     if total is None or used is None or total >= 2**62:
         return None
-    statistics = dict(line.split() for line in _lines(group / "memory.stat"))
+    lines = [line.split() for line in read(f"{group}/memory.stat").splitlines()]
+    statistics = {words[0]: words[1] for words in lines if len(words) == 2}
     # The kernel drops cached file pages, those not in use first, before it refuses.
-    used -= int(statistics.get(names[2], 0))
+    used -= _number(statistics.get(names[2], "")) or 0
     return Limit("cgroup", total, max(total - used, 0))
 
 
-def _plugin(pinned_bytes: int) -> Limit:
-    preallocate = os.environ.get(PLUGIN_PREALLOCATE, "").lower() in ("1", "true")
-    value = os.environ.get(PLUGIN_LIMIT, "")
+def _plugin(pinned_bytes: int, environment: Mapping[str, str]) -> Limit:
+    preallocate = environment.get(PLUGIN_PREALLOCATE, "").lower() in ("1", "true")
+    value = environment.get(PLUGIN_LIMIT, "")
     default = PLUGIN_PREALLOCATED_BYTES if preallocate else PLUGIN_DEFAULT_BYTES
     total = GIB * int(value) if value.isdecimal() else default
     return Limit("GPU plugin", total, max(total - pinned_bytes, 0))
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text().splitlines()
-    except OSError:
-        return []
-
-
-def _number(file: Path) -> int | None:
-    text = "".join(_lines(file)).strip()
+def _number(text: str) -> int | None:
+    text = text.strip()
     return int(text) if text.isdecimal() else None
 
 

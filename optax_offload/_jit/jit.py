@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import dataclasses
 import functools
 import types
@@ -13,7 +14,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _trees
+from optax_offload import _compat, _memory, _one_memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
@@ -35,6 +36,8 @@ R = TypeVar("R")
 # What `jax.jit` is told to trace a function, and to say which leaves are donated.
 _OF_TRACING = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
 _SHARDINGS = ("in_shardings", "out_shardings")
+# Whether a function is traced to be looked at or compiled, maybe for another machine.
+_ahead = contextvars.ContextVar("_ahead", default=False)
 
 
 @overload
@@ -117,6 +120,10 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       The jitted function, with the methods that `jax.jit` gives: `lower`, `trace`,
       `eval_shape`, `clear_cache`; and `schedule`.
 
+    Warns:
+      OffloadWarning: once, where anything rests on the host, and the device and its
+        host share one memory, so that this frees nothing (`optax-offload doctor`).
+
     Raises:
       ValueError: ``late_gradients`` or ``residuals`` is none of what it may be.
       ValueError: when called, `device` or `backend` is given and a value is in host
@@ -190,6 +197,15 @@ class _Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
+        token = _ahead.set(True)
+        try:
+            return self._trace(args, kwargs)
+        finally:
+            _ahead.reset(token)
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> jax.stages.Traced:
         variants = self._nested if _compat.tracing() else self._outermost
         try:
             return variants.current.trace(*args, **kwargs)
@@ -297,6 +313,9 @@ class _Variants:
                     raise _OtherKinds(found)
             if self._asked is None:  # Within another function, which is compiled.
                 return self._tracer(*args, **kwargs)
+            arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
+            if not _ahead.get() and moves([*arrays], self._asked):
+                _one_memory.warn_if_one_memory()
             _check_returned(traced, plan)
             donated = donation.donated_leaves((args, kwargs), traced)
             args, kwargs = donation.pair((args, kwargs), donated)

@@ -32,6 +32,7 @@ from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
 from optax_offload.cli import tables
+from optax_offload.cli.diagnosis import NO_GAIN, diagnosis_of, print_diagnosis
 from optax_offload.cli.errors import error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
@@ -289,6 +290,40 @@ def targets(as_json: JsonOption = False) -> None:
         tables.print_targets(_out)
 
 
+@app.command(
+    epilog=_examples(
+        "doctor",
+        "doctor --no-measure-link --json",
+        "doctor --save machine.txt",
+        "doctor --machine machine.txt",
+    )
+    + "\n\nExit code 5: offload gains nothing here, or does not work."
+)
+def doctor(
+    machine: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A machine that --save wrote, instead of this one."),
+    ] = None,
+    save: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Write what was read of this machine here, as text."),
+    ] = None,
+    measure_link: Annotated[
+        bool, typer.Option(help="Measure the link of the device that is attached.")
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Says what this machine can do for offloading, before anybody trains on it."""
+    with _errors():
+        found = diagnosis_of(machine, save, measure_link=measure_link)
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_diagnosis(_out, found)
+    if not found.offload_helps:
+        raise typer.Exit(NO_GAIN)
+
+
 @contextlib.contextmanager
 def _progress() -> Generator[_plan.Progress, None, None]:
     """Shows what is being compiled, and keeps a line of what was."""
@@ -336,8 +371,13 @@ def _print_json(value: Any) -> None:
 
 def main() -> None:
     """The command. A program of its own: it may choose for JAX."""
-    # Nothing is run but `--measure-link`: a GPU or TPU that is here stays free.
-    if "--measure-link" not in sys.argv:
+    # Nothing is run but `--measure-link` and `doctor`: a GPU or TPU that is here stays
+    # free.
+    command = next((x for x in sys.argv[1:] if not x.startswith("-")), "")
+    if command == "doctor":
+        # Beside another process on the device it takes what it needs.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    elif "--measure-link" not in sys.argv:
         jax.config.update("jax_platforms", "cpu")
     # The compilers' own logs: a GPU's calls state in host memory an error (F21). JAX
     # itself sets 1 where nobody has set it.

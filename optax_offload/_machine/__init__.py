@@ -1,0 +1,17 @@
+"""What a machine can do for offloading, found before anybody trains on it."""
+
+from optax_offload._machine.diagnosis import Diagnosis, diagnose
+from optax_offload._machine.findings import Finding, Level
+from optax_offload._machine.jax_view import look
+from optax_offload._machine.texts import Here, Saved, Texts
+
+__all__ = [
+    "Diagnosis",
+    "Finding",
+    "Here",
+    "Level",
+    "Saved",
+    "Texts",
+    "diagnose",
+    "look",
+]

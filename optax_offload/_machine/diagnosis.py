@@ -1,0 +1,51 @@
+"""All findings of a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from optax_offload._machine.devices import about_devices, about_fit
+from optax_offload._machine.findings import Facts, Finding
+from optax_offload._machine.host import about_host
+from optax_offload._machine.texts import Texts
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """What was found out about a machine.
+
+    Attributes:
+      findings: The findings, in the order in which they are read.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def offload_helps(self) -> bool:
+        """Whether nothing was found because of which offload gains nothing."""
+        return all(x.level != "stop" for x in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for `json.dumps`."""
+        return {
+            "offload_helps": self.offload_helps,
+            "findings": [x.as_dict() for x in self.findings],
+        }
+
+
+def diagnose(machine: Texts) -> Diagnosis:
+    r"""Says what a machine can do for offloading.
+
+    Args:
+      machine: Its texts: `Here`, or `Saved`.
+
+    Example:
+      >>> from optax_offload._machine import Saved, diagnose
+      >>> version = "Linux version 5.15.167.4-microsoft-standard-WSL2 (root@x)"
+      >>> found = diagnose(Saved(f"== proc/version\n{version}"))
+      >>> [x.topic for x in found.findings if x.level == "stop"]
+      ['WSL2']
+    """
+    facts = Facts(machine)
+    return Diagnosis((*about_devices(facts), *about_host(facts), about_fit(facts)))

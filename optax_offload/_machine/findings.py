@@ -1,0 +1,177 @@
+"""A finding: what was seen of a machine, what it means, what to do; and the facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any, Literal
+
+from optax_offload import _host_memory
+from optax_offload._host_memory import Limit
+from optax_offload._machine import parse
+from optax_offload._machine.accelerators import Accelerator, accelerators
+from optax_offload._machine.jax_view import JaxView
+from optax_offload._machine.texts import Texts
+from optax_offload._one_memory import OneMemory, one_memory_of, processor_name
+
+# "stop": offload gains nothing here, or does not work. "fix": a line makes it better.
+# "unseen": the machine does not say.
+Level = Literal["good", "note", "fix", "stop", "unseen"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something that was found out about a machine.
+
+    Attributes:
+      topic: What it is about, such as "host memory".
+      level: Whether anything has to be done: "good", "note", "fix", "stop" (offload
+        gains nothing here, or does not work), "unseen" (the machine does not say).
+      seen: What was seen.
+      means: What that means for offloading.
+      do: Lines to paste into a shell; () where there is nothing to do.
+      sources: Where the meaning is documented, or was measured.
+    """
+
+    topic: str
+    level: Level
+    seen: str
+    means: str
+    do: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as plain values, ready for `json.dumps`."""
+        return dataclasses.asdict(self)
+
+
+# Coherent with their host, and yet two memories, which are all nodes of one system.
+_COHERENT = re.compile(r"\b(GH200|GB200|GB300)\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A NUMA node.
+
+    Attributes:
+      processors: The numbers of its processors; none where it is memory alone.
+      memory_bytes: Its memory; None if that is not said.
+    """
+
+    processors: frozenset[int]
+    memory_bytes: int | None
+
+
+class Facts:
+    """What a machine's texts say, as values.
+
+    Attributes:
+      machine: The texts.
+      jax: What JAX says.
+      accelerators: The accelerators that the process may use.
+      environment: The variables that JAX and its plugins read.
+      processor: The name of the host's processor.
+      is_wsl: Whether this is Linux under Windows.
+    """
+
+    def __init__(self, machine: Texts):
+        """Reads what every finding needs."""
+        self.machine = machine
+        self.jax = JaxView.from_json(machine.jax())
+        self.environment = machine.environment()
+        self.accelerators = _visible(
+            accelerators(machine), self.environment.get("CUDA_VISIBLE_DEVICES", "")
+        )
+        self.processor = processor_name(machine.read("proc/cpuinfo"))
+        self.is_wsl = parse.is_wsl(machine.read("proc/version"))
+
+    @functools.cached_property
+    def limits(self) -> dict[str, Limit]:
+        """What bounds host memory, by its name."""
+        found = _host_memory.limits(
+            gpu=self.has_gpu,
+            pinned_bytes=0,
+            read=self.machine.read,
+            environment=self.environment,
+        )
+        return {limit.name: limit for limit in found}
+
+    @functools.cached_property
+    def nodes(self) -> dict[int, Node]:
+        """The NUMA nodes, by their numbers."""
+        prefix = "sys/devices/system/node/node"
+        found: dict[int, Node] = {}
+        for path in self.machine.paths(f"{prefix}*/cpulist"):
+            number = path.removeprefix(prefix).partition("/")[0]
+            if number.isdecimal():
+                meminfo = self.machine.read(f"{prefix}{number}/meminfo")
+                processors = parse.number_set(self.machine.read(path))
+                found[int(number)] = Node(processors, parse.node_bytes(meminfo))
+        return found
+
+    @property
+    def is_coherent(self) -> bool:
+        """Whether the device's memory, which is not the host's, is a node beside it."""
+        return _COHERENT.search(self.device_name) is not None
+
+    @property
+    def device_memory_bytes(self) -> int:
+        """The memory of devices that the kernel counts as the host's."""
+        if not self.is_coherent:
+            return 0
+        without = (x for x in self.nodes.values() if not x.processors)
+        return sum(x.memory_bytes or 0 for x in without)
+
+    @property
+    def free_bytes(self) -> int | None:
+        """The host memory that a process can still have; None if that is not known."""
+        free = {name: x.free_bytes for name, x in self.limits.items()}
+        free.pop("GPU plugin", None)
+        if "machine" in free:
+            free["machine"] = max(free["machine"] - self.device_memory_bytes, 0)
+        return min(free.values(), default=None)
+
+    @property
+    def has_somewhere_to_offload(self) -> bool:
+        """Whether host memory is apart from the device's, and enough can be pinned."""
+        return self.one_memory is None and not self.is_wsl
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether a plugin for GPUs is, or would be, in use."""
+        device = self.jax.accelerator
+        if device is not None:
+            return device.platform == "gpu"
+        return any(x.vendor in ("nvidia", "amd") for x in self.accelerators)
+
+    @property
+    def device_name(self) -> str:
+        """The name of the device that a training would run on; "" if there is none."""
+        if self.jax.accelerator is not None:
+            return self.jax.accelerator.kind
+        return self.accelerators[0].name if self.accelerators else ""
+
+    @property
+    def device_count(self) -> int:
+        """The devices that this process has, or could have."""
+        if self.jax.accelerator is not None:
+            return self.jax.accelerator.count
+        return len(self.accelerators)
+
+    @property
+    def one_memory(self) -> OneMemory | None:
+        """The kind of machine that this is, if host and device share one memory."""
+        names = [self.device_name, *(x.name for x in self.accelerators)]
+        found = (one_memory_of(name, self.processor) for name in names)
+        return next((kind for kind in found if kind is not None), None)
+
+
+def _visible(devices: list[Accelerator], chosen: str) -> list[Accelerator]:
+    """The devices that a process uses, given ``CUDA_VISIBLE_DEVICES``."""
+    numbers = chosen.split(",")
+    if not devices or devices[0].vendor != "nvidia":
+        return devices
+    if not all(x.isdecimal() and int(x) < len(devices) for x in numbers):
+        return devices  # None are chosen, or by other names.
+    return [devices[int(x)] for x in numbers]
