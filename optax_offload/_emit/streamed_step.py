@@ -178,6 +178,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
 _step = jex.Primitive("streamed_step")
 _step.multiple_results = True
+# With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when they
+# are bound. They are bound when the step is lowered.
+_step.is_high = lambda *_, **__: False
 _step.def_impl(_now)
 _step.def_effectful_abstract_eval(_types)
 # Not as a function of its own, in which nothing would be an argument of the program.
