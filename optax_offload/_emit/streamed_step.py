@@ -178,8 +178,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
 _step = jex.Primitive("streamed_step")
 _step.multiple_results = True
-# With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when they
-# are bound. They are bound when the step is lowered.
+# With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when
+# it binds them, which is when the step is lowered.
 _step.is_high = lambda *_, **__: False
 _step.def_impl(_now)
 _step.def_effectful_abstract_eval(_types)
