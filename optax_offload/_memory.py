@@ -187,8 +187,8 @@ def moved_by_kernels() -> str:
     if _compat.COPIES_AT_POSITIONS:
         return ""
     return (
-        f"on GPUs, with JAX {jax.__version__}, kernels move these slices, beside which "
-        "nothing else computes: with 0.11.1 or newer they are copies"
+        f"on GPUs, with JAX {jax.__version__}, kernels move these slices, and nothing "
+        "else computes meanwhile; with 0.11.1 or newer copy engines move them"
     )
 
 
@@ -237,8 +237,8 @@ def set_memory_kind(
 ) -> T:
     """Replaces the memory kind of the leaves whose path matches.
 
-    It can be applied again and again, for other patterns and kinds. Leaves that do
-    not match, and leaves that are there already, come back as they are.
+    Apply it several times for several patterns and kinds. Leaves that do not match, and
+    leaves that are in that memory already, come back unchanged.
 
     Args:
       tree: A pytree of arrays (which are transferred, keeping their sharding), of

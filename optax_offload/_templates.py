@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
-    """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
+    """Makes a template, as `jax.eval_shape`, with memory kinds and shardings.
 
     `jax.eval_shape` forgets where a result lives (F29: before JAX 0.11 its memory kind
-    too), and a template made with it makes a checkpoint library restore offloaded
-    state to the device. Here the memory kind is the one that ``fn`` gives the result,
-    and the sharding is, in this order:
+    too), so a checkpoint library that is given its template restores offloaded state to
+    the device. Here the memory kind is the one that ``fn`` gives the result, and the
+    sharding is, in this order:
 
     - what ``out_shardings`` says;
     - that of an argument of the same shape whose path ends the result's path (as
