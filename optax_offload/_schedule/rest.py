@@ -12,7 +12,7 @@ from optax_offload._schedule.fused import Fused
 
 
 class RemainingUpdate(NamedTuple):
-    """What is left of an update.
+    """The part of an update that is left.
 
     Attributes:
       inlined: The whole of it.
@@ -80,7 +80,7 @@ def _left(
     needed: Collection[jex.Var],
     known: Collection[jex.Var],
 ) -> Outer:
-    """What is left of an update."""
+    """Returns the part of an update that is left."""
     producers = step.program.producers
     wanted = tuple(
         k
