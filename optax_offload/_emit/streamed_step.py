@@ -81,7 +81,7 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
 
 
 def _over_window(plan: FusedStep) -> Iterator[str]:
-    """What to warn of; what waits on the host does so by itself."""
+    """Yields warnings; updates that wait on the host give their own."""
     for each in plan.scans:
         stored = [f for f in each.late if f.component.late_sums]
         some = [*each.now, *stored] if each.way == "host" else each.fused
