@@ -126,7 +126,7 @@ def offload(
 
 
 class _Asked(NamedTuple):
-    """What `offload` was asked for.
+    """The request to `offload`.
 
     Attributes:
       config: The rules.
@@ -306,7 +306,7 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """Where state has to be when an update is called.
+    """The places that state must have when an update is called.
 
     Attributes:
       paths: The path of each leaf of the state, by its position among the arguments.

@@ -110,7 +110,7 @@ def _is_array(x: Any) -> bool:
 def _by_rules(
     leaves: Sequence[tuple[str, Any]], rules: _rules.Rules, under: str
 ) -> list[Sharding | None]:
-    """Where rules send each leaf, None for one that is left as it is."""
+    """Returns the place of each leaf by rules; None for leaves that stay."""
     sizes = [
         (path, _memory.movable_nbytes(x) if _is_array(x) else None)
         for path, x in leaves
@@ -158,7 +158,7 @@ def _in_form(
 def _by_example(
     state: Any, leaves: Sequence[tuple[str, Any]], like: Any
 ) -> list[Any | None]:
-    """What in ``like`` says where each leaf belongs, None for one left as it is."""
+    """Returns the place of each leaf by ``like``; None for leaves that stay."""
     examples = _paired(state, leaves, like)
     wrong: list[str] = []
     specs: list[str] = []
@@ -237,12 +237,12 @@ def _paired(state: Any, leaves: Sequence[tuple[str, Any]], like: Any) -> list[An
 
 
 def _above(path: str, paths: Sequence[str]) -> bool:
-    """Whether a path is one of the paths, or that of a subtree that has one."""
+    """Returns whether a path is one of the paths, or that of a subtree that has one."""
     return any(_is_within(p, path) for p in paths)
 
 
 def _below(path: str, paths: Sequence[str]) -> bool:
-    """Whether a path is one of the paths, or in the subtree of one."""
+    """Returns whether a path is one of the paths, or in the subtree of one."""
     return any(_is_within(path, p) for p in paths)
 
 
@@ -292,6 +292,6 @@ def _placed(path: str, x: Any, example: Any) -> jax.Array:
 
 
 def _typed(x: jax.Array, kind: str) -> bool:
-    """Whether an array is traced as being in its memory. Keys never are (F32)."""
+    """Returns whether an array's type has its memory. Keys' never have (F32)."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return kind != "pinned_host" or is_key or _memory.on_host(x)

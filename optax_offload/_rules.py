@@ -183,7 +183,7 @@ class OffloadConfig:
 
     @property
     def lenient(self) -> bool:
-        """Whether all rules may match nothing."""
+        """Returns whether all rules may match nothing."""
         return all(rule.optional for rule in self.rules)
 
     def made_lenient(self) -> OffloadConfig:

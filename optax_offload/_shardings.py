@@ -98,7 +98,7 @@ def state_shardings(
 
 
 def _said(x: Any) -> _flax_metadata.Metadata | None:
-    """What a leaf of ``shardings`` says; None for nothing, and of types unknown."""
+    """Returns the sharding that a leaf of ``shardings`` gives; None for none."""
     if _trees.is_linen_box(x):
         inside = [_said(leaf) for leaf in jax.tree.leaves(x)]
         whole = inside[0] if len(inside) == 1 else None
@@ -146,7 +146,7 @@ def _on_mesh(
     mesh: Any,
     axis_rules: _flax_metadata.AxisRules | None,
 ) -> list[Sharding | None]:
-    """What was said of each leaf as a sharding, or an error that names all leaves."""
+    """Returns the sharding of each leaf, or raises an error that names all leaves."""
     shardings: list[Sharding | None] = []
     without_mesh: list[str] = []
     unknown: list[str] = []

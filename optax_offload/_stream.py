@@ -184,12 +184,12 @@ def traced_at_rest(
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a call's arguments is an array, or stands for one."""
+    """Returns whether a leaf of a call's arguments is an array, or stands for one."""
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct))
 
 
 def rests(x: Any) -> bool:
-    """Whether an argument rests on the host."""
+    """Returns whether an argument rests on the host."""
     return not isinstance(x, jax.Ref) and _memory.memory_kind_of(x) == "pinned_host"
 
 
@@ -199,14 +199,14 @@ def on_the_device(tree: Any) -> Any:
 
 
 def moves(values: Sequence[Any], asked: Options) -> bool:
-    """Whether a step has anything at rest on the host, given its arguments."""
+    """Returns whether a step has anything at rest on the host, given its arguments."""
     return asked.residuals == "host" or any(map(rests, values))
 
 
 def plan_of(
     closed: jex.ClosedJaxpr, asked: Options, types: Sequence[Any] | None
 ) -> FusedStep:
-    """What of a step is fused, given its jaxpr.
+    """Plans the updates that are fused in a step, given its jaxpr.
 
     Args:
       closed: The step.
@@ -219,7 +219,7 @@ def plan_of(
 
 
 def is_as_it_was(found: FusedStep) -> bool:
-    """Whether a step can be called as it is."""
+    """Returns whether a step can be called as it is."""
     return not found.scans and found.step.at_rest is None
 
 

@@ -68,7 +68,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a function returns, traced. Nothing is computed.
+    """The traced result of a function. Nothing is computed.
 
     Attributes:
       shapes: The tree that the function returns, of `jax.ShapeDtypeStruct`.
@@ -299,7 +299,7 @@ def replicated(shardings_and_args: Any) -> Sharding:
 
 
 def init_shardings(init: Callable[..., Any], params: Any) -> Any:
-    """Where each leaf of the state goes, if the parameters are on several devices.
+    """Returns shardings of new state, if the parameters are on several devices.
 
     Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
     would be on every device whole.

@@ -144,7 +144,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
 
 class _Decorator(Protocol):
-    """What `jit` returns without a function."""
+    """The decorator that `jit` returns without a function."""
 
     def __call__(self, fun: Callable[P, R], /) -> _Jitted[P, R]:
         """The function, jitted."""
@@ -198,11 +198,11 @@ class _Jitted(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, as the method that `jax.jit` gives."""
+        """Returns the function's result as structs, as the method of `jax.jit` does."""
         return self.trace(*args, **kwargs).out_info
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
-        """What of a step is fused into its backward pass, and what is not.
+        """Describes the updates that are fused into the backward pass, and the others.
 
         Args:
           *args: those of a call: arrays or `jax.ShapeDtypeStruct`.
@@ -308,7 +308,7 @@ class _Variants:
         return staged
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
-        """What is fused of a call."""
+        """Describes the updates of a call that are fused."""
         return self._planned(args, kwargs)[1]
 
     def _planned(

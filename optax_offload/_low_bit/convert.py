@@ -211,7 +211,7 @@ def _in_its_memory(fn: Any, x: Any) -> Any:
 
 
 def _holds(encoded: Encoded, x: Any) -> jax.Array:
-    """Whether what was encoded is finite."""
+    """Returns whether what was encoded is finite."""
     is_half = isinstance(encoded.codec, Bfloat16Remainder)
     return jnp.all(jnp.isfinite(x if is_half else encoded.decoded()))
 

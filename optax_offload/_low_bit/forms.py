@@ -144,7 +144,7 @@ def _is_in(x: Any, codec: codecs.Codec | None) -> bool:
 
 
 def can_be(x: Any, codec: codecs.Codec) -> bool:
-    """Whether a value can be encoded so, in some blocks."""
+    """Returns whether a value can be encoded so, in some blocks."""
     return hasattr(x, "dtype") and codec.fitting(x).why_not(x) is None
 
 

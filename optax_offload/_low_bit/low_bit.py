@@ -121,7 +121,7 @@ class _LowBit:
 
     @property
     def encodes(self) -> bool:
-        """Whether a rule names a codec."""
+        """Returns whether a rule names a codec."""
         return any(rule.codec or self.codec for rule in self.config.rules)
 
     def init(self, params: optax.Params) -> optax.OptState:

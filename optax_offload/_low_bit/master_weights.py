@@ -141,7 +141,7 @@ def _kept(p: Any, new: Any, landed: Any) -> Any:
 
 
 def _difference(p: Any, update: Any, new: Any) -> Any:
-    """What leads from a parameter to the new one."""
+    """Returns the update from a parameter to the new one."""
     if not _is_short(p):
         return update
     if p.dtype == jnp.bfloat16:

@@ -234,7 +234,7 @@ def memory_report(
 def _placements(
     leaves: list[tuple[str, Any]], rules: _rules.Rules | None, under: str
 ) -> list[_rules.Placement]:
-    """Where the rules want each leaf; the kind is empty where they say nothing."""
+    """Returns the planned memory of each leaf; "" where no rule decides."""
     if rules is None:
         if under:
             raise ValueError(f"under={under!r} says where rules begin: give the rules")
@@ -246,7 +246,7 @@ def _placements(
 def _in_other_forms(
     tree: Any, rules: _rules.Rules | None, under: str
 ) -> dict[str, str]:
-    """What the rules say of leaves in another form, and of the parts of such."""
+    """Finds leaves, and parts of leaves, in another form than the rules name."""
     if rules is None:
         return {}
     config = _rules.as_config(rules).made_lenient()
