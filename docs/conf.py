@@ -5,14 +5,33 @@ import optax_offload
 project = "optax_offload"
 version = release = optax_offload.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 html_theme = "furo"
 html_title = f"optax_offload {version}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_copyright = False
-# The drawings of how-it-works.md are as wide as a file of code.
+# What a block without a language shows is output, not Python.
+highlight_language = "text"
+# Lines of code on the pages have up to 88 columns, as in the repository.
 _narrow = {"code-font-size": "var(--font-size--small--2)"}
 html_theme_options = {"light_css_variables": _narrow, "dark_css_variables": _narrow}
+
+# Programs are for copying, without prompts; output is not.
+copybutton_selector = (
+    "div:not(.highlight-text):not(.highlight-myst-ansi) > div.highlight > pre"
+)
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_only_copy_prompt_lines = True
 
 # Links to headings as GitHub makes them, which tests/system/test_docs.py follows.
 myst_heading_anchors = 4
@@ -29,7 +48,11 @@ nb_output_stderr = "remove"
 # Names in single backticks are the library's where it has one, as in JAX's docstrings.
 default_role = "py:obj"
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+# Types stand beside the arguments that docstrings tell of, and signatures stay short.
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+python_use_unqualified_type_names = True
+autosummary_generate = False
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 
@@ -40,4 +63,5 @@ nitpicky = True
 nitpick_ignore_regex = [
     ("py:obj", r".*"),
     ("py:class", r"(collections\.abc|jax|optax|numpy|optax_offload(\.\w+)*\._\w+)\..*"),
+    ("py:class", r"(os|re)\..*|~?P"),
 ]

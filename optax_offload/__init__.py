@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, on the device only while it is updated."""
+"""Optimizer state, parameters and residuals in host memory, streamed by the step."""
 
 from optax_offload._errors import (
     CodecError,

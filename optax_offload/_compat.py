@@ -32,7 +32,7 @@ INLINE_EARLY: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried."""
+    """Returns how many operands of a scan are constants, and how many are carried."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # JAX 0.11 and later
@@ -40,7 +40,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def has_effects(e: jex.JaxprEqn) -> bool:
-    """Whether an equation does more than to compute its results.
+    """Returns whether an equation does more than to compute its results.
 
     What reduces over an axis of `jax.shard_map` has that axis as an effect.
     """
@@ -48,7 +48,7 @@ def has_effects(e: jex.JaxprEqn) -> bool:
 
 
 def has_ordered_effects(e: jex.JaxprEqn) -> bool:
-    """Whether a runtime keeps effects of an equation in their order."""
+    """Returns whether a runtime keeps effects of an equation in their order."""
     return any(map(_effects.ordered_effects.contains, e.effects))
 
 
@@ -58,7 +58,7 @@ def without_refs(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def struct_is_on_host(struct: jax.ShapeDtypeStruct) -> bool:
-    """Whether a struct without a sharding says that it is in host memory.
+    """Returns whether a struct without a sharding says that it is in host memory.
 
     JAX 0.10 has no such structs: there only a sharding says it.
     """
@@ -81,12 +81,12 @@ def weakly_typed(x: jax.Array) -> jax.Array:
 
 
 def tracing() -> bool:
-    """Whether something is being traced or transformed just now."""
+    """Returns whether something is being traced or transformed just now."""
     return not trace_state_clean()
 
 
 def tracing_for_jit_alone() -> bool:
-    """Whether what is traced just now is all for `jax.jit`, and for no loop or branch.
+    """Returns whether current traces are all of `jax.jit`, of no loop or branch.
 
     In the body of a loop, in a branch or under `jax.checkpoint` no value is an argument
     of the program, so that lowering says no more of it than its type.
@@ -101,12 +101,12 @@ def tracing_for_jit_alone() -> bool:
 
 
 def jit_is_disabled() -> bool:
-    """Whether functions that are jitted run as they are, as of `jax.disable_jit`."""
+    """Returns whether jitted functions run as they are (`jax.disable_jit`)."""
     return _config.disable_jit.value
 
 
 def used_inputs(traced: jax.stages.Traced) -> list[bool]:
-    """Which leaves of a call its function reads; `jax.jit` leaves the others out."""
+    """Finds the leaves of a call that its function reads; `jax.jit` drops others."""
     jaxpr = traced.jaxpr.jaxpr  # A jaxpr of JAX 0.11 and later has itself as this.
     return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 

@@ -1,4 +1,4 @@
-"""What the library raises and warns of, beside Python's own errors."""
+"""Errors and warnings of the library, in addition to Python's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax
 
 
 class OffloadWarning(UserWarning):
-    """Something asked for was not, or not fully, done."""
+    """The library could not do, or not fully do, what was asked."""
 
 
 _INTERNAL = tuple(os.path.dirname(file) for file in (jax.__file__, __file__))
@@ -28,7 +28,7 @@ def warn(message: str) -> None:
 
 
 class OffloadError(RuntimeError):
-    """A transfer of a state stopped half way. Its message says what is lost, if any is.
+    """A transfer of a state stopped half way. The message says if anything is lost.
 
     Args:
       message: What stopped the transfer, and what to do.
@@ -46,21 +46,21 @@ class OffloadError(RuntimeError):
 
 
 class MemoryKindError(RuntimeError):
-    """State is not where it was planned to be."""
+    """State is not in the memory that its rule asks for."""
 
 
 class CodecError(RuntimeError):
-    """State is not in the form that its rule names: in its codec, or in none."""
+    """State is not in the form that its rule names: its codec, or no codec."""
 
 
-# What was seen to undo offloading, and what mends it.
+# Known ways to undo offloading, each with its fix.
 CAUSES = (
-    "Something moved it there, and offloading is undone. What does that, and what "
-    "mends it:\n"
+    "Something moved it there and undid the offloading. Possible causes, and their "
+    "fixes:\n"
     "- shardings that name no memory kind, as in_shardings or out_shardings of the "
     "jitted init or step: make them with optax_offload.state_shardings, or jit the "
     "step with optax_offload.jit\n"
-    "- a device_put of the trainer's own: give it those shardings\n"
+    "- a device_put in the trainer: give it those shardings\n"
     "- an eager jax.lax.with_sharding_constraint or equinox.filter_shard: give it "
     "those shardings, or call it within jit, where it moves nothing\n"
     "- jax.pmap and flax.jax_utils.replicate, whose results are on the device: jit a "
@@ -68,9 +68,8 @@ CAUSES = (
     "- a checkpoint restored without memory kinds: restore with a template of "
     "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
     "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
-    "- nothing, where its memory_kind is pinned_host: some checkpoint libraries make "
-    "such arrays on one device, and JAX types them as device values. A step that has "
-    "them as arguments takes them; for a loop, a branch or a jit within it: "
-    "state = optax_offload.place(state, state)\n"
+    "- nothing, if its memory_kind is pinned_host: on one device, JAX types arrays of "
+    "some checkpoint libraries as device values. A step takes them as arguments; for a "
+    "loop, a branch or a jit within it: state = optax_offload.place(state, state)\n"
     'For a first step after such a restore: offload(..., on_misplaced="move")'
 )

@@ -1,4 +1,4 @@
-"""What is wrapped takes extra arguments: which are traced, which known before."""
+"""Extra arguments of a wrapped update: those that are traced, and static ones."""
 
 from __future__ import annotations
 

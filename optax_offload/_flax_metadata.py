@@ -1,4 +1,4 @@
-"""What Flax's boxes and variables say of how they are sharded, without needing Flax.
+"""Sharding metadata of Flax's boxes and variables, without needing Flax.
 
 A tree holds Flax's classes only where Flax was imported, so they are looked up among
 the modules that are there.
@@ -22,7 +22,7 @@ AxisRules = Sequence[tuple[str, str | tuple[str, ...] | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """How a box or variable says that its value is sharded.
+    """Sharding metadata of a box or variable.
 
     Attributes:
       spec: Mesh axes or logical axes for each axis of the value, or a whole sharding.
@@ -36,7 +36,7 @@ class Metadata:
 
 
 def is_box_of_one(x: Any) -> bool:
-    """Whether a node is a box with a single leaf: one sharding stands for it."""
+    """Returns whether a node is a box of one leaf, which has one sharding."""
     return _trees.is_linen_box(x) and len(jax.tree.leaves(x)) == 1
 
 
@@ -49,7 +49,7 @@ def of_leaves(tree: Any) -> list[Metadata | None]:
 
 
 def of_node(x: Any) -> Metadata | None:
-    """What a box or variable says; None where it says nothing, and for other nodes."""
+    """Returns the metadata of a box or variable; None if there is none."""
     if _trees.is_linen_box(x) and hasattr(x, "get_partition_spec"):
         rules = getattr(x, "rules", None)
         return Metadata(x.get_partition_spec(), getattr(x, "mesh", None), rules)

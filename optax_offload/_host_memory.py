@@ -1,4 +1,4 @@
-"""What a host has for pinned memory: the machine, its cgroup, the GPU plugin's cap."""
+"""Limits of pinned memory: the machine, its cgroup, the GPU plugin's limit."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def _number(text: str) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What a tree takes of the host memory of this process, beside what there is.
+    """Host memory that a tree takes of this process, and what its limits leave.
 
     Attributes:
       needed_bytes: For each kind of host memory, the bytes that the tree takes where
@@ -181,7 +181,7 @@ class HostMemory:
 
     @property
     def shortages(self) -> list[str]:
-        """A message for each limit that is too low, with the line that mends it."""
+        """A message for each limit that is too low, with the line that fixes it."""
         messages = []
         for limit in self.limits:
             # The plugin allocates pinned memory alone.

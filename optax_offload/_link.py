@@ -50,7 +50,7 @@ LINK = Link(bytes_per_second=50_000 * MIB, latency_seconds=10e-6)
 
 
 def measure_link(nbytes: int = 2**30, *, chunks: int = 16, rounds: int = 5) -> float:
-    """How fast loads and stores are when both run, on the first device of this process.
+    """Measures how fast loads and stores are when both run, on the first device.
 
     Args:
       nbytes: The bytes to move each way, in each round.

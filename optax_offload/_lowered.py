@@ -1,4 +1,4 @@
-"""What only the program that is lowered says of arguments: shardings and memories.
+"""Shardings and memories of arguments, which only the lowered program has.
 
 New state is sharded as the old. On a mesh in Auto mode a type does not say how an
 argument is sharded. XLA then gives new state the sharding of its gradient, and where
@@ -42,7 +42,7 @@ _NAME = "jax.result_info"
 
 @dataclasses.dataclass(frozen=True)
 class Sharded:
-    """How a value is spread over the devices of a mesh.
+    """The spread of a value over the devices of a mesh.
 
     Attributes:
       attribute: The attribute of the program that says it.
@@ -63,7 +63,7 @@ class Sharded:
 
 @dataclasses.dataclass(frozen=True)
 class Argument:
-    """What a program says of one of its arguments.
+    """Facts of a program about one of its arguments.
 
     Attributes:
       on_host: Whether it is in host memory.
@@ -77,7 +77,7 @@ class Argument:
 def arguments(
     ctx: mlir.LoweringRuleContext, values: Sequence[Any]
 ) -> dict[int, Argument]:
-    """What the program says of values, of those that are arguments of it.
+    """Finds the arguments of the program among values, and facts about them.
 
     Args:
       ctx: Of the rule that lowers an equation.
@@ -130,7 +130,7 @@ def lower(
 def shardings(
     found: Mapping[int, Argument], types: Sequence[Any]
 ) -> dict[int, Sharded]:
-    """How arguments are sharded whose types do not say it, by position."""
+    """Returns shardings of arguments whose types do not have one, by position."""
     return {
         i: a.sharding
         for i, a in found.items()
@@ -142,7 +142,7 @@ def shardings(
 
 
 def sharding_of(known: Mapping[int, Sharded], i: int | None) -> Sharded | None:
-    """How an input is sharded, if it is one and that is known."""
+    """Returns the sharding of an input, if it is one and that is known."""
     return None if i is None else known.get(i)
 
 
@@ -183,7 +183,7 @@ def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
 
 
 def is_unknown(aval: Any) -> bool:
-    """Whether a value is on several devices and its type does not say how."""
+    """Returns whether a value is on several devices and its type does not say how."""
     mesh = aval.sharding.mesh
     return any(
         kind == AxisType.Auto and mesh.shape[name] > 1
@@ -207,7 +207,7 @@ def _lower_constrain(
 
 
 def _position(main: Any, x: Any) -> int | None:
-    """Which of the program's arguments a value is."""
+    """Returns the position of a value among the program's arguments."""
     if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
         return ir.BlockArgument(x).arg_number
     return None

@@ -39,12 +39,12 @@ COMPILED_KINDS = tuple(_SPACES)
 
 
 def is_traced(tree: Any) -> bool:
-    """Whether any leaf is being traced, so that no value is there to be moved."""
+    """Returns whether any leaf is traced, so that no value can be moved."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def on_host(x: Any) -> bool:
-    """Whether the type of a value, or a type itself, is of host memory."""
+    """Returns whether the type of a value, or a type itself, is of host memory."""
     return _aval(x).memory_space == jax.memory.Space.Host
 
 
@@ -183,12 +183,12 @@ def positions() -> Callable[[Any], Any]:
 
 
 def moved_by_kernels() -> str:
-    """What the slices of a schedule suffer for `positions`; "" where they do not."""
+    """Returns a line on the cost of `positions` for slices; "" if it is free."""
     if _compat.COPIES_AT_POSITIONS:
         return ""
     return (
-        f"on GPUs, with JAX {jax.__version__}, kernels move these slices, beside which "
-        "nothing else computes: with 0.11.1 or newer they are copies"
+        f"on GPUs, with JAX {jax.__version__}, kernels move these slices, and nothing "
+        "else computes meanwhile; with 0.11.1 or newer copy engines move them"
     )
 
 
@@ -237,8 +237,8 @@ def set_memory_kind(
 ) -> T:
     """Replaces the memory kind of the leaves whose path matches.
 
-    It can be applied again and again, for other patterns and kinds. Leaves that do
-    not match, and leaves that are there already, come back as they are.
+    Apply it several times for several patterns and kinds. Leaves that do not match, and
+    leaves that are in that memory already, come back unchanged.
 
     Args:
       tree: A pytree of arrays (which are transferred, keeping their sharding), of
@@ -293,7 +293,7 @@ def set_memory_kind(
 
 
 def _remedy(strangers: list[Any]) -> str:
-    """What to do about leaves that have no memory kind."""
+    """Returns a fix for leaves that have no memory kind."""
     specs = [isinstance(x, PartitionSpec) for x in strangers]
     remedies = ["Narrow the pattern"]
     if any(specs):
@@ -335,7 +335,7 @@ def with_kind(path: str, sharding: Sharding, memory_kind: str) -> Sharding:
 
 
 def first_device_sharding() -> Sharding:
-    """Where a value goes of which nothing else says so."""
+    """Returns the sharding of values that have none: the first device."""
     return SingleDeviceSharding(jax.local_devices()[0])
 
 

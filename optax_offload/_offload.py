@@ -20,22 +20,23 @@ from optax_offload._schedule import Schedule, schedule
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
-    """What `offload` returns: a transformation that can tell how it updates."""
+    """A transformation that `offload` returns, which can describe its updates."""
 
     def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
-        """Tells what was chosen for an update, and why: window, loops, slices.
+        """Describes an update and its reasons: window, loops, slices.
 
-        Nothing is computed. The logger ``optax_offload`` has the same at level DEBUG.
+        This computes nothing. The logger ``optax_offload`` logs the same at level
+        DEBUG.
 
         Args:
           params: a pytree of arrays or `jax.ShapeDtypeStruct`. Their shardings count:
             bytes are those on each device.
-          **extra_args: what ``update`` takes beside.
+          **extra_args: the other arguments of ``update``.
 
         Returns:
-          The schedule. Its text is a few lines to read: an update that can also keep
-          its state has some for each version, and groups that are updated whole are
-          counted by the equation that keeps them from being sliced.
+          The schedule, whose text is a few lines. An update that may also keep its
+          state has lines for each version. Groups that are updated whole are counted by
+          the equation that keeps them from being sliced.
 
         Example:
           >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -49,8 +50,8 @@ class Offloaded(optax.GradientTransformationExtraArgs):
         if not isinstance(core, _Offloading):
             raise TypeError(
                 "the update of this transformation was replaced by "
-                f"{self.update!r}, of which nothing is known. Ask the one that "
-                "offload(...) returned"
+                f"{self.update!r}, which has no schedule. Call schedule of the one "
+                "that offload(...) returned"
             )
         return core.schedule(params, **extra_args)
 
@@ -64,46 +65,45 @@ def offload(
 ) -> Offloaded:
     """Keeps chosen state of an optimizer in host memory.
 
-    The state has the structure, shapes and dtypes of ``inner``'s own, and the updates
-    are ``inner``'s; only where leaves live between two updates differs. During an
-    update state is loaded to the device, updated and stored back group by group
-    (a group is the state leaves and outputs that need each other, usually those of one
-    parameter), a bounded window at a time.
+    State and updates have the structure, shapes and dtypes of ``inner``'s own. Only the
+    memory in which leaves rest between two updates differs. An update loads state to
+    the device, updates it and stores it back, group by group, within a bounded window.
+    A group is the state leaves and outputs that need each other, usually those of one
+    parameter.
 
     ``init`` and ``update`` work under `jax.jit` and without it; without it each runs
     in a jit of its own.
 
     Args:
-      inner: any optax transformation that can be jitted. `optax.MultiSteps` goes
-        inside: around an offloaded optimizer its ``where`` over the state would
-        compute on the host.
-      rules: which leaves go: a regex that matches the whole path of a leaf of
+      inner: any optax transformation that can be jitted. Put `optax.MultiSteps` inside:
+        around an offloaded optimizer its ``where`` over the state would compute on the
+        host.
+      rules: the leaves to move: a regex that matches the whole path of a leaf of
         ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
-        them, or an `OffloadConfig`. By default all leaves of at least 64 KiB. What a
-        rule names a ``codec`` for is kept encoded, as by `low_bit`.
-      window_bytes: how many bytes of state may be loaded or being stored at once, on
-        each device. None takes a sixteenth of the state, at least 16 and at most
-        64 MiB: state in transfers of 4 to 8 MiB and several of them in flight fill a
-        link, and more costs memory and gains little. What cannot be cut that small is
-        on the device by itself. Given, it also bounds what an iteration of a scan loads
-        for the next one: rows of parameters and residuals at rest (see `stream`).
-
-      on_misplaced: what ``update`` does with state that the rules have in host memory
-        and that comes to it on the device, since something moved it there and undid
-        offloading; and with state in another form than its rule's ``codec``, as of an
-        older checkpoint. ``"raise"`` says so; ``"move"``, for the first step after a
-        restore, warns and moves or converts it in that step.
+        them, or an `OffloadConfig`. By default all leaves of at least 64 KiB. Leaves
+        whose rule names a ``codec`` are kept encoded, as by `low_bit`.
+      window_bytes: the bytes of state that may be in transfer at once, on each device.
+        None takes a sixteenth of the state, at least 16 and at most 64 MiB: several
+        transfers of 4 to 8 MiB in flight fill a link, and more costs memory and gains
+        little. A leaf that cannot be cut that small is on the device by itself. If
+        given, it also bounds the rows of parameters and residuals at rest that an
+        iteration of a scan loads for the next one (see `stream`).
+      on_misplaced: what ``update`` does with state that the rules put in host memory
+        and that arrives on the device, or that has another form than its rule's
+        ``codec``, as from an older checkpoint. ``"raise"`` raises an error. ``"move"``,
+        for the first step after a restore, warns, and moves or converts it in that
+        step.
 
     Returns:
-      An `optax.GradientTransformationExtraArgs`. Its ``schedule(params)`` tells what
-      was chosen for an update, and why.
+      An `optax.GradientTransformationExtraArgs`, whose ``schedule(params)`` describes
+      an update and its reasons.
 
     Raises:
-      TypeError: ``inner`` is no transformation, or is offloaded already, or the rules
-        are of no known form.
+      TypeError: ``inner`` is no transformation, or is offloaded already, or ``rules``
+        has an unknown form.
       ValueError: a rule or ``on_misplaced`` is wrong; or, from ``init``, a rule matches
         no leaf.
-      MemoryKindError: from ``update``, state is not where the rules have it.
+      MemoryKindError: from ``update``, state is not where the rules put it.
       CodecError: from ``update``, state is not in the form that the rules name.
 
     Example:
@@ -126,7 +126,7 @@ def offload(
 
 
 class _Asked(NamedTuple):
-    """What `offload` was asked for.
+    """The request to `offload`.
 
     Attributes:
       config: The rules.
@@ -306,7 +306,7 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Placed:
-    """Where state has to be when an update is called.
+    """The places that state must have when an update is called.
 
     Attributes:
       paths: The path of each leaf of the state, by its position among the arguments.
@@ -379,13 +379,13 @@ class _Placed:
         ]
         if replicated:
             warn(
-                "state in host memory is replicated, a copy for each device, while the "
-                f"parameters that it follows are sharded: {_trees.listed(replicated)}. "
-                "A jit that makes parameters and state shards only what its "
-                "out_shardings name. Put the state where it belongs, once, before the "
-                "first step: state = optax_offload.place(state, "
-                "optax_offload.eval_shape(tx.init, params)). If copies are wanted, "
-                "ignore this warning: nothing tells the two apart"
+                "state in host memory is replicated, with a copy for each device, "
+                "while the parameters that it follows are sharded: "
+                f"{_trees.listed(replicated)}. A jit that makes parameters and state "
+                "shards only what its out_shardings name. Shard the state once, before "
+                "the first step: state = optax_offload.place(state, "
+                "optax_offload.eval_shape(tx.init, params)). If you want copies, "
+                "ignore this warning"
             )
 
     def _tell(self, misplaced: Sequence[int]) -> None:
@@ -399,9 +399,9 @@ class _Placed:
         if self.on_misplaced == "raise":
             raise MemoryKindError(f"{came}. {CAUSES}")
         warn(
-            f"{came}. It is on the device whole during this step, which returns it in "
-            "host memory (unless the out_shardings of a jit around move it again) and "
-            "is compiled once more when it comes from there"
+            f"{came}. All of it is on the device during this step. The step returns it "
+            "in host memory (unless the out_shardings of a jit around it move it "
+            "again) and compiles once more when it comes from there"
         )
 
 

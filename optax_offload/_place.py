@@ -21,11 +21,11 @@ T = TypeVar("T")
 def place(state: T, like: Any, *, under: str = "") -> T:
     """Puts every leaf of a state where it belongs, after a loader that forgets kinds.
 
-    Many loaders give NumPy arrays, or arrays that are all on the device. A step that
-    has state of `offload` then has all of it on the device in its first update. This
-    puts each leaf in its memory and on its devices, one leaf after the other: what
-    goes from NumPy to the host does not pass through the device, and no more than one
-    leaf is under way at a time. It is for values, outside of `jax.jit`.
+    Many loaders return NumPy arrays, or arrays that are all on the device. The first
+    update would then find all of the state on the device. This puts each leaf in its
+    memory and on its devices, one leaf after the other. NumPy arrays reach host memory
+    without passing through the device, and at most one leaf moves at a time. Use it for
+    values, outside of `jax.jit`.
 
     Args:
       state: A pytree of arrays, of `jax.Array` or NumPy.
@@ -37,14 +37,14 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         - the rules that `offload` was given: a regex, a `Rule`, a sequence of them or
           an `OffloadConfig`. Arrays keep their sharding. NumPy arrays get that of an
           array in the state of the same shape whose path ends alike, or are
-          replicated. What is in another form than its rule's ``codec`` is encoded, or
-          decoded: a state of `low_bit` takes rules that name its codecs.
+          replicated. Leaves in another form than their rule's ``codec`` are encoded or
+          decoded: a state of `low_bit` needs rules that name its codecs.
       under: With rules, the path of the state they are for, such as ``"opt_state/1"``
-        in a ``TrainState``. What is not under it is left as it is.
+        in a ``TrainState``. Other leaves stay as they are.
 
     Returns:
-      A tree like ``state``. Leaves that were in place are the same objects, and so are
-      leaves that are no arrays. Python numbers become arrays if ``like`` is a template.
+      A tree like ``state``. Leaves that were in place, and leaves that are no arrays,
+      are the same objects. Python numbers become arrays if ``like`` is a template.
 
     Raises:
       ValueError: ``state`` has another structure, other shapes or other dtypes than
@@ -110,7 +110,7 @@ def _is_array(x: Any) -> bool:
 def _by_rules(
     leaves: Sequence[tuple[str, Any]], rules: _rules.Rules, under: str
 ) -> list[Sharding | None]:
-    """Where rules send each leaf, None for one that is left as it is."""
+    """Returns the place of each leaf by rules; None for leaves that stay."""
     sizes = [
         (path, _memory.movable_nbytes(x) if _is_array(x) else None)
         for path, x in leaves
@@ -158,7 +158,7 @@ def _in_form(
 def _by_example(
     state: Any, leaves: Sequence[tuple[str, Any]], like: Any
 ) -> list[Any | None]:
-    """What in ``like`` says where each leaf belongs, None for one left as it is."""
+    """Returns the place of each leaf by ``like``; None for leaves that stay."""
     examples = _paired(state, leaves, like)
     wrong: list[str] = []
     specs: list[str] = []
@@ -237,12 +237,12 @@ def _paired(state: Any, leaves: Sequence[tuple[str, Any]], like: Any) -> list[An
 
 
 def _above(path: str, paths: Sequence[str]) -> bool:
-    """Whether a path is one of the paths, or that of a subtree that has one."""
+    """Returns whether a path is one of the paths, or that of a subtree that has one."""
     return any(_is_within(p, path) for p in paths)
 
 
 def _below(path: str, paths: Sequence[str]) -> bool:
-    """Whether a path is one of the paths, or in the subtree of one."""
+    """Returns whether a path is one of the paths, or in the subtree of one."""
     return any(_is_within(path, p) for p in paths)
 
 
@@ -292,6 +292,6 @@ def _placed(path: str, x: Any, example: Any) -> jax.Array:
 
 
 def _typed(x: jax.Array, kind: str) -> bool:
-    """Whether an array is traced as being in its memory. Keys never are (F32)."""
+    """Returns whether an array's type has its memory. Keys' never have (F32)."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return kind != "pinned_host" or is_key or _memory.on_host(x)

@@ -1,4 +1,4 @@
-"""Which leaf goes where, and in what format: rules. Touches no device."""
+"""Rules: the memory and the format of each leaf. Touches no device."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _check_bytes(name: str, value: Any, least: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    r"""Where the leaves whose path matches ``pattern`` are kept between updates.
+    r"""Says where leaves whose path matches ``pattern`` rest between updates.
 
     Args:
       pattern: A regex that matches the leaf's whole path (``re.fullmatch``), as in
@@ -78,7 +78,7 @@ class Rule:
         Explicit mode the first that is not sharded; in Auto mode, which does not tell,
         the leading axis of leaves with three or more dimensions, as `nn.scan` makes
         them; on a single device the leading axis of any leaf.
-      optional: Whether the rule may match nothing. Otherwise that is an error, since
+      optional: Whether the rule may match nothing. By default that is an error, since
         it is most often a typing mistake.
       codec: The format in which a leaf is kept between updates, such as ``"int8"``; see
         `low_bit`. None keeps its dtype.
@@ -130,7 +130,7 @@ class Rule:
         return compile_pattern(self.pattern).pattern
 
     def matches(self, path: str) -> bool:
-        """Whether this rule's pattern matches the whole of ``path``.
+        """Returns whether this rule's pattern matches the whole of ``path``.
 
         A part of an encoded leaf is matched by what matches the leaf.
         """
@@ -141,7 +141,7 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class OffloadConfig:
-    """Rules in order, the first that matches decides, and the window they share.
+    """Rules in order, of which the first that matches decides, and their window.
 
     Args:
       rules: One or more `Rule`; a regex stands for ``Rule(regex)``.
@@ -183,7 +183,7 @@ class OffloadConfig:
 
     @property
     def lenient(self) -> bool:
-        """Whether all rules may match nothing."""
+        """Returns whether all rules may match nothing."""
         return all(rule.optional for rule in self.rules)
 
     def made_lenient(self) -> OffloadConfig:
@@ -197,7 +197,7 @@ Rules = _OneRule | Sequence[_OneRule] | OffloadConfig
 
 
 def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
-    """What `offload` and the reports take for ``rules``, as an `OffloadConfig`."""
+    """Makes an `OffloadConfig` of what `offload` and the reports take for ``rules``."""
     if isinstance(rules, (str, re.Pattern)):
         rules = Rule(rules)
     if isinstance(rules, Rule):

@@ -18,16 +18,15 @@ def state_shardings(
     mesh: Mesh | AbstractMesh | None = None,
     axis_rules: _flax_metadata.AxisRules | None = None,
 ) -> Any:
-    """A trainer's shardings with the memory kinds that `offload` gives.
+    """Adds the memory kinds that `offload` gives to a trainer's shardings.
 
     JAX moves results to where ``out_shardings`` say, and shardings that were made
-    without `offload` put all of its state back on the device. What this returns goes
-    to `jax.jit` as ``in_shardings`` and ``out_shardings``, to `jax.device_put`, to
-    `place`, and into templates of checkpoint libraries. ``fn`` is traced and never
-    run. The memory kinds are those of its results: ``"pinned_host"`` for what a rule of
-    `offload` sends to the host, ``"device"`` for all else, such as leaves that are
-    smaller than the rule's ``min_bytes``. Kinds that the given shardings name do not
-    count.
+    without `offload` move all of its state back to the device. Use the result as
+    ``in_shardings`` and ``out_shardings`` of `jax.jit`, in `jax.device_put` and
+    `place`, and in templates of checkpoint libraries. ``fn`` is traced and never run.
+    The memory kinds are those of its results: ``"pinned_host"`` for leaves that a rule
+    of `offload` moves to the host, ``"device"`` for all others, such as leaves smaller
+    than the rule's ``min_bytes``. Kinds that the given shardings name do not count.
 
     How a leaf is sharded is, in this order:
 
@@ -99,7 +98,7 @@ def state_shardings(
 
 
 def _said(x: Any) -> _flax_metadata.Metadata | None:
-    """What a leaf of ``shardings`` says; None for nothing, and of types unknown."""
+    """Returns the sharding that a leaf of ``shardings`` gives; None for none."""
     if _trees.is_linen_box(x):
         inside = [_said(leaf) for leaf in jax.tree.leaves(x)]
         whole = inside[0] if len(inside) == 1 else None
@@ -124,7 +123,7 @@ def _check_types(
     ]
     if strangers:
         raise TypeError(
-            "shardings has leaves that say nothing of a sharding: "
+            "shardings has leaves that are no shardings: "
             + ", ".join(strangers)
             + ". Allowed are a jax.sharding.Sharding, a jax.P, a Flax box around one, "
             "an array or struct, and None, where the library decides"
@@ -147,7 +146,7 @@ def _on_mesh(
     mesh: Any,
     axis_rules: _flax_metadata.AxisRules | None,
 ) -> list[Sharding | None]:
-    """What was said of each leaf as a sharding, or an error that names all leaves."""
+    """Returns the sharding of each leaf, or raises an error that names all leaves."""
     shardings: list[Sharding | None] = []
     without_mesh: list[str] = []
     unknown: list[str] = []

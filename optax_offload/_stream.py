@@ -37,52 +37,52 @@ def stream(
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
 ) -> Callable[P, R]:
-    """Streams what rests on the host, and updates scanned layers in the backward pass.
+    """Streams values that rest on the host, and updates layers in the backward pass.
 
-    `jit` does this unasked; `stream` is for trainers that call `jax.jit` themselves.
+    `jit` always does this; `stream` is for trainers that call `jax.jit` themselves.
 
     **Arguments in host memory are used as if they were on the device.** The step is
-    traced so. Where layers are scanned (`nn.scan`, `nnx.scan`, `lax.scan`), each scan
-    loads one layer's row of them in an iteration; any other use loads all of it, just
-    before. A result that replaces such an argument, as new parameters do, returns to
-    the host, row by row where it is computed so. A model whose parameters rest on the
-    host takes the device memory of one layer:
+    traced that way. Where layers are scanned (`nn.scan`, `nnx.scan`, `lax.scan`), each
+    scan loads one layer's row in an iteration. Any other use loads the whole argument
+    just before. A result that replaces such an argument, as new parameters do, returns
+    to the host, row by row where it is computed that way. A model whose parameters rest
+    on the host takes the device memory of one layer:
 
         params = oo.set_memory_kind(params, r"layers/.*", "pinned_host")
 
-    **Updates are moved into the backward pass, so that gradients never exist.** The
-    backward pass of scanned layers stacks the gradients of all layers, and the update
-    begins when the last is there. Where the equations from such a gradient to new
-    parameters and new state treat every layer alone, as those of most optimizers do,
-    they are moved into the scan: a layer is updated in the iteration that computes its
-    gradient, in place. Its offloaded state is loaded and stored beside it. That is as
-    useful for state that stays on the device.
+    **Updates move into the backward pass, so that gradients never exist.** The backward
+    pass of scanned layers stacks the gradients of all layers, and the update begins
+    when the last one is ready. If the equations from such a gradient to new parameters
+    and new state treat every layer alone, as those of most optimizers do, they move
+    into the scan: the iteration that computes a layer's gradient updates the layer, in
+    place, and loads and stores its offloaded state. This also helps where state stays
+    on the device.
 
-    No equation is changed, but the compiler joins others than before, and may round
-    otherwise.
+    No equation changes, but the compiler joins other equations than before and may
+    round differently.
 
     Args:
       step: A function that can be traced: a train step, which computes gradients,
         updates and new parameters, or one that evaluates or samples.
-      fuse: Whether updates are moved into the backward pass.
-      late_gradients: What to do with gradients whose update needs all of them first, as
-        clipping by the global norm does. ``"host"`` has them wait in host memory:
-        exact, at the price of their bytes over the link each way. ``"recompute"`` runs
-        the backward pass twice, the first time for the norm alone. ``"auto"`` takes
-        what a model of an accelerator and its link predicts to be faster, and leaves
-        the gradients of steps without offloaded state on the device, since either way
-        costs time. ``"device"`` leaves all of them there.
-      residuals: Where what a forward scan keeps for its backward scan rests.
-        ``"host"`` stores it row by row, and loads it row by row; `jax.checkpoint` and
+      fuse: Whether to move updates into the backward pass.
+      late_gradients: The place of gradients whose update needs all of them first, as
+        clipping by the global norm does. ``"host"`` keeps them in host memory: exact,
+        for their bytes over the link once more each way. ``"recompute"`` runs the
+        backward pass twice, the first time for the norm alone. ``"auto"`` takes the one
+        that a cost model predicts to be faster, and leaves the gradients of steps
+        without offloaded state on the device, since both ways cost time. ``"device"``
+        leaves all of them there.
+      residuals: The memory in which the values rest that a forward scan keeps for its
+        backward scan. ``"host"`` stores and loads them row by row; `jax.checkpoint` and
         its policies decide what is kept at all.
 
     Returns:
-      A function of the same arguments and results. Where nothing rests on the host and
+      A function of the same arguments and results. If nothing rests on the host and
       nothing can be fused, it is the step, equation for equation.
-      `jit(step).schedule(*args)` tells what is fused, and why the rest is not.
+      `jit(step).schedule(*args)` says what is fused, and why the rest is not.
 
     Raises:
-      ValueError: ``late_gradients`` or ``residuals`` is none of these.
+      ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
@@ -185,12 +185,12 @@ def traced_at_rest(
 
 
 def is_array(x: Any) -> bool:
-    """Whether a leaf of a call's arguments is an array, or stands for one."""
+    """Returns whether a leaf of a call's arguments is an array, or stands for one."""
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct))
 
 
 def rests(x: Any) -> bool:
-    """Whether an argument rests on the host."""
+    """Returns whether an argument rests on the host."""
     return not isinstance(x, jax.Ref) and _memory.memory_kind_of(x) == "pinned_host"
 
 
@@ -200,14 +200,14 @@ def on_the_device(tree: Any) -> Any:
 
 
 def moves(values: Sequence[Any], asked: Options) -> bool:
-    """Whether a step has anything at rest on the host, given its arguments."""
+    """Returns whether a step has anything at rest on the host, given its arguments."""
     return asked.residuals == "host" or any(map(rests, values))
 
 
 def plan_of(
     closed: jex.ClosedJaxpr, asked: Options, types: Sequence[Any] | None
 ) -> FusedStep:
-    """What of a step is fused, given its jaxpr.
+    """Plans the updates that are fused in a step, given its jaxpr.
 
     Args:
       closed: The step.
@@ -222,7 +222,7 @@ def plan_of(
 
 
 def is_as_it_was(found: FusedStep) -> bool:
-    """Whether a step can be called as it is."""
+    """Returns whether a step can be called as it is."""
     return not found.scans and found.step.at_rest is None
 
 

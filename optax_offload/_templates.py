@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
-    """`jax.eval_shape`, with memory kinds and shardings kept: a template to restore.
+    """Makes a template, as `jax.eval_shape`, with memory kinds and shardings.
 
     `jax.eval_shape` forgets where a result lives (F29: before JAX 0.11 its memory kind
-    too), and a template made with it makes a checkpoint library restore offloaded
-    state to the device. Here the memory kind is the one that ``fn`` gives the result,
-    and the sharding is, in this order:
+    too), so a checkpoint library that is given its template restores offloaded state to
+    the device. Here the memory kind is the one that ``fn`` gives the result, and the
+    sharding is, in this order:
 
     - what ``out_shardings`` says;
     - that of an argument of the same shape whose path ends the result's path (as
@@ -68,7 +68,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a function returns, traced. Nothing is computed.
+    """The traced result of a function. Nothing is computed.
 
     Attributes:
       shapes: The tree that the function returns, of `jax.ShapeDtypeStruct`.
@@ -299,7 +299,7 @@ def replicated(shardings_and_args: Any) -> Sharding:
 
 
 def init_shardings(init: Callable[..., Any], params: Any) -> Any:
-    """Where each leaf of the state goes, if the parameters are on several devices.
+    """Returns shardings of new state, if the parameters are on several devices.
 
     Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
     would be on every device whole.

@@ -56,12 +56,12 @@ def _order(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _padding(size: int, tile: int) -> float:
-    """How many times as large an axis gets by filling its tiles."""
+    """Returns how many times as large an axis gets by filling its tiles."""
     return math.ceil(size / tile) * tile / size
 
 
 def unit(x: Any, axis: int) -> int:
-    """What the sizes of slices along an axis must be multiples of."""
+    """Returns the unit of which slices along an axis must be multiples."""
     axes = order(x)
     if len(axes) == 1:
         return LINEAR_TILE

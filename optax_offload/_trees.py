@@ -26,12 +26,12 @@ def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
 
 
 def is_linen_box(x: Any) -> bool:
-    """Whether a node is a box of Flax Linen, such as ``nn.LogicallyPartitioned``."""
+    """Returns whether a node is a Linen box, as ``nn.LogicallyPartitioned``."""
     return isinstance(x, _classes(_LINEN_BOX))
 
 
 def is_nnx_variable(x: Any) -> bool:
-    """Whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
+    """Returns whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
     return isinstance(x, _classes(_NNX_VARIABLE))
 
 
@@ -140,7 +140,7 @@ _BOX_KEYS = re.compile(r"/(value|array)$")
 
 
 def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
-    """What to write instead of a pattern that matches none of the paths."""
+    """Suggests patterns instead of one that matches none of the paths."""
     regex = pattern.pattern
     unboxed = _BOX_KEYS.sub("", regex)
     for core in dict.fromkeys((regex, unboxed)):

@@ -1,4 +1,4 @@
-"""What people read: bytes in their units, values that are short at a prompt."""
+"""Text for people: bytes in their units, short values."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Traces:
         self._traced: dict[Hashable, Any] = {}
 
     def once(self, signature: Hashable, make: Callable[[], T]) -> T:
-        """What was made for the first of these signatures."""
+        """Returns the value made for the first of these signatures."""
         try:
             known = self._traced.get(signature)
         except TypeError:  # A parameter of an equation has no hash.
@@ -154,7 +154,7 @@ class _Loop:
         return buffers
 
     def _read_whole(self) -> list[jex.Var]:
-        """What the groups read and do not replace, such as parameters."""
+        """Values that the groups read and do not replace, such as parameters."""
         replaced = {
             self.program.invars[alias]
             for group in self._loop.groups
@@ -164,7 +164,7 @@ class _Loop:
         return [v for v, x in self._env.items() if v not in replaced and jnp.ndim(x)]
 
     def _buffer(self, k: int, alias: int | None) -> Any:
-        """What an output is written into: if possible, its input."""
+        """Returns the buffer of an output: if possible, its input."""
         if alias is not None:
             return self._env[self.program.invars[alias]]
         aval: Any = self.program.outvars[k].aval
@@ -253,7 +253,7 @@ class _Slice:
         return updated
 
     def _totals(self, rows: Sequence[Any], buffers: Buffers) -> Buffers:
-        """What is summed up, with these rows."""
+        """Adds these rows to the running totals."""
         values = dict(zip(self.group.in_rows.outputs, rows, strict=True))
         program = self._loop.program
         return {

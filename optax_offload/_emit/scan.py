@@ -311,7 +311,7 @@ class _Loop:
         return _State(results[:count], buffers, delayed, totals, ahead)
 
     def _like(self, gradient: jex.Var) -> Sharded | None:
-        """How the rows of a gradient are to be sharded."""
+        """Returns the sharding that rows of a gradient need."""
         like = self._work.like.get(gradient)
         return None if like is None else self._sharded[like]
 
@@ -327,7 +327,7 @@ class _Loop:
     def _x(
         self, a: Any, i: Any, buffers: Buffers, loaded: Mapping[jex.Var, Any]
     ) -> Any:
-        """What an iteration of the scan takes a row of."""
+        """Arrays of which an iteration of the scan takes a row."""
         if not isinstance(a, jex.Var):
             return a.val[i]
         if a in loaded:
@@ -377,7 +377,7 @@ class _Loop:
     def _input(
         self, v: jex.Var, to: jex.Var, unit: _Unit, i: Any, buffers: Buffers
     ) -> Any:
-        """What the equations for a row take."""
+        """Operands of the equations for a row."""
         axis = unit.rows.axes.get(v)
         if axis is None:
             return load_whole(self._env[v])

@@ -249,6 +249,6 @@ def _whole(fused: Sequence[Fused]) -> list[Fused]:
 
 
 def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:
-    """What updates take besides what the scan gives them."""
+    """Operands of updates that do not come from the scan."""
     given = set(each.scan.equation.outvars)
     return [v for f in fused for v in f.rows.inputs if v not in given]

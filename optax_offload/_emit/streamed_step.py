@@ -81,7 +81,7 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
 
 
 def _over_window(plan: FusedStep) -> Iterator[str]:
-    """What to warn of; what waits on the host does so by itself."""
+    """Yields warnings; updates that wait on the host give their own."""
     for each in plan.scans:
         stored = [f for f in each.late if f.component.late_sums]
         some = [*each.now, *stored] if each.way == "host" else each.fused
@@ -178,6 +178,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
 
 _step = jex.Primitive("streamed_step")
 _step.multiple_results = True
+# With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when
+# it binds them, which is when the step is lowered.
+_step.is_high = lambda *_, **__: False
 _step.def_impl(_now)
 _step.def_effectful_abstract_eval(_types)
 # Not as a function of its own, in which nothing would be an argument of the program.

@@ -27,7 +27,7 @@ _ADD = {
 
 
 def identity(program: Program, s: Sum) -> Any:
-    """What a reduction of nothing is, in the dtype of the running total."""
+    """Returns a reduction's neutral element, in the dtype of the running total."""
     e = _widened(program.equations[s.position])
     aval: Any = e.outvars[0].aval
     by = SUMMED_BY[e.primitive.name]

@@ -98,7 +98,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """What becomes of donated arguments.
+    """Pairs of donated arguments and results.
 
     Attributes:
       aliases: The result that is written into an argument, by position.
@@ -218,7 +218,7 @@ def _warn_of_unusable(
 
 
 def _position(main: Any, value: Any) -> int:
-    """Which of the main function's arguments a value is."""
+    """Returns the position of a value among the main function's arguments."""
     argument = ir.BlockArgument(value)
     assert argument.owner == main.entry_block
     return argument.arg_number

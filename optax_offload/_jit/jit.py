@@ -75,45 +75,41 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
 
-    It is `jax.jit`, with all of its arguments, methods and errors, and three things
-    more.
+    It is `jax.jit`, with all of its arguments, methods and errors, and three additions.
 
-    **Donation stays within a memory.** JAX pairs donated arguments with results by
-    shape and dtype alone, in their order, unless the sharding of every argument and
+    **Donation stays within a memory.** `jax.jit` pairs donated arguments with results
+    by shape and dtype alone, in their order, unless the sharding of every argument and
     result is given (`_set_up_aliases` in `jax/_src/interpreters/mlir.py`, JAX 0.10.2 to
-    0.12.0.1). A step that donates only its state, takes the state before the
-    parameters, or returns an array of a parameter's shape ahead of the parameters then
-    has a host buffer for a device result: on the CPU the process is aborted, and on a
-    GPU the parameters silently are in host memory. Here an argument is paired with a
-    result of its own memory kind. Where there is none it is not donated, and a warning
-    says so: JAX's "Some donated buffers were not usable".
+    0.12.0.1). It may then write a parameter into a host buffer. This function pairs an
+    argument with a result of its own memory kind. An argument without such a result is
+    not donated, and JAX warns: "Some donated buffers were not usable".
 
-    **Results are where the function left them**, whatever `in_shardings` and
-    `out_shardings` say of memory. A sharding that names no kind means the device to
-    JAX, which raises for host arguments and moves host results; it cannot be told from
-    one that names the device. So shardings say how values are sharded, and the
-    arguments and the function say in which memory they are. An `out_shardings` that
-    names a host memory for a result that the function left on the device warns: move it
-    in the function, with `jax.device_put`.
+    **Results stay where the function left them**, whatever `in_shardings` and
+    `out_shardings` say of memory. To JAX a sharding that names no kind means the
+    device, so JAX raises for host arguments and moves host results. Here shardings say
+    how values are sharded, and the arguments and the function say in which memory they
+    are. An `out_shardings` that names a host memory for a result that the function
+    left on the device warns: move it in the function, with `jax.device_put`.
 
-    **What rests on the host is streamed**: arguments in host memory are used as if they
-    were on the device, and updates of scanned layers are in the backward pass, so that
-    their gradients never exist. See `stream`. ``schedule(*args)`` of what is returned
-    tells what was fused, and why the rest was not.
+    **Values that rest on the host are streamed.** Arguments in host memory are used as
+    if they were on the device. Scanned layers are updated in the backward pass, so that
+    their gradients never exist. See `stream`. The jitted function's ``schedule(*args)``
+    says what was fused, and why the rest was not.
 
-    A call goes straight to the jitted function's C++ path: it costs what `jax.jit`
-    costs, whatever the number of leaves (`benchmarks/time/call_cost.py`). Arguments
-    that come in other memories than before (a checkpoint that was restored to the
-    device) are one more compilation. Within another `jax.jit`, or under `jax.grad` or
-    `jax.vmap`, nothing is donated: jit the outermost function with this.
+    A call takes the jitted function's C++ path and costs what `jax.jit` costs, whatever
+    the number of leaves (`benchmarks/time/call_cost.py`). Arguments that arrive in
+    other memories than before, as from a checkpoint restored to the device, cost one
+    more compilation. Within another `jax.jit`, or under `jax.grad` or `jax.vmap`,
+    nothing is
+    donated: jit the outermost function with this.
 
     Args:
       fun: the function. Without it, a decorator is returned.
-      donate_argnums: as of `jax.jit`.
-      donate_argnames: as of `jax.jit`.
-      fuse: as of `stream`.
-      late_gradients: as of `stream`.
-      residuals: as of `stream`.
+      donate_argnums: as in `jax.jit`.
+      donate_argnames: as in `jax.jit`.
+      fuse: as in `stream`.
+      late_gradients: as in `stream`.
+      residuals: as in `stream`.
       **jit_kwargs: the other arguments of `jax.jit`.
 
     Returns:
@@ -125,7 +121,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         host share one memory, so that this frees nothing (`optax-offload doctor`).
 
     Raises:
-      ValueError: ``late_gradients`` or ``residuals`` is none of what it may be.
+      ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device.
 
@@ -155,7 +151,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
 
 class _Decorator(Protocol):
-    """What `jit` returns without a function."""
+    """The decorator that `jit` returns without a function."""
 
     def __call__(self, fun: Callable[P, R], /) -> _Jitted[P, R]:
         """The function, jitted."""
@@ -218,11 +214,11 @@ class _Jitted(Generic[P, R]):
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns, as the method that `jax.jit` gives."""
+        """Returns the function's result as structs, as the method of `jax.jit` does."""
         return self.trace(*args, **kwargs).out_info
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
-        """What of a step is fused into its backward pass, and what is not.
+        """Describes the updates that are fused into the backward pass, and the others.
 
         Args:
           *args: those of a call: arrays or `jax.ShapeDtypeStruct`.
@@ -331,7 +327,7 @@ class _Variants:
         return staged
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
-        """What is fused of a call."""
+        """Describes the updates of a call that are fused."""
         return self._planned(args, kwargs)[1]
 
     def _planned(
@@ -386,10 +382,11 @@ def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
     ]
     if lost:
         raise ValueError(
-            "donated arguments rest on the host, and no result takes their place "
-            f"there: {_trees.listed(lost)}. A result does that is the argument plus "
-            "something, of its shape and dtype; move another one there in the function "
-            "(oo.set_memory_kind(result, '.*', 'pinned_host')), or do not donate them"
+            "donated arguments rest on the host, and no result replaces them there: "
+            f"{_trees.listed(lost)}. A result replaces an argument if it is that "
+            "argument plus something, of the same shape and dtype. Move another result "
+            "there in the function (oo.set_memory_kind(result, '.*', 'pinned_host')), "
+            "or do not donate them"
         )
 
 

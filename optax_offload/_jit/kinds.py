@@ -33,7 +33,7 @@ class Kinds:
         return cls(of, jax.sharding.get_abstract_mesh())
 
     def fit(self, given: Mapping[str, Any]) -> bool:
-        """Whether shardings name these kinds, or are wrong in what JAX says better."""
+        """Returns whether shardings name these kinds, or JAX has a better error."""
         try:
             fits = [shardings.fit(v, self.of[k]) for k, v in given.items()]
         except ValueError:

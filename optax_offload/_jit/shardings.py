@@ -39,7 +39,7 @@ def with_kinds(prefix: Any, kinds: Any) -> Any:
 
 
 def fit(prefix: Any, kinds: Any) -> bool:
-    """Whether the shardings name the memory kinds that values have, or none."""
+    """Returns whether the shardings name the memory kinds that values have, or none."""
     fits: list[bool] = []
 
     def below(entry: Any, subtree: Any) -> None:
@@ -65,7 +65,7 @@ def asked_for_host(prefix: Any, kinds: Any) -> list[str]:
 
 
 def names_partition_specs(prefix: Any) -> bool:
-    """Whether a mesh has to be set for the shardings to mean something."""
+    """Returns whether a mesh has to be set for the shardings to mean something."""
     return any(isinstance(x, PartitionSpec) for x in jax.tree.leaves(prefix))
 
 

@@ -75,7 +75,7 @@ class Codec:
         return 1
 
     def why_not(self, x: Any) -> str | None:
-        """Why a leaf, or its type, cannot be kept in this format; None if it can.
+        """Returns why a leaf cannot have this format; None if it can.
 
         What counts is the length of the last axis on each device, as far as the type
         says.
@@ -163,7 +163,7 @@ class _Blocks(Codec):
         return self._after(packing.joined(values))
 
     def _extreme(self, x: Any) -> Any:
-        """What becomes 1, given the value of the largest magnitude."""
+        """Returns the value that becomes 1, given that of the largest magnitude."""
         return jnp.abs(x)
 
     def _stored(self, scale: Any) -> Any:

@@ -15,11 +15,11 @@ from optax_offload._low_bit.encoded import Encoded, is_encoded
 
 
 def low_bit_decode(state: Any, params: Any = None) -> Any:
-    """A state without codes: every leaf in the dtype that it stands for.
+    """Decodes a state: every leaf gets the dtype that it stands for.
 
-    It has the structure of the state of the transformation inside `low_bit`. Leaves
-    stay in their memory; outside of `jax.jit` one after the other, so that of a state
-    in host memory no more than one leaf is on the device.
+    The result has the structure of the state of the transformation inside `low_bit`.
+    Leaves stay in their memory. Outside of `jax.jit` they are decoded one after the
+    other, so that at most one leaf of a state in host memory is on the device.
 
     Args:
       state: A state of `low_bit`, with whatever is around it, or a template of one, of
@@ -73,21 +73,20 @@ def decoded_at(
     if others:
         raise ValueError(
             "half of each of these is in a bfloat16 parameter, and params has the "
-            f"parameter in another dtype: {', '.join(others)}. Give params in "
-            "bfloat16, as the state was made with; others have no use for "
-            "codec='bfloat16-remainder'"
+            f"parameter in another dtype: {', '.join(others)}. Give the bfloat16 "
+            "params that the state was made with; codec='bfloat16-remainder' needs them"
         )
     if without:
         raise ValueError(
             f"{_trees.listed(without)}: half of each is in a bfloat16 parameter, and "
-            "there is none of such a path and shape. Give params, as in "
+            "params has none of that path and shape. Give params, as in "
             "low_bit_decode(state, params) or tx.update(grads, state, params)"
         )
     return decoded
 
 
 def low_bit_encode(state: Any, like: Any) -> Any:
-    """A state with codes, from one without.
+    """Encodes a state as a template says.
 
     Args:
       state: A state of the transformation inside `low_bit`, as a run without it has.
@@ -212,7 +211,7 @@ def _in_its_memory(fn: Any, x: Any) -> Any:
 
 
 def _holds(encoded: Encoded, x: Any) -> jax.Array:
-    """Whether what was encoded is finite."""
+    """Returns whether what was encoded is finite."""
     is_half = isinstance(encoded.codec, Bfloat16Remainder)
     return jnp.all(jnp.isfinite(x if is_half else encoded.decoded()))
 

@@ -65,7 +65,7 @@ def _last(decade: int, least: int) -> float:
 
 
 def _border(decade: int, least: int) -> float:
-    """What is nearer to this decade's first value than to the one below it."""
+    """Returns the border between this decade's first value and the one below it."""
     below = 0.0 if decade == 0 else _last(decade - 1, least)
     return (below + _first(decade, least)) / 2
 

@@ -93,7 +93,7 @@ class Encoded:
 
 
 def is_encoded(x: Any) -> bool:
-    """Whether a node is an encoded leaf."""
+    """Returns whether a node is an encoded leaf."""
     return isinstance(x, Encoded)
 
 

@@ -80,14 +80,14 @@ def codecs_named(
             lossy += [path] * (is_encoded(x) or can_be(x, of_leaf))
     if strangers:
         raise ValueError(
-            f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it is for "
-            "the weights that optax_offload.master_weights keeps, at .*master/.*"
+            f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it works only "
+            "on the weights that optax_offload.master_weights keeps, at .*master/.*"
         )
     if lossy:
         raise ValueError(
-            f"a codec for {_trees.listed(lossy)}: these are parameters, and what "
-            "rounding changes of them is no less than an update. Give rules that "
-            "leave them out; 'bfloat16-remainder' is exact, for the weights that "
+            f"a lossy codec for {_trees.listed(lossy)}: these leaves are parameters, "
+            "and rounding would change them by as much as an update. Give rules that "
+            "leave them out. 'bfloat16-remainder' is exact, for the weights that "
             "optax_offload.master_weights keeps"
         )
     return named
@@ -144,7 +144,7 @@ def _is_in(x: Any, codec: codecs.Codec | None) -> bool:
 
 
 def can_be(x: Any, codec: codecs.Codec) -> bool:
-    """Whether a value can be encoded so, in some blocks."""
+    """Returns whether a value can be encoded so, in some blocks."""
     return hasattr(x, "dtype") and codec.fitting(x).why_not(x) is None
 
 

@@ -1,4 +1,4 @@
-"""What is known of the fields of optax's states: signs, moments, parameters."""
+"""Facts about the fields of optax's states: signs, moments, parameters."""
 
 from __future__ import annotations
 

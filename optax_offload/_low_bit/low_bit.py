@@ -22,14 +22,14 @@ from optax_offload._low_bit.encoded import Encoded, is_encoded
 def low_bit(
     inner: Any, rules: _rules.Rules, codec: _rules.CodecName | None = "int8"
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps chosen state of an optimizer in few bits between its updates.
+    """Keeps chosen state of an optimizer in few bits between updates.
 
-    An update decodes the state to float32, runs ``inner``'s own equations, takes the
-    new state as it is for the update, and encodes it. Nothing is said of memories:
-    `offload` takes rules with a codec, and encodes by this; or goes around it.
+    An update decodes the state to float32, runs ``inner``'s own equations, and encodes
+    the new state. State stays in its memory. To offload it too, give `offload` rules
+    with a codec, or put `offload` around this.
 
-    A leaf in few bits is a node of its parts, at ``codes`` and ``scales`` below its
-    path. Rules match its own path, as they do for all leaves.
+    An encoded leaf is a node, with its parts at ``codes`` and ``scales`` below its
+    path. Rules match the path of the leaf itself.
 
     - ``"int8"``: 256 values that lie closer around zero, a float32 scale for every
       256 (Dettmers et al. 2021, arXiv 2110.02861). 1.016 bytes a value. For every 128
@@ -40,23 +40,23 @@ def low_bit(
     - ``"bfloat16"``, ``"bfloat16-stochastic"``: rounded to nearest, or by chance.
     - ``"bfloat16-remainder"``: for the weights of `master_weights`, exact.
 
-    Leaves that are no floating numbers, that have fewer than 4096 values, or whose last
-    axis (on each device, as far as is known) no multiple of 64 is, keep their dtype.
-    `memory_report` says which are encoded.
+    Leaves keep their dtype if they hold no floating numbers, have fewer than 4096
+    values, or have a last axis that is not a multiple of 64 (on each device, as far as
+    is known). `memory_report` says which are encoded.
 
-    Finite values stay finite. In a block without negative ones, as of second moments,
+    Finite values stay finite. In a block without negative values, as of second moments,
     no value above zero becomes zero. A value that is infinite or NaN, or negative where
-    there is no sign, makes its whole block infinite or NaN when it is decoded: nothing
-    is clipped to what codes can hold.
+    there is no sign, makes its whole block infinite or NaN when decoded: nothing is
+    clipped.
 
     Args:
       inner: any optax transformation.
-      rules: which state: a regex that matches the whole path of a leaf of ``inner``'s
-        state, such as ``.*/(mu|nu)/.*``; or a `Rule`, a sequence of them, or an
-        `OffloadConfig`. Of a `Rule` its ``codec`` and ``signed`` count. Without the
-        latter a moment has a sign unless it is known to need none, as optax's second
-        moments are.
-      codec: the format for rules that name none; None leaves their state as it is.
+      rules: the state to encode: a regex that matches the whole path of a leaf of
+        ``inner``'s state, such as ``.*/(mu|nu)/.*``; or a `Rule`, a sequence of them,
+        or an `OffloadConfig`. Only ``codec`` and ``signed`` of a `Rule` matter. Without
+        ``signed`` a moment has a sign unless it is known to need none, as optax's
+        second moments are.
+      codec: the format for rules that name none. None leaves their state as it is.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`.
@@ -64,10 +64,10 @@ def low_bit(
     Raises:
       TypeError: ``inner`` is no transformation, or the rules are of no known form.
       ValueError: ``codec`` is none of the above; or, from ``init``, a rule matches no
-        leaf, or asks for a remainder of what are no master weights, or for less
-        than that of what are parameters (as in ``optax.contrib.schedule_free``).
-      CodecError: from ``update``, state is in another form than its rule names, as of a
-        checkpoint in float32.
+        leaf, names ``"bfloat16-remainder"`` for state other than master weights, or a
+        lossy codec for parameters (as in ``optax.contrib.schedule_free``).
+      CodecError: from ``update``, state is in another form than its rule names, as from
+        a float32 checkpoint.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -96,11 +96,11 @@ def as_rules_say(
       on_misplaced: What an update does with state in other forms: ``"raise"`` or
         ``"move"``.
     """
-    mend = (
+    fix = (
         "Convert it: state = optax_offload.place(state, rules). For a first step after "
         'a checkpoint in that form: offload(..., on_misplaced="move")'
     )
-    core = _LowBit(inner, config, None, on_misplaced, mend)
+    core = _LowBit(inner, config, None, on_misplaced, fix)
     return optax.GradientTransformationExtraArgs(
         core.init if core.encodes else inner.init, core.update
     )
@@ -114,14 +114,14 @@ class _LowBit:
     config: _rules.OffloadConfig
     codec: _rules.CodecName | None
     on_misplaced: str = "raise"
-    mend: str = (
+    fix: str = (
         "Convert it: state = optax_offload.low_bit_encode(optax_offload."
         "low_bit_decode(state, params), optax_offload.eval_shape(tx.init, params))"
     )
 
     @property
     def encodes(self) -> bool:
-        """Whether a rule names a codec."""
+        """Returns whether a rule names a codec."""
         return any(rule.codec or self.codec for rule in self.config.rules)
 
     def init(self, params: optax.Params) -> optax.OptState:
@@ -200,7 +200,7 @@ class _LowBit:
                 stacklevel=2,
             )
         else:
-            raise CodecError(f"{came}. {self.mend}")
+            raise CodecError(f"{came}. {self.fix}")
 
     def _init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)

@@ -29,10 +29,10 @@ class MasterWeightsState(NamedTuple):
 def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
     """Updates float32 copies of parameters that are kept in fewer bits.
 
-    A bfloat16 parameter does not take up an update of less than a 256th of itself. Its
-    float32 copy does: it is in the state, ``inner`` updates it, and the parameter is
-    that copy, rounded. With `low_bit` and ``"bfloat16-remainder"`` only the half of it
-    that the parameter lacks is stored: 4 bytes for both.
+    A bfloat16 parameter loses an update of less than a 256th of itself. Its float32
+    copy does not. The copy is in the state, ``inner`` updates it, and the parameter is
+    the rounded copy. With `low_bit` and ``"bfloat16-remainder"`` the state stores only
+    the half that the parameter lacks: 4 bytes for both.
 
     Args:
       inner: any optax transformation. It sees float32 gradients and float32 parameters.
@@ -141,7 +141,7 @@ def _kept(p: Any, new: Any, landed: Any) -> Any:
 
 
 def _difference(p: Any, update: Any, new: Any) -> Any:
-    """What leads from a parameter to the new one."""
+    """Returns the update from a parameter to the new one."""
     if not _is_short(p):
         return update
     if p.dtype == jnp.bfloat16:

@@ -25,16 +25,16 @@ class StochasticRoundState(NamedTuple):
 def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
     """Rounds bfloat16 parameters up or down by chance, so that small updates count.
 
-    A bfloat16 parameter does not take up an update of less than a 512th of itself: the
-    sum is rounded to what it was. With this at the end of a chain the sum is taken in
-    float32 and rounded to one of its two neighbours, the nearer more often: on average
-    it is the sum. No copy of the parameters is needed.
+    A bfloat16 parameter loses an update of less than a 512th of itself, because the sum
+    is rounded back. At the end of a chain, this takes the sum in float32 and rounds it
+    to one of its two neighbours, the nearer one more often. The result is the sum on
+    average, and needs no copy of the parameters.
 
-    Chances come from the seed, the parameter's path and the number of the step, and so
+    Chances come from the seed, the parameter's path and the number of the step, so they
     are the same in every replica and in every run.
 
     Args:
-      seed: where the chances begin.
+      seed: the seed of the chances.
 
     Returns:
       An `optax.GradientTransformationExtraArgs`, for the end of `optax.chain`. Updates

@@ -148,7 +148,7 @@ class _Walk:
         return self._argument.get(id(x))
 
     def use_of(self, i: int, x: Any, returns: bool) -> Resting:
-        """How an argument of a type was taken."""
+        """Describes how an argument of a type was taken."""
         return Resting(
             i,
             _memory.nbytes_on_each_device(x),
@@ -446,7 +446,7 @@ def _load_rows(x: Any) -> Any:
 
 
 def _consts(e: jex.JaxprEqn) -> Sequence[Any]:
-    """What the body of a call closes over."""
+    """Variables that the body of a call closes over."""
     bodies = [x for x in e.params.values() if isinstance(x, jex.ClosedJaxpr)]
     return bodies[0].consts if bodies else ()
 
@@ -475,7 +475,7 @@ def _bound(jaxpr: jex.Jaxpr, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any
 
 
 def makes_rows(closed: jex.ClosedJaxpr) -> bool:
-    """Whether a function moves what a scan stacks to the host, as new parameters."""
+    """Returns whether a function moves stacked results to the host, as for init."""
     stacked: set[jex.Var] = set()
     for e in closed.jaxpr.eqns:
         if e.primitive.name == "scan":

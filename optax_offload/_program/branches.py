@@ -58,7 +58,7 @@ class Branches:
 
 
 def keeps_state(update: Update) -> jex.Var | None:
-    """What says whether an update keeps its state, if anything does."""
+    """Returns the predicate by which an update keeps its state, if any."""
     found = find_branches(update)
     return None if found is None else found.predicate
 
@@ -163,7 +163,7 @@ def _predicate(
 
 
 def _zero(a: Atom) -> jex.Literal:
-    """What stands for an output that a version does not have."""
+    """Returns a placeholder for an output that a version does not have."""
     aval: Any = a.aval
     # There is no literal of a random key.
     is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
@@ -209,7 +209,7 @@ def _version(program: Program, facts: _Known, value: int) -> Program:
 
 
 def _is_zero(e: jex.JaxprEqn, builder: Builder) -> bool:
-    """Whether an equation is a product of which a factor is known to be zero."""
+    """Returns whether an equation is a product with a factor of zero."""
     if e.primitive.name != "mul":
         return False
     values = map(builder.value, builder.read_all(e.invars))

@@ -54,11 +54,11 @@ class Builder:
         self._names.update(zip(before, after, strict=True))
 
     def read(self, a: Atom) -> Atom:
-        """What an atom stands for."""
+        """Returns the atom that replaces an atom."""
         return a if isinstance(a, jex.Literal) else self._names.get(a, a)
 
     def read_all(self, atoms: Iterable[Atom]) -> list[Atom]:
-        """What atoms stand for."""
+        """Returns the atoms that replace atoms."""
         return [self.read(a) for a in atoms]
 
     def value(self, a: Atom) -> Any:

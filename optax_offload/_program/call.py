@@ -138,7 +138,7 @@ def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
 
 
 def called(e: jex.JaxprEqn) -> Call | None:
-    """What an equation calls, if it is an update."""
+    """Returns the call of an equation, if it is an update."""
     return e.params["what"] if e.primitive is offloaded_update else None
 
 

@@ -29,12 +29,12 @@ class Opened(NamedTuple):
 
 
 def has_scan(e: jex.JaxprEqn) -> bool:
-    """Whether an equation is of `jax.checkpoint`, around a scan."""
+    """Returns whether an equation is of `jax.checkpoint`, around a scan."""
     return e.primitive.name == "remat2" and scans(e)
 
 
 def scans(e: jex.JaxprEqn) -> bool:
-    """Whether there is a scan in an equation's bodies."""
+    """Returns whether there is a scan in an equation's bodies."""
     return any(inner.primitive.name == "scan" for inner in within(e))
 
 
@@ -76,7 +76,7 @@ def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
 
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
-    """What an equation takes whole, and what it takes row by row."""
+    """Returns the operands that an equation takes whole, and those row by row."""
     count = len(e.invars)
     if e.primitive.name == "scan":
         count = sum(_compat.scan_counts(e.params))

@@ -71,7 +71,7 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
 
 
 def _count_before(program: Program, result: Any, results: Iterable[Any]) -> int:
-    """How many of some results another is computed from."""
+    """Returns how many of some results another is computed from."""
     positions = needed(program.equations, [result])
     taken = {v for i in positions for v in variables(program.equations[i].invars)}
     return len(taken.intersection(results))
@@ -103,7 +103,7 @@ def _leading_to(
 
 
 def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var]:
-    """What a result of an equation is made of, number by number."""
+    """Returns the operands of which a result is made, number by number."""
     if e.primitive.name in steps:
         return variables(e.invars)
     if e.primitive.name == "cond":
@@ -123,7 +123,7 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
 def _before_branches(
     e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]
 ) -> list[jex.Var]:
-    """What a result of a conditional is made of in any branch."""
+    """Returns the operands of which a conditional's result is made, in any branch."""
     found: list[jex.Var] = []
     for branch in e.params["branches"]:
         program = flatten(branch)

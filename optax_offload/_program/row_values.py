@@ -41,7 +41,7 @@ class RowValue:
 
 
 def rests(x: Any) -> bool:
-    """Whether a value is not on the device, so that it has to be loaded."""
+    """Returns whether a value is not on the device, so that it has to be loaded."""
     return isinstance(x, RowValue) or (
         isinstance(x, jax.core.Tracer) and _memory.on_host(x)
     )

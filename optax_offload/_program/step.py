@@ -134,7 +134,7 @@ class Step:
 
     @property
     def moves_rows(self) -> bool:
-        """Whether scans of it load or store rows of what rests on the host."""
+        """Returns whether scans of it load or store rows of what rests on the host."""
         return self.at_rest is not None and self.at_rest.positions != "none"
 
     def reads(self, i: int) -> list[jex.Var]:
@@ -316,7 +316,7 @@ class _Taken:
         return key
 
     def _moved(self, a: Atom, memory_kind: str) -> Atom:
-        """What an atom is in a memory."""
+        """Returns the value of an atom in a memory."""
         if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
             return a
         (result,) = self.builder.trace(lambda x: _memory.transfer(x, memory_kind), a)
@@ -324,7 +324,7 @@ class _Taken:
 
 
 def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
-    """Whether what comes from the host has such a type."""
+    """Returns whether what comes from the host has such a type."""
     return all(
         _memory.on_host(a.aval) == x.on_host
         for a, x in zip(operands, update.inputs, strict=True)
@@ -409,14 +409,14 @@ def constrained(program: Program, v: jex.Var, x: Any) -> Any:
 
 
 def is_transfer(e: jex.JaxprEqn) -> bool:
-    """Whether an equation moves one value to or from the host, or keeps it there."""
+    """Returns whether an equation moves one value between memories, or keeps it."""
     return e.primitive.name == "device_put" and any(
         _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
     )
 
 
 def is_store(e: jex.JaxprEqn) -> bool:
-    """Whether an equation moves one value from the device to the host."""
+    """Returns whether an equation moves one value from the device to the host."""
     return (
         is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.invars[0].aval)
     )

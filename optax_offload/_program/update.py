@@ -52,7 +52,7 @@ class Output:
 
     @property
     def stored(self) -> bool:
-        """Whether it goes to host memory."""
+        """Returns whether it goes to host memory."""
         return self.memory_kind != "device"
 
 

@@ -28,7 +28,7 @@ class Wanted:
 
 
 def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
-    """What a body takes where it rests."""
+    """Finds the operands that a body takes where they rest."""
     updated: set[jex.Var] = set()
     rows: set[jex.Var] = set()
     for e in reversed(body.eqns):
@@ -59,5 +59,5 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
 
 
 def has_update(e: jex.JaxprEqn) -> bool:
-    """Whether an equation is an offloaded update, or has one in a body."""
+    """Returns whether an equation is an offloaded update, or has one in a body."""
     return called(e) is not None or any(called(x) for x in within(e))

@@ -1,4 +1,4 @@
-"""Where every leaf is, beside where rules want it."""
+"""Reports of where every leaf is, and where rules want it."""
 
 from optax_offload._report.report import MemoryReport, memory_report
 

@@ -1,4 +1,4 @@
-"""What is where: planned against actual."""
+"""Reports of the planned and the actual memory of every leaf."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST_KINDS = ("pinned_host", "unpinned_host")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport(Printed):
-    """Where every leaf of a tree is; ``str()`` of it is a table.
+    """The memory of every leaf of a tree; ``str()`` of it is a table.
 
     Leaves whose paths differ in numbers only, as those of layers do, and that are alike
     in all else, share a line of the table: ``layers_{0..11}/kernel``.
@@ -185,12 +185,12 @@ class MemoryReport(Printed):
 def memory_report(
     tree: Any, rules: _rules.Rules | None = None, *, under: str = ""
 ) -> MemoryReport:
-    """Says where every leaf of a tree is, beside where rules want it.
+    """Says where every leaf of a tree is, and where rules want it.
 
-    It also says how much host memory the devices of this process will take, beside
-    what its machine, its cgroup and, for GPUs, the plugin's own cap leave: before the
-    first step, and on templates too, which take no memory themselves. Processes that
-    share a machine share its memory, and each counts only its own needs.
+    It also compares the host memory that the devices of this process will take with
+    what the machine, its cgroup and, for GPUs, the plugin's own limit leave. That works
+    before the first step, and on templates, which take no memory themselves. Processes
+    on one machine share its memory, and each counts only its own needs.
 
     Args:
       tree: Arrays, or `jax.ShapeDtypeStruct` of them as from `eval_shape`: the state
@@ -198,7 +198,7 @@ def memory_report(
       rules: As in `offload`; None to report only what is.
       under: The path of the state that the rules were given for, as
         ``"opt_state/1"`` in a Flax ``TrainState`` whose optimizer is
-        ``optax.chain(clip, offload(...))``. What is not under it has no plan.
+        ``optax.chain(clip, offload(...))``. Leaves outside of it have no plan.
 
     Returns:
       A `MemoryReport`.
@@ -208,7 +208,7 @@ def memory_report(
         or no leaf is ``under`` the path.
 
     Warns:
-      OffloadWarning: there is not enough host memory, with the line that mends it.
+      OffloadWarning: there is not enough host memory; it gives the line that helps.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -234,7 +234,7 @@ def memory_report(
 def _placements(
     leaves: list[tuple[str, Any]], rules: _rules.Rules | None, under: str
 ) -> list[_rules.Placement]:
-    """Where the rules want each leaf; the kind is empty where they say nothing."""
+    """Returns the planned memory of each leaf; "" where no rule decides."""
     if rules is None:
         if under:
             raise ValueError(f"under={under!r} says where rules begin: give the rules")
@@ -246,7 +246,7 @@ def _placements(
 def _in_other_forms(
     tree: Any, rules: _rules.Rules | None, under: str
 ) -> dict[str, str]:
-    """What the rules say of leaves in another form, and of the parts of such."""
+    """Finds leaves, and parts of leaves, in another form than the rules name."""
     if rules is None:
         return {}
     config = _rules.as_config(rules).made_lenient()

@@ -51,7 +51,7 @@ class Row:
 
     @property
     def misplaced(self) -> bool:
-        """Whether the leaf is not where it was planned.
+        """Returns whether the leaf is not where it was planned.
 
         A value that is no array is in no memory: a step takes it to the device, and a
         number is too small to count.
@@ -105,7 +105,7 @@ def _sizes(x: Any) -> tuple[int, int, int]:
 
 
 def _devices_here(sharding: jax.sharding.Sharding) -> int:
-    """How many of a sharding's devices are this process'; all of an abstract mesh."""
+    """Counts a sharding's devices in this process; all of an abstract mesh."""
     mesh = getattr(sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
         return mesh.size

@@ -94,7 +94,7 @@ class RowLocal:
         return equations, tuple(v for v in candidates if v in taken)
 
     def restricted(self, outputs: Sequence[jex.Var]) -> RowLocal:
-        """What it takes to evaluate these variables, which have rows."""
+        """Returns the equations and operands of these variables, which have rows."""
         equations, inputs = self.needed(outputs, ())
         return dataclasses.replace(
             self, equations=equations, inputs=inputs, outputs=tuple(outputs)

@@ -49,12 +49,12 @@ class Scan:
 
     @property
     def body(self) -> jex.ClosedJaxpr:
-        """What an iteration computes."""
+        """Equations of an iteration."""
         return self.equation.params["jaxpr"]
 
     @property
     def consts(self) -> Sequence[Any]:
-        """What every iteration takes whole."""
+        """Operands that every iteration takes whole."""
         return self.equation.invars[: self._counts[0]]
 
     @property
@@ -65,17 +65,17 @@ class Scan:
 
     @property
     def xs(self) -> Sequence[Any]:
-        """What every iteration takes a row of."""
+        """Operands of which every iteration takes a row."""
         return self.equation.invars[sum(self._counts) :]
 
     @property
     def carried(self) -> Sequence[jex.Var]:
-        """What the last iteration carries."""
+        """Values that the last iteration carries."""
         return self.equation.outvars[: self._counts[1]]
 
     @property
     def stacked(self) -> Sequence[jex.Var]:
-        """What every iteration gives a row of."""
+        """Results of which every iteration gives a row."""
         return self.equation.outvars[self._counts[1] :]
 
     @property
@@ -84,7 +84,7 @@ class Scan:
 
 
 def is_backward(program: Program, scan: Scan) -> bool:
-    """Whether a scan is the backward pass of another, and not one that stacks means.
+    """Returns whether a scan is a backward pass, and not one that stacks means.
 
     JAX names what it transposes; within a jit or a checkpoint it names that. There a
     backward pass runs against the scan that stacked what it takes.
@@ -124,12 +124,12 @@ class Component:
 
     @property
     def waits(self) -> bool:
-        """Whether what follows from them has to wait for the end of the scan."""
+        """Returns whether their results have to wait for the end of the scan."""
         return self.late or bool(self.late_sums)
 
     @property
     def ends(self) -> list[jex.Var]:
-        """What has to be evaluated for every row."""
+        """Equations that have to be evaluated for every row."""
         summed = [v for s in self.sums for v in s.operands]
         return list(dict.fromkeys([*self.results, *summed]))
 
@@ -271,7 +271,7 @@ class _Walk:
         return MixesError(found, f"{reason} needs all of it at once")
 
     def found(self) -> RowUses:
-        """What was found."""
+        """Returns the result of the search."""
         outvars = dict.fromkeys(variables(self._step.program.outvars))
         results = [v for v in outvars if v in self.of]
         components: list[Component] = []
@@ -301,5 +301,5 @@ class _Walk:
 
 
 def holds_update(e: jex.JaxprEqn) -> bool:
-    """Whether an offloaded update is in a body of an equation."""
+    """Returns whether an offloaded update is in a body of an equation."""
     return called(e) is None and any(called(x) for x in within(e))

@@ -49,7 +49,7 @@ class Fused:
         return sum(_nbytes(v) for v in loaded if _memory.on_host(v.aval))
 
     def summing(self, sums: Collection[Sum]) -> Fused:
-        """What leads to some of its sums, and to no result."""
+        """Equations that lead to some of its sums, and to no result."""
         sums = tuple(s for s in self.component.sums if s in sums)
         component = dataclasses.replace(self.component, results=(), sums=sums)
         operands = dict.fromkeys(v for s in sums for v in s.operands)

@@ -75,7 +75,7 @@ class FusedScan:
         return "gradient" if self.scan.is_backward else "stacked result"
 
     def gradients(self, fused: Sequence[Fused]) -> str:
-        """How many gradients some of these are, and of how many bytes."""
+        """Returns how many gradients some of these are, and of how many bytes."""
         count = sum(len(f.component.gradients) for f in fused)
         return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
 
@@ -141,7 +141,7 @@ class FusedStep(Printed):
         return sum(waiting.flops(x.scan) * self.passes.twice(x.late) for x in again)
 
     def reasons(self) -> tuple[str, ...]:
-        """Why gradients are left outside, a line for each reason."""
+        """Reasons why gradients are left outside, a line each."""
         return tuple(_reasons(self))
 
     def refused(self) -> tuple[Unfused, ...]:
@@ -152,7 +152,7 @@ class FusedStep(Printed):
         return tuple(o for o in found if o.waits)
 
     def schedules(self) -> tuple[Schedule, ...]:
-        """How the offloaded state that is left is updated."""
+        """Schedules of the offloaded updates outside of scans."""
         left = (node.left for node in self.rest if node.left is not None)
         return tuple(
             schedule(x.update, x.inlined.what.caller.window_bytes) for x in left
@@ -321,7 +321,7 @@ def _moved(fused: Sequence[Fused]) -> str:
 
 
 def _reasons(plan: FusedStep) -> Iterator[str]:
-    """Why gradients are left outside."""
+    """Yields a line for each reason why gradients are left outside."""
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):

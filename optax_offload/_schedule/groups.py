@@ -295,7 +295,7 @@ def _own(
 
 
 def _joins_gradients(update: Update, equations: Sequence[int]) -> bool:
-    """Whether some value depends on more than one gradient."""
+    """Returns whether some value depends on more than one gradient."""
     program = update.program
     gradients = (
         program.invars[output.alias]

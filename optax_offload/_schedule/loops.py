@@ -96,12 +96,12 @@ class Loop:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What an iteration does, in order."""
+        """Steps of an iteration, in order."""
         return tuple(self._steps())
 
     @property
     def remainders(self) -> tuple[Remainder, ...]:
-        """What is updated when the loop has ended."""
+        """Groups that are updated when the loop has ended."""
         return tuple(
             Remainder(at, group.rows - self.slices * rows, self.slices * rows)
             for at, (group, rows) in enumerate(

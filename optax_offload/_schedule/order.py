@@ -46,7 +46,7 @@ class Passes(NamedTuple):
     last: int
 
     def sums(self, late: Sequence[Fused], number: int) -> list[Sum]:
-        """What a pass sums up of these."""
+        """Sums that a pass takes over these."""
         return [
             s for f in late for s in f.component.sums if self.of[s.position] == number
         ]
@@ -255,7 +255,7 @@ def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
 
 
 def _spreads(step: Step, scan: Scan) -> bool:
-    """Whether an iteration of a scan moves rows for others."""
+    """Returns whether an iteration of a scan moves rows for others."""
     return (
         scan.length >= LEAST_LENGTH
         and _compat.COPIES_AT_POSITIONS

@@ -55,7 +55,7 @@ class Parts:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Returns how many there are."""
         return self.equations.rows // self.size
 
 

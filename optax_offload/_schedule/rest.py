@@ -17,7 +17,7 @@ from optax_offload._schedule.replacements import (
 
 
 class RemainingUpdate(NamedTuple):
-    """What is left of an update.
+    """The part of an update that is left.
 
     Attributes:
       inlined: The whole of it.
@@ -93,7 +93,7 @@ def _left(
     known: Collection[jex.Var],
     made: Sequence[Replacement],
 ) -> Outer:
-    """What is left of an update, and makes what replaces arguments too."""
+    """Returns the part of an update that is left, and makes what replaces arguments."""
     producers = step.program.producers
     found = {
         k: a

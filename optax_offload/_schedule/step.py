@@ -89,7 +89,7 @@ class _Search:
         self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
 
     def run(self) -> FusedScan:
-        """What was found."""
+        """Returns the result of the search."""
         step, scan = self._step, self._scan
         used = {
             v for i in step.live for v in variables(step.program.equations[i].invars)
@@ -180,7 +180,7 @@ class _Search:
         return replaced
 
     def _way(self, found: RowUses, late: Sequence[Fused]) -> Way:
-        """How gradients wait.
+        """Chooses how gradients wait.
 
         Raises:
           MixesError: They are to be left as they are.
@@ -206,7 +206,7 @@ class _Search:
         return waiting.cheaper(self._scan, late, passes)
 
     def _why_not(self) -> dict[Way, str]:
-        """Why gradients cannot wait, by the way."""
+        """Returns why gradients cannot wait, for each way."""
         found: dict[Way, str] = {}
         if any(map(_compat.has_ordered_effects, self._step.program.equations)):
             found["host"] = _ORDERED
@@ -342,7 +342,7 @@ def _row_bytes(fused: Fused) -> int:
 
 
 def _why_late(program: Program, found: RowUses, rows: RowLocal) -> str:
-    """What an update waits for."""
+    """Returns why an update is late, by the sums that it waits for."""
     names = {program.equations[i].primitive.name for i in found.sums}
     by = ", ".join(sorted(names)) or "what follows the scan"
     late = any(v in found.late for v in rows.inputs)

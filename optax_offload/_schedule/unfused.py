@@ -42,7 +42,7 @@ def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
 
 
 def updates_inside(step: Step) -> list[str]:
-    """Where updates are inside of other equations, in which none is looked for."""
+    """Finds updates inside of other equations, which are not searched."""
     equations = (step.program.equations[i] for i in sorted(step.live))
     names = [e.primitive.name for e in equations if holds_update(e)]
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]

@@ -14,7 +14,7 @@ from optax_offload._schedule.order import FLOPS_PER_BYTE, Passes
 def cheaper(
     scan: Scan, late: Sequence[Fused], passes: Passes
 ) -> Literal["host", "recompute"]:
-    """Whether gradients had better be stored, or computed again.
+    """Returns whether gradients had better be stored, or computed again.
 
     Stored, they cross the link beside the backward pass, and with their state in every
     pass after it, when nothing is computed. Computed again, the state crosses it beside

@@ -134,7 +134,7 @@ def _prepare(root: Path, needed: int) -> None:
 
 
 def _entry(number: int, name: Name, x: jax.Array) -> Entry:
-    """What the manifest is to say of an array."""
+    """Returns the manifest's entry of an array."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     data = jax.random.key_data(x) if is_key else x
     itemsize = np.dtype(data.dtype).itemsize
@@ -200,7 +200,7 @@ def find(
 
 
 def _why_not(entries: Sequence[Entry], struct: Any, root: Path) -> str | None:
-    """Why a struct of a template is not what was found for it; None if it is.
+    """Returns why a struct does not fit its entry; None if it does.
 
     Raises:
       ValueError: The manifest contradicts itself.
@@ -222,7 +222,7 @@ def _why_not(entries: Sequence[Entry], struct: Any, root: Path) -> str | None:
 
 
 def _is_stored_as(entry: Entry, struct: Any) -> bool:
-    """Whether an entry's stored numbers are those of a struct's dtype and shape."""
+    """Returns whether an entry's numbers fit a struct's dtype and shape."""
     is_key = jnp.issubdtype(struct.dtype, jax.dtypes.prng_key)
     if not is_key or entry.key is None:
         return (

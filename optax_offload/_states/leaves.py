@@ -163,7 +163,7 @@ def _raise_failed(leaves: Leaves, block: bool) -> None:
 
 
 def is_template(x: Any) -> bool:
-    """Whether a leaf is a struct that stands for no value."""
+    """Returns whether a leaf is a struct that stands for no value."""
     return isinstance(x, jax.ShapeDtypeStruct) and not isinstance(x, OnDisk)
 
 

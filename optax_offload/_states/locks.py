@@ -57,7 +57,7 @@ def directory(path: Path) -> Generator[None, None, None]:
 
 
 def _is_held(descriptor: int | None, file: Path) -> bool:
-    """Whether a lock is on the file of that name: who had it may have removed it."""
+    """Returns whether a lock is still on the file of that name."""
     if descriptor is None:
         return False
     try:
@@ -67,7 +67,7 @@ def _is_held(descriptor: int | None, file: Path) -> bool:
 
 
 def in_use(state: Path) -> bool:
-    """Whether a tree of this process, or of another that lives, refers to a state."""
+    """Returns whether a tree of any live process refers to a state."""
     for file in state.glob("lock-*"):
         descriptor = acquire(file)
         if descriptor is None:

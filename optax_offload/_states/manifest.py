@@ -24,7 +24,7 @@ _STATE_NAME = re.compile(r"state-[0-9a-f]{16}")
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What the manifest says of one leaf.
+    """The manifest's entry of one leaf.
 
     Attributes:
       path: The leaf's path in the tree, as rules see it.
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Which state a directory holds.
+    """The manifest of the state that a directory holds.
 
     Attributes:
       state: The name of the state's directory, in that of the manifest.
@@ -144,7 +144,7 @@ def check_file(file: Path) -> None:
 
 
 class _WrongError(Exception):
-    """What is wrong with a manifest."""
+    """A fault of a manifest."""
 
 
 class _OtherVersionError(Exception):

@@ -1,4 +1,4 @@
-"""What stands in a tree for a leaf that is on disk."""
+"""Placeholders in a tree for leaves that are on disk."""
 
 from __future__ import annotations
 

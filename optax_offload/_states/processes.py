@@ -1,4 +1,4 @@
-"""What all processes of a training agree on, where there are several."""
+"""Agreements between the processes of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered of arrays between calls, and the work that is left to a thread."""
+"""Records of arrays between calls, and work that is left to a thread."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optax_offload._states.placeholder import OnDisk
 
 @dataclasses.dataclass
 class Record:
-    """What is remembered of an array or a placeholder that a call returned.
+    """The record of an array or a placeholder that a call returned.
 
     Attributes:
       origin: Where `reload_states` puts it; None for what came back.
@@ -50,19 +50,19 @@ def remember(x: Any, origin: Sharding | None) -> Record:
 
 
 def record_of(x: Any) -> Record | None:
-    """What is remembered of an array or a placeholder."""
+    """Returns the record of an array or a placeholder."""
     record = _records.get(id(x))
     return record if record is not None and record.ref() is x else None
 
 
 def origin_of(x: Any) -> Sharding | None:
-    """Where an array came from, if a call moved it away from there."""
+    """Returns the origin of an array, if a call moved it."""
     record = record_of(x)
     return record.origin if record else None
 
 
 def count() -> int:
-    """How many arrays and placeholders are remembered."""
+    """Returns how many arrays and placeholders are remembered."""
     return len(_records)
 
 
@@ -88,14 +88,14 @@ def end_freeing(sources: Iterable[Any]) -> None:
 
 
 def is_gone(x: Any) -> bool:
-    """Whether an array is deleted, or will be by a call that is still running."""
+    """Returns whether an array is deleted, or will be by a running call."""
     if not isinstance(x, jax.Array):
         return False
     return x.is_deleted() or _being_freed.get(id(x)) is x
 
 
 def buffer_of(x: Any) -> Hashable:
-    """What is freed with a leaf.
+    """Returns the buffer that is freed with a leaf.
 
     Two arrays may be one buffer, as `jax.device_put` to where an array is already
     makes them; and deleting either deletes both (F41).

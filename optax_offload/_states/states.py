@@ -41,15 +41,14 @@ def offload_states(  # noqa: PLR0913 - the public contract
 ) -> T:
     """Moves a state off the device between steps, for `reload_states` to bring back.
 
-    For any pytree of arrays: a Flax ``TrainState``, an NNX state, parameters alone.
-    Shardings are kept. A leaf that is there already is not touched: what `offload`
-    keeps in host memory stays. Leaves that are no `jax.Array` (Python and NumPy values)
-    are on no device and stay too.
+    It takes any pytree of arrays: a Flax ``TrainState``, an NNX state, parameters
+    alone. Shardings are kept. Leaves that are in that memory already stay as they are,
+    such as state that `offload` keeps in host memory. Python and NumPy values stay too.
 
-    What came from where is remembered for the arrays returned, in this process, as long
-    as they live. `jax.tree.map`, Flax's ``replace`` and NNX's ``split`` and ``merge``
-    hand the same arrays on. What computes, copies, pickles or restores makes others,
-    which are not known: use `set_memory_kind` for those.
+    This process remembers where each returned array came from, as long as the array
+    lives. `jax.tree.map`, Flax's ``replace`` and NNX's ``split`` and ``merge`` hand the
+    same arrays on. Code that computes, copies, pickles or restores makes new arrays,
+    which are unknown: use `set_memory_kind` for those.
 
     Args:
       tree: The state.
@@ -57,18 +56,18 @@ def offload_states(  # noqa: PLR0913 - the public contract
         leaves too, so that nothing is left; or a `Rule`, a sequence of them, or an
         `OffloadConfig`, whose ``min_bytes`` count, and whose rules of kind
         ``"device"`` leave their leaves as they are.
-      memory_kind: ``"pinned_host"``, ``"unpinned_host"`` or ``"disk"``. On disk, small
-        placeholders take the place of leaves; and what was in host memory goes too, to
-        come back to there.
-      directory: For ``"disk"``: where this state goes, and no other. What is there from
-        before is replaced once all of the new is written and synced. With many hosts
-        it has to be on a file system that they share. Needs ``optax-offload[disk]``.
+      memory_kind: ``"pinned_host"``, ``"unpinned_host"`` or ``"disk"``. With disk,
+        small placeholders replace the leaves, and leaves in host memory move too, and
+        return there.
+      directory: For ``"disk"``: the directory of this state, and of no other. A
+        previous state is replaced once all of the new one is written and synced.
+        Several hosts need a file system that they share. Needs ``optax-offload[disk]``.
       donate: Whether to free each source as soon as its copy is there. The arrays of
         ``tree`` must then not be used any more.
-      block: Whether to wait. Without, this returns when all copies are started, and
+      block: Whether to wait. If not, this returns when all copies have started, and
         sources are freed as the copies end; one that fails raises in the next call that
-        is given its leaf. With, at most 64 MiB, or one leaf, is in both places at once;
-        of what goes to disk, 256 MiB.
+        is given its leaf. If so, at most 64 MiB, or one leaf, is in both places at
+        once; for disk, 256 MiB.
 
     Returns:
       A tree of the same structure.
@@ -122,9 +121,9 @@ def reload_states(
 ) -> T:
     """Brings back what `offload_states` moved, to where it was, sharded as it was.
 
-    All other leaves stay where they are; so what `offload` keeps in host memory stays
-    there, also where ``include`` matches it. Leaves come back committed to their
-    devices: a step that was compiled for uncommitted ones is compiled once more.
+    All other leaves stay where they are, such as state that `offload` keeps in host
+    memory, even if ``include`` matches it. Leaves come back committed to their devices:
+    a step that was compiled for uncommitted ones is compiled once more.
 
     Args:
       tree: A tree with leaves that `offload_states` moved; or, with ``directory``, a
@@ -137,7 +136,7 @@ def reload_states(
       donate: Whether to free each copy as soon as the leaf is back. The files of a
         directory are removed when all of its leaves are back; with ``donate=False``
         they stay, until the next state is complete there.
-      block: Whether to wait until all is back. What comes from disk is waited for.
+      block: Whether to wait until all is back. Reading from disk always waits.
 
     Returns:
       A tree of the same structure.

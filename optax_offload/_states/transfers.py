@@ -94,7 +94,7 @@ def write(place: OnDisk) -> Callable[[Transfer], Callable[[], Any]]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What a call was asked to do with its leaves.
+    """The request of a call about its leaves.
 
     Attributes:
       name: The name of the call, for messages.
@@ -292,7 +292,7 @@ class Transfers:
         return [i for t in self._transfers if not t.arrived for i in t.positions]
 
     def _is_freed(self, transfer: Transfer) -> bool:
-        """Whether no leaf that stays uses the buffer of a transfer's source."""
+        """Returns whether no leaf that stays uses the buffer of a transfer's source."""
         buffer = records.buffer_of(transfer.source)
         return self._call.donate and self._users[buffer] <= self._going[buffer]
 

@@ -366,7 +366,7 @@ def test_what_is_donated_is_not_lost(returned):
         assert kinds(jitted(params, jnp.ones((2, 8)))[0]) == {"pinned_host"}
         assert params["w"].is_deleted()
         return
-    with pytest.raises(ValueError, match=r"no result takes their place there: '0/w'"):
+    with pytest.raises(ValueError, match=r"no result replaces them there: '0/w'"):
         jitted(params, jnp.ones((2, 8)))
     assert not params["w"].is_deleted()
 

@@ -315,7 +315,7 @@ def test_init_does_not_run(tx):
         (
             {"shardings": "x", "mesh": True},
             TypeError,
-            r"say nothing of a sharding: '0/count' \(str\), .*Allowed are a jax",
+            r"are no shardings: '0/count' \(str\), .*Allowed are a jax",
         ),
         ({"shardings": {"w": P()}, "mesh": True}, ValueError, "no tree prefix"),
         ({"mesh": "x"}, TypeError, "mesh is 'x'; it must be a jax.sharding.Mesh"),

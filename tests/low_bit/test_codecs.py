@@ -466,7 +466,7 @@ def linear(x):
     ],
 )
 def test_the_error_of_an_update(name, expected):
-    """The relative error of what Adam would do with them, as DESIGN.md has it.
+    """The relative error of what Adam would do with them, as docs/low-bits.md has it.
 
     Magnitudes are spread over several decades within a block. An update whose second
     moment became zero has no bound, and counts as wholly wrong.

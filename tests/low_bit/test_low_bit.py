@@ -137,7 +137,7 @@ def test_a_rule_that_matches_nothing():
 def test_a_remainder_of_what_is_no_master_weight():
     """A moment has no parameter that is its upper half."""
     tx = oo.low_bit(optax.adam(LR), oo.Rule(MOMENTS, codec="bfloat16-remainder"))
-    message = r"'bfloat16-remainder' for '0/mu/embed', .*it is for the weights that"
+    message = r"'bfloat16-remainder' for '0/mu/embed', .*it works only on the"
     with pytest.raises(ValueError, match=message):
         tx.init(make_params())
 

@@ -114,7 +114,9 @@ def test_parameters_in_the_state_are_refused(name):
     """An update is a difference of them: rounded, they are off by more than it."""
     tx = oo.low_bit(INSIDE[name](), ".*")
     path = f"'(./)?{WITH_PARAMETERS[name]}/embed'"
-    with pytest.raises(ValueError, match=rf"{path}, .*: these are parameters, and"):
+    with pytest.raises(
+        ValueError, match=rf"{path}, .*: these leaves are parameters, and"
+    ):
         tx.init(make_params())
 
 

@@ -112,5 +112,7 @@ def test_errors_of_master_weights():
 def test_master_weights_are_refused_another_codec():
     """They are parameters, too."""
     tx = oo.low_bit(oo.master_weights(optax.adam(LR)), ".*master.*")
-    with pytest.raises(ValueError, match=r"'master/embed', .*: these are parameters"):
+    with pytest.raises(
+        ValueError, match=r"'master/embed', .*: these leaves are parameters"
+    ):
         tx.init(make_params(jnp.bfloat16))

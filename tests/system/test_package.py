@@ -35,6 +35,13 @@ def test_changelog_has_one_version_for_one_release():
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
+def test_the_citation_is_of_this_version():
+    """And of this license."""
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {oo.__version__}\n" in text
+    assert f"\nlicense: {PROJECT['license']}\n" in text
+
+
 def test_classifiers_name_what_is_tested():
     """The Pythons of the workflow; .ci/run takes those that all tests are for."""
     declared = pythons("\n".join(PROJECT["classifiers"]))

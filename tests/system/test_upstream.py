@@ -4,17 +4,22 @@ A new version that fails here has mended something, or broken the block: the pag
 has to say so, and what this library does about it may go.
 """
 
+import os
 import pathlib
 import re
+import shutil
+import subprocess
+import sys
 import warnings
 from importlib import metadata
 from typing import NamedTuple
 
+import optax
 import pytest
 from small_programs import missing_compilers
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "upstream.md"
-PARTS = ("Reproduces with", "Whom it hurts", "Known", "Would mend it")
+PARTS = ("Reproduces with", "Impact", "Related", "Suggested fix")
 VERSION = r"\d[\d.]*\d"
 VERSIONS = re.compile(
     rf"^- Reproduces with ([\w-]+) ({VERSION}(?:, {VERSION})*)"
@@ -69,11 +74,50 @@ def test_entry_can_be_filed(entry):
     )
 
 
+def words(text):
+    """How many it has, signs aside."""
+    return sum(bool(re.search(r"\w", word)) for word in text.split())
+
+
 def test_entries_are_in_their_index():
-    """In order, without gaps."""
+    """In order, the shortest first; no id is left out."""
     ids = [entry.id for entry in ENTRIES]
-    assert ids == [f"U{n:02}" for n in range(1, len(ids) + 1)]
+    assert sorted(ids) == [f"U{n:02}" for n in range(1, len(ids) + 1)]
     assert re.findall(r"^\| \[(U\d\d)\]", PAGE.read_text(), re.MULTILINE) == ids
+    sizes = [words(entry.text) for entry in ENTRIES]
+    assert sizes == sorted(sizes)
+
+
+def test_the_answer_is_short():
+    """At most 200 words, with its program; which tests/system/test_docs.py runs."""
+    page = PAGE.read_text()
+    answer = "\n".join(re.findall(r"^> (.*)$", page, re.MULTILINE))
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert words(answer) + words(program) <= 200
+
+
+@pytest.mark.slow
+def test_the_patch_for_optax_applies_and_helps(tmp_path):
+    """To a copy of the version that is named, with which the program of U16 fails."""
+    (entry,) = [entry for entry in ENTRIES if entry.id == "U16"]
+    if not entry.expected()[0]:
+        pytest.skip("this optax has it")
+    package = pathlib.Path(optax.__file__).parent
+    shutil.copytree(package, tmp_path / "optax")
+    (patch,) = re.findall(r"```diff\n(.*?)```", entry.text, re.DOTALL)
+    apply = ["git", "apply", "--unidiff-zero", "-"]
+    subprocess.run(apply, cwd=tmp_path, input=patch, text=True, check=True)
+    (tmp_path / "u16.py").write_text(entry.code)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, tmp_path / "u16.py"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert "AssertionError" in run.stderr
+    assert "assert of(optax.chain(steps))" in run.stderr
 
 
 @pytest.mark.parametrize(
