@@ -1,1 +1,1 @@
-"""What we claim on paper, measured on the attached chip: `python -m benchmarks.chip`."""
+"""What is claimed on paper, measured on a chip: `python -m benchmarks.chip`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.chip import machine, page, record, running
 from benchmarks.chip.largest import LARGEST
-from benchmarks.chip.link import LINK, bytes_per_second
+from benchmarks.chip.link import LINK, bytes_per_second, constants
 from benchmarks.chip.machine import ROOT
 from benchmarks.chip.others import OTHERS
 from benchmarks.chip.peaks import PEAKS
@@ -29,12 +29,15 @@ from optax_offload import aot
 PARTS = {part.name: part for part in (VALUES, PEAKS, LINK, TIME, LARGEST, OTHERS)}
 MINUTES = 25.0
 RESULTS = ROOT / "benchmarks" / "results" / "chips"
+# What the package takes of it.
+MEASURED = ROOT / "optax_offload" / "aot" / "measured.json"
 TOY_BYTES = 2**30
 HELP = """\
 Runs every form of step on the attached GPU or TPU, and writes what came of it to
 benchmarks/results/chips/, one JSON for a device and a commit; then `--page` makes
-docs/on-a-chip.md of all of them. Needs JAX, optax and Flax, and nothing installed of
-this checkout. Called again, it runs what is missing."""
+docs/on-a-chip.md of all of them, and the link that `optax_offload.aot` has a chip's
+steps modelled with. Needs JAX, optax and Flax, and nothing installed of this checkout.
+Called again, it runs what is missing."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,15 +49,12 @@ def parser() -> argparse.ArgumentParser:
     add("--again", action="store_true", help="what is done already, too")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
     add("--list", action="store_true", help="name the parts and their cases")
-    add("--page", action="store_true", help="only make the page")
+    add("--page", action="store_true", help="only make the page, of what was measured")
     add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
-    for hidden in ("--facts", "--cases", "--setting", "--lines"):
-        add(
-            hidden,
-            help=argparse.SUPPRESS,
-            **({"action": "store_true"} if hidden == "--facts" else {}),
-        )
+    add("--facts", action="store_true", help=argparse.SUPPRESS)
+    for hidden in ("--cases", "--setting", "--lines"):
+        add(hidden, help=argparse.SUPPRESS)
     add("names", nargs="*", help=argparse.SUPPRESS)
     return made
 
@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         setting = Setting.read(asked.setting)
         running.run_cases(PARTS[asked.cases], setting, asked.names, Path(asked.lines))
     elif asked.page:
-        page.PAGE.write_text(page.text(page.read(RESULTS)))
+        tables = page.read(RESULTS)
+        page.PAGE.write_text(page.text(tables))
+        MEASURED.write_text(json.dumps(constants(tables), indent=1) + "\n")
     else:
         # Ends what was started, and writes what there is.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -81,9 +83,11 @@ def chosen(names: str | None, on_paper: bool) -> list[Part]:
     unknown = [name for name in asked if name not in PARTS]
     if unknown:
         raise SystemExit(
-            f"--only={names}: no part {', '.join(unknown)}; there are {', '.join(PARTS)}"
+            f"--only={names}: no part {', '.join(unknown)}; "
+            f"there are {', '.join(PARTS)}"
         )
-    return [p for p in PARTS.values() if p.name in asked and (p.compiles or not on_paper)]
+    found = [part for part in PARTS.values() if part.name in asked]
+    return [part for part in found if part.compiles or not on_paper]
 
 
 def run(asked: argparse.Namespace) -> int:

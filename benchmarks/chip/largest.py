@@ -12,7 +12,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ MODELS = {
     "fused": ("fused", False),
 }
 LLAMA = "the shape of Llama 3 8B"
-# Of the device, as the environment below has it; programs have to leave some for others.
+# Of the device: less than the environment below gives, for programs and their buffers.
 DEVICE_SHARE = 0.9
 # How far a trial is from the one before, and how many there are.
 FARTHER, NEARER = 1.06, 0.94
@@ -57,7 +57,7 @@ def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each kind of step, and a model people know."""
     found = {name: functools.partial(search, setting, name) for name in MODELS}
     if setting.dry:
-        found = {name: found[name] for name in ("plain", "six bytes")}
+        found = {"six bytes": found["six bytes"]}
     return {**found, LLAMA: functools.partial(llama, setting)}
 
 
@@ -80,7 +80,7 @@ def search(setting: Setting, name: str) -> Figures:
         else:
             least = layers
             layers = min(layers - 1, int(layers * NEARER))
-        if layers == most or layers == least or (least and layers > least):
+        if layers in (most, least) or (least and layers > least):
             break
     return figures | {
         "layers": most,
@@ -100,22 +100,19 @@ def parameters(work: Workload) -> int:
 def predict(setting: Setting, name: str) -> Figures:
     """By the peaks of a few layers and of twice as many, on the device and the host."""
     few = 4
+    options = {"name": name, "layers": (few, 2 * few)}
     if setting.on_paper:
-        peaks = [paper_peak(setting, name, n) for n in (few, 2 * few)]
+        found = paper_peaks(setting, **options)
     else:
-        peaks = [
-            in_a_process(setting, "compiled_peak", {"name": name, "layers": n})
-            for n in (few, 2 * few)
-        ]
-    for found in peaks:
-        if "failed" in found:
-            raise RuntimeError(f"a few layers do not compile: {found['failed']}")
+        found = in_a_process(setting, "compiled_peaks", options)
+    if "failed" in found:
+        raise RuntimeError(f"a few layers do not compile: {found['failed']}")
     limits = {"device_bytes": DEVICE_SHARE * setting.memory_bytes}
     if not setting.on_paper:
         limits["host_bytes"] = setting.host_bytes
     counts = {}
     for where, limit in limits.items():
-        one, two = (peak[where] for peak in peaks)
+        one, two = found[where]
         slope = (two - one) / few
         if slope > 0:
             counts[where] = int((limit - one) / slope) + few
@@ -131,22 +128,27 @@ def predict(setting: Setting, name: str) -> Figures:
     }
 
 
-def paper_peak(setting: Setting, name: str, layers: int) -> Figures:
+def paper_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figures:
     """Compiled for a chip that is not here."""
     assert setting.target
     mode, half = MODELS[name]
-    work = workload(layers, half, setting.dry)
-    return _bytes(aot.peak(compile_step(work, aot.Target(setting.target), MODES[mode])))
+    target = aot.Target(setting.target)
+    works = [workload(n, half, setting.dry) for n in layers]
+    return _bytes([aot.peak(compile_step(w, target, MODES[mode])) for w in works])
 
 
-def _bytes(peak: aot.Peak) -> Figures:
-    return {"device_bytes": peak.peak_bytes, "host_bytes": peak.host_peak_bytes}
-
-
-def compiled_peak(setting: Setting, name: str, layers: int) -> Figures:
+def compiled_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figures:
     """Compiled for the device that is here; nothing is made."""
     mode, half = MODELS[name]
-    return _bytes(Training(workload(layers, half, setting.dry), mode).peak())
+    works = [workload(n, half, setting.dry) for n in layers]
+    return _bytes([Training(work, mode).peak() for work in works])
+
+
+def _bytes(peaks: Sequence[aot.Peak]) -> Figures:
+    return {
+        "device_bytes": [peak.peak_bytes for peak in peaks],
+        "host_bytes": [peak.host_peak_bytes for peak in peaks],
+    }
 
 
 def take_a_step(setting: Setting, name: str, layers: int) -> Figures:
@@ -210,7 +212,7 @@ def llama_step(setting: Setting) -> Figures:
 
 
 def llama_workload(setting: Setting) -> Workload:
-    """The model of `examples/models.py`, with parameters in bfloat16; or a toy of it."""
+    """The model of `examples/models.py`, in bfloat16; or a toy of it."""
     import jax.numpy as jnp
     import optax
 

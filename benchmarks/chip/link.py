@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.chip import machine
+from benchmarks.chip.record import done
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import first_device
 from optax_offload import aot
@@ -142,11 +143,9 @@ def measure(setting: Setting, node: int | None) -> Figures:
             moved = KERNEL_ROWS if "kernel" in way else shape[0]
             # The first round touches the memory for the first time.
             each = statistics.median(seconds[1:]) / moved
-            rate = nbytes / each
-            found.append(
-                {"way": way, "nbytes": nbytes, "seconds": each, "done": done_by(program)}
-                | {"bytes_per_second": rate}
-            )
+            figures = {"way": way, "nbytes": nbytes, "seconds": each}
+            figures |= {"bytes_per_second": nbytes / each, "done": done_by(program)}
+            found.append(figures)
     return {"rows": found, "fit": fit(found)}
 
 
@@ -179,7 +178,7 @@ def _stay_on(node: int) -> None:
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
-        raise SkippedError(f"NUMA node {node} is not for this process: {error}") from error
+        raise SkippedError(f"NUMA node {node} is not allowed: {error}") from error
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
@@ -194,6 +193,24 @@ def bytes_per_second(figures: Mapping[str, Figures]) -> float | None:
     """What each way has when both are used, on the best node; None if not measured."""
     rates = [f["fit"]["both"]["bytes_per_second"] for f in figures.values()]
     return max(rates, default=None)
+
+
+def constants(tables: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What `optax_offload.aot` takes of chips that were measured, by their names.
+
+    Args:
+      tables: What was measured, the newest of a chip last.
+    """
+    found = {}
+    for table in tables:
+        figures = done(table["parts"].get("link", {}))
+        if table["on_paper"] or table["target"] is None or not figures:
+            continue
+        fits = [f["fit"]["both"] for f in figures.values()]
+        best = max(fits, key=lambda fit: fit["bytes_per_second"])
+        source = f"measured on {table['date']}, docs/on-a-chip.md"
+        found[table["target"]] = {**best, "source": source}
+    return found
 
 
 LINK = Part("link", minutes=3, case_seconds=90, cases=cases, each_alone=True)

@@ -37,6 +37,7 @@ CHIPS = {
     r"NVIDIA L4$": "l4",
     r"RTX 4090": "rtx4090",
 }
+DRIVER_FIELDS = "name,driver_version,memory.total,pcie.link.gen.max,power.limit"
 # Of what the host has free, for pinned memory and all else.
 HOST_SHARE = 0.85
 NODES = Path("/sys/devices/system/node")
@@ -45,7 +46,7 @@ NODES = Path("/sys/devices/system/node")
 def describe() -> dict[str, Any]:
     """All of it but the commit; takes the device, so it is asked in a process alone."""
     device = jax.devices()[0]
-    driver = nvidia_smi("name,driver_version,memory.total,pcie.link.gen.max,power.limit")
+    driver = nvidia_smi(DRIVER_FIELDS)
     return {
         "device": device.device_kind,
         "platform": device.platform,
@@ -66,7 +67,7 @@ def target_of(device_kind: str) -> str | None:
     return None
 
 
-def memory_bytes(device: jax.Device, driver: dict[str, str]) -> int:
+def memory_bytes(device: Any, driver: dict[str, str]) -> int:
     """What the device has; of a CPU, which does not say, what a toy may have."""
     if "memory.total" in driver:
         return int(driver["memory.total"].split()[0]) * 2**20

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chip.machine import ROOT
+from benchmarks.chip.record import done
 
 PAGE = ROOT / "docs" / "on-a-chip.md"
 NOT_RUN = "not run yet"
@@ -17,24 +18,34 @@ Row = Sequence[str]
 TOP = """\
 # On a chip
 
-What is measured on real GPUs and TPUs, beside what is predicted without one. This page is made from the
-files in `benchmarks/results/chips/` by `python -m benchmarks.chip --page`; a test compares the two.
+What real GPUs and TPUs do, beside what is predicted without one. This page is made
+from the files in `benchmarks/results/chips/` by `python -m benchmarks.chip --page`.
 
-On a machine with a GPU or a TPU, from a checkout, with JAX, optax and Flax installed and nothing else:
+On a machine with a GPU or a TPU, from a checkout, with JAX, optax and Flax installed
+and nothing else:
 
 ```sh
 make accelerator   # or: python -m benchmarks.chip
 ```
 
-It takes at most 25 minutes, in parts that each take at most 8: every form of step against the plain step
-(values), device memory (peaks), the link to host memory (link), times of steps (time), the largest models
-that take a step (largest), and what users of PyTorch have (others). Each part runs in processes of its own; what
-happens in one does not stop the others. Called again, the command runs what is missing: on a machine that allows
-ten minutes a command, call it with `--minutes=9` until nothing is left. `--only=values,peaks` runs some
-parts, `--dry` all of them at toy size on the CPU, `--paper=h200` compiles for a chip that is not there.
+It takes at most 25 minutes, in six parts of at most 8:
 
-"Predicted" is read from the compiled program: peaks by `aot.peak`, times by `aot.step_time`, which takes a
-chip's documented rates and reaches them always. A form is what the [other tables](results.md) call a mode.
+- `values`: every form of step against the plain step;
+- `peaks`: the memory of the device and of the host;
+- `link`: the link between them;
+- `time`: steps in turns with the plain step;
+- `largest`: the largest models that take a step;
+- `others`: what users of PyTorch would take instead, where it is installed.
+
+Each part runs in processes of its own, so that the others run whatever happens in one.
+What a case found is on the disk when it ends, and the command runs what is missing when
+it is called again. If a machine allows ten minutes a command, call it with
+`--minutes=9` until nothing is left. `--only=values,peaks` runs some parts, `--dry`
+all of them at toy size on the CPU, `--paper=h200` compiles for a chip not attached.
+
+"Predicted" is read from the compiled program: peaks by `aot.peak`, times by
+`aot.step_time`, whose chips always reach their documented rates. Forms are what the
+[other tables](results.md) call modes.
 """
 
 
@@ -118,19 +129,16 @@ def grid(header: Row, rows: Iterable[Row]) -> list[str]:
     return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
 
 
-def done(cases: Mapping[str, Table]) -> dict[str, Table]:
-    """The figures of the cases that have some."""
-    return {name: e["figures"] for name, e in cases.items() if e.get("figures")}
-
-
 def number(form: str, value: Any, scale: float = 1.0) -> str:
     """A measured figure."""
     return NOT_RUN if value is None else format(value * scale, form)
 
 
-def mib(value: Any) -> str:
+def mib(figures: Table, key: str) -> str:
     """Bytes in MiB."""
-    return number(".1f", value, 2**-20)
+    if key in figures and figures[key] is None:
+        return "not counted"
+    return number(".1f", figures.get(key), 2**-20)
 
 
 def gib(value: Any) -> str:
@@ -151,9 +159,9 @@ def values(cases: Mapping[str, Table]) -> list[str]:
         for name, f in done(cases).items()
     ]
     said = (
-        "Differences to the plain step after five steps (thirty where it says so), in units of the last place of "
-        "each leaf's largest value, and of parameters on average in learning rates. Products of matrices in full "
-        "float32."
+        "Differences to the plain step after five steps (thirty where it says so): the "
+        "largest in units of the last place of each leaf's largest value, and the "
+        "mean of parameters in learning rates. Matrix products are in full float32."
     )
     return [said, "", *grid(("form", "ulps", "mean", "bound", "within"), rows)]
 
@@ -163,17 +171,18 @@ def peaks(cases: Mapping[str, Table]) -> list[str]:
     rows = [
         (
             *name.split("/"),
-            mib(f["predicted_bytes"]),
-            mib(f.get("measured_bytes")),
-            mib(f["predicted_host_bytes"]),
-            mib(f.get("measured_host_bytes")),
+            mib(f, "predicted_bytes"),
+            mib(f, "measured_bytes"),
+            mib(f, "predicted_host_bytes"),
+            mib(f, "measured_host_bytes"),
         )
         for name, f in done(cases).items()
     ]
-    header = ("workload", "form", "MiB, predicted", "measured", "of the host", "measured")
+    header = ("workload", "form", "MiB, predicted", "measured")
+    header += ("of the host, predicted", "measured")
     said = (
-        "Measured is the device's own count in a fresh process (`peak_bytes_in_use`), which makes the model too; "
-        "of the host, what the machine had less than before."
+        "Measured is the device's own count in a fresh process (`peak_bytes_in_use`), "
+        "which makes the model too; of the host, what the machine had less than before."
     )
     return [said, "", *grid(header, rows)]
 
@@ -215,8 +224,9 @@ def time(cases: Mapping[str, Table]) -> list[str]:
     header = ("size", "form", "ms, predicted", "measured")
     header += ("over plain", "tokens/s", "transfers hidden")
     said = (
-        "Gated layers of width 2048 under a scan (24 of them, 1.3 billion parameters; as many as fit the card in "
-        "`filled`), float32, adam; measured in turns with the plain step. Hidden is the share of the time of transfers "
+        "Gated layers of width 2048 under a scan, in float32, with adam: 24 of them, "
+        "1.3 billion parameters, and as many as fill the card. Measured in turns with "
+        "the plain step, but for those. Hidden is the share of the time of transfers "
         "in which kernels run, from a profile."
     )
     return [said, "", *grid(header, rows)]
@@ -240,15 +250,17 @@ def largest(cases: Mapping[str, Table]) -> list[str]:
             measured = number(".2f", f.get("parameters"), 1e-9)
             rows.append((name, f"{predicted} ({limit})", measured, ""))
         else:
-            predicted = f"{gib(f['predicted_bytes'])}, host {gib(f['predicted_host_bytes'])}"
+            on_host = gib(f["predicted_host_bytes"])
+            predicted = f"{gib(f['predicted_bytes'])}, host {on_host}"
             count = f.get("device_bytes")
             measured = NOT_RUN if "seconds" not in f else "took a step"
             measured = gib(count) if count else measured
             rows.append((name, predicted, measured, number(".2f", f.get("seconds"))))
     header = ("model", "predicted", "measured", "s a step")
     said = (
-        "Billions of parameters of the largest model of such layers that takes a step, and what bounds the "
-        "prediction (this machine's host memory counts, on paper only the device's); of a model people know, its memory."
+        "Billions of parameters of the largest model of such layers that takes a step, "
+        "and what bounds the prediction (on paper the device alone). Of a model people "
+        "know, its memory."
     )
     return [said, "", *grid(header, rows)]
 
@@ -260,7 +272,7 @@ def others(cases: Mapping[str, Table]) -> list[str]:
             *name.split("/"),
             number(".0f", f["seconds"], 1e3),
             number(".0f", f["tokens_per_second"]),
-            mib(f["measured_bytes"]) if f["measured_bytes"] else "",
+            mib(f, "measured_bytes"),
         )
         for name, f in done(cases).items()
     ]

@@ -81,7 +81,7 @@ def predicted(peak: aot.Peak) -> Figures:
 
 
 def resident_bytes(name: str) -> int:
-    """A size of this process, as the kernel counts it; pinned memory may not be in it."""
+    """A size of this process by the kernel, without what a driver pinned for it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,11 @@ def entries(path: Path, after: int = 0) -> dict[str, Entry]:
             continue
         found[entry["case"]] = entry
     return found
+
+
+def done(cases: Mapping[str, Entry]) -> dict[str, dict[str, Any]]:
+    """The figures of the cases that have some."""
+    return {name: e["figures"] for name, e in cases.items() if e.get("figures")}
 
 
 def write(path: Path, text: str) -> None:
@@ -88,8 +93,7 @@ class Record:
 
     def figures(self, part: str) -> dict[str, dict[str, Any]]:
         """The figures of each case of a part that is done."""
-        known = entries(self.lines(part))
-        return {x: e["figures"] for x, e in known.items() if e.get("figures")}
+        return done(entries(self.lines(part)))
 
     def save(self, parts: Iterable[str]) -> None:
         """Writes the JSON."""

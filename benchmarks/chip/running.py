@@ -22,9 +22,7 @@ GRACE_SECONDS = 5.0
 LOG_CHARACTERS = 1500
 
 
-def run_cases(
-    part: Part, setting: Setting, names: Sequence[str], lines: Path
-) -> None:
+def run_cases(part: Part, setting: Setting, names: Sequence[str], lines: Path) -> None:
     """Runs cases in this process, and writes a line when each begins and ends."""
     cases = part.cases(setting)
     for name in names:
@@ -132,10 +130,8 @@ def _watch(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process that still runs, with all that it started."""
+    """Ends a process, if it still runs, and all that it started."""
     for sign in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            break
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -144,14 +140,17 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def environment(part: Part, setting: Setting) -> dict[str, str]:
     """Variables of a part's processes; those that are set already stay."""
+    own = dict(os.environ)
+    paths = [str(ROOT), own.pop("PYTHONPATH", "")]
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if setting.on_paper:
+        return {**own, **path, "JAX_PLATFORMS": "cpu"}
+    if setting.dry:
+        toy = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        return {**own, **path, **toy}
     gib = max(1, setting.host_bytes // 2**30)
     found = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(gib), **part.environment}
-    if setting.dry or setting.on_paper:
-        found = {"JAX_PLATFORMS": "cpu"}
-    if setting.dry:
-        found["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    found["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
-    )
-    own = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH",)}
-    return {**found, **own} if not setting.dry else {**own, **found}
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" in own:
+        # JAX refuses both names of it.
+        found.pop("XLA_CLIENT_MEM_FRACTION", None)
+    return {**found, **own, **path}

@@ -34,6 +34,7 @@ DRIFT = 0.1
 LEARNING_RATE = 1e-3
 STEPS = 5
 LONG_STEPS = 30
+CODECS: tuple[Any, ...] = ("int8", "int8-companded", "float8", "bfloat16")
 SECONDS_OF_TESTS = 200
 
 
@@ -44,7 +45,7 @@ class Form:
     Attributes:
       work: The name of what is trained.
       rules: Rules of the offloaded optimizer; the plain one has state of their codecs.
-      window_bytes: As of `oo.offload`.
+      window: The window, in states of a matrix; None for the library's own.
       streamed: Options of `oo.stream`; None for a step as it is.
       on_host: A regex of the parameters that rest on the host.
       steps: So many are taken.
@@ -55,19 +56,17 @@ class Form:
 
     work: str
     rules: tuple[oo.Rule, ...] = (oo.Rule(".*"),)
-    window_bytes: int | None = None
+    window: float | None = None
     streamed: Mapping[str, Any] | None = None
     on_host: str = ""
     steps: int = STEPS
     by_drift: bool = False
     said: str = ""
 
-    @property
-    def mode(self) -> Mode:
+    def mode(self, dry: bool) -> Mode:
         """As of the other benchmarks."""
-        wrap = functools.partial(
-            oo.offload, rules=self.rules, window_bytes=self.window_bytes
-        )
+        window = None if self.window is None else int(self.window * 8 * width(dry) ** 2)
+        wrap = functools.partial(oo.offload, rules=self.rules, window_bytes=window)
         if self.streamed is None:
             return Mode(wrap)
         step = functools.partial(oo.stream, **self.streamed)
@@ -79,10 +78,11 @@ class Form:
         return self.rules if any(rule.codec for rule in self.rules) else ()
 
 
-OTHER_CODECS = ("codec int8-companded", "codec float8", "codec bfloat16")
+# Of toys the part `largest` has masters as remainders; codecs differ in codes only.
+NO_TOYS = ("masters as remainders", *(f"codec {name}" for name in CODECS[1:]))
 
 
-def coded(codec: str) -> tuple[oo.Rule, ...]:
+def coded(codec: Any) -> tuple[oo.Rule, ...]:
     """Moments in a codec, all on the host."""
     return oo.Rule(MOMENTS, codec=codec), oo.Rule(".*", optional=True)
 
@@ -94,9 +94,9 @@ REMAINDERS = (
 )
 MIXED = (oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
 FORMS: dict[str, Form] = {
-    "offload, whole": Form("leaves", window_bytes=2**30, said="whole"),
-    "offload, in slices": Form("stacked", window_bytes=2**18, said="slices"),
-    "offload, in loops": Form("clipped leaves", window_bytes=2**18, said="over 4 gro"),
+    "offload, whole": Form("leaves", window=64, said="whole"),
+    "offload, in slices": Form("stacked", window=0.5, said="slices"),
+    "offload, in loops": Form("clipped leaves", window=1, said="over 4 groups, in"),
     "fused": Form("gated", streamed={}, said="never on the device whole"),
     "late gradients on the host": Form(
         "decoder", streamed={"late_gradients": "host"}, said="stored to host memory"
@@ -133,22 +133,27 @@ FORMS: dict[str, Form] = {
     ),
     **{
         f"codec {codec}": Form("gated", coded(codec), streamed={}, by_drift=True)
-        for codec in ("int8", "int8-companded", "float8", "bfloat16")
+        for codec in CODECS
     },
 }
 
 
+def width(dry: bool) -> int:
+    """Of a matrix."""
+    return 128 if dry else 512
+
+
 def workload(name: str, dry: bool) -> Workload:
     """What is trained: small, but with rows and slices that are worth a transfer."""
-    width = 128 if dry else 512
+    side = width(dry)
     if name in ("leaves", "clipped leaves"):
-        work = leaves(4, width, 64)
+        work = leaves(4, side, 64)
     elif name == "stacked":
-        work = stacked(4, width, 64)
+        work = stacked(4, side, 64)
     elif name == "decoder":
-        work = decoder(True, 3, width, 4, vocabulary=256, batch=4, context=64)
+        work = decoder(True, 3, side, 4, vocabulary=256, batch=4, context=64)
     else:
-        work = gated(256, 4, width, 2 * width, vocabulary=256)
+        work = gated(256, 4, side, 2 * side, vocabulary=256)
     optimizer: Any = optax.adamw(LEARNING_RATE)
     if name in ("clipped leaves", "decoder"):
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
@@ -158,8 +163,7 @@ def workload(name: str, dry: bool) -> Workload:
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """The forms, and what else is done with their arrays."""
-    # Toys are to be seen running; codecs differ in nothing but their codes.
-    names = [n for n in FORMS if not (setting.dry and n in OTHER_CODECS)]
+    names = [n for n in FORMS if not (setting.dry and n in NO_TOYS)]
     return {
         **{name: functools.partial(compare, setting, name) for name in names},
         "init": functools.partial(make, setting),
@@ -174,14 +178,14 @@ def compare(setting: Setting, name: str) -> Figures:
     """A form after some steps, and how far it is from plain."""
     form = FORMS[name]
     work = workload(form.work, setting.dry)
-    training = Training(work, form.mode)
+    training = Training(work, form.mode(setting.dry))
     training.begin(begun(form.work, setting.dry))
     training.run(form.steps)
     want = plain_results(form.work, form.codecs, form.steps, setting.dry)
     got = on_numpy(training.carry)
     if form.by_drift:  # Of state in codes it is the parameters that count.
         got, want = got[0], want[0]
-    schedule = scheduled(training, form)
+    schedule = scheduled(training, form, setting.dry)
     moved = drift(want, begun(form.work, setting.dry)) / LEARNING_RATE
     found = {"ulps": ulps(got, want), "drift": drift(got, want) / LEARNING_RATE}
     within = found["drift"] <= DRIFT if form.by_drift else found["ulps"] <= ULPS
@@ -205,23 +209,29 @@ def begun(name: str, dry: bool) -> Any:
     return on_numpy(jax.jit(make)(jax.random.key(0)))
 
 
-@functools.lru_cache(maxsize=8)
-def plain_results(
-    work: str, codecs: tuple[oo.Rule, ...], steps: int, dry: bool
-) -> Any:
-    """Parameters and state after plain steps, with state of these rules' codecs."""
+@functools.lru_cache
+def plain_training(name: str, codecs: tuple[oo.Rule, ...], dry: bool) -> Training:
+    """The plain step, with state of these rules' codecs."""
     wrap = functools.partial(oo.low_bit, rules=codecs, codec=None)
     mode = Mode(wrap if codecs else as_it_is, is_ours=False)
-    training = Training(workload(work, dry), mode)
-    training.begin(begun(work, dry))
+    return Training(workload(name, dry), mode)
+
+
+@functools.lru_cache
+def plain_results(name: str, codecs: tuple[oo.Rule, ...], steps: int, dry: bool) -> Any:
+    """Parameters and state after plain steps."""
+    training = plain_training(name, codecs, dry)
+    training.begin(begun(name, dry))
     training.run(steps)
-    return on_numpy(training.carry)
+    found = on_numpy(training.carry)
+    training.free()
+    return found
 
 
-def scheduled(training: Training, form: Form) -> str:
+def scheduled(training: Training, form: Form, dry: bool) -> str:
     """What is done with the form, in the library's words."""
     params, state = training.structs
-    tx: Any = form.mode.optimizer(training.work.optimizer)
+    tx: Any = form.mode(dry).optimizer(training.work.optimizer)
     if form.streamed is None:
         return str(tx.schedule(training.carry[0]))
     step = oo.jit(train_step(training.work, tx), **form.streamed)
@@ -267,7 +277,7 @@ def kinds(tree: Any) -> list[str | None]:
 def at_rest(setting: Setting) -> Training:
     """A training with parameters, state and residuals on the host, begun."""
     form = FORMS["residuals on the host"]
-    training = Training(workload(form.work, setting.dry), form.mode)
+    training = Training(workload(form.work, setting.dry), form.mode(setting.dry))
     training.begin(begun(form.work, setting.dry))
     return training
 
@@ -288,8 +298,8 @@ def make(setting: Setting) -> Figures:
 
 
 def effects(setting: Setting) -> Figures:
-    """Callbacks in the forward scan and after the update: as often as in a plain step."""
-    width = 128 if setting.dry else 512
+    """Callbacks in the forward scan and after the update: as many as in plain steps."""
+    side = width(setting.dry)
     noted: list[str] = []
 
     def body(h: Any, w: Any) -> Any:
@@ -311,8 +321,8 @@ def effects(setting: Setting) -> Figures:
     found = []
     for wrap, jit in ((as_it_is, jax.jit), (oo.offload, oo.jit)):
         tx = wrap(optax.adam(LEARNING_RATE))
-        params = jnp.full((4, width, width), 0.01)
-        state, x = tx.init(params), jnp.ones((8, width))
+        params = jnp.full((4, side, side), 0.01)
+        state, x = tx.init(params), jnp.ones((8, side))
         noted.clear()
         jitted = jit(functools.partial(step, tx))
         for _ in range(2):
@@ -336,7 +346,7 @@ def there_and_back(setting: Setting) -> Figures:
     training.run(2)
     before, placed = on_numpy(training.carry), kinds(training.carry)
     tree: Any = training.carry
-    ways: dict[str, dict[str, Any]] = {"pinned_host": {}}
+    ways: dict[Any, dict[str, Any]] = {"pinned_host": {}}
     try:
         import tensorstore
 
@@ -411,9 +421,9 @@ def tests(setting: Setting) -> Figures:
     (setting.folder / "tests.log").write_text(text)
     if "No module named pytest" in text:
         raise SkippedError("pytest is not installed")
-    words = re.findall(r"^tests/\S+(?:\[.*\])? (PASSED|FAILED|SKIPPED|ERROR)", text, re.M)
+    words = re.findall(r"^tests/.+? (PASSED|FAILED|SKIPPED|ERROR)", text, re.M)
     counts = {word.lower(): words.count(word) for word in dict.fromkeys(words)}
-    failed = re.findall(r"^(tests/\S+) (?:FAILED|ERROR)", text, re.MULTILINE)
+    failed = re.findall(r"^(tests/.+?) (?:FAILED|ERROR)", text, re.MULTILINE)
     return {
         "counts": counts,
         "ended": ended,

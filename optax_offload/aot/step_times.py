@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 
+from optax_offload._link import LINK
 from optax_offload._units import size_text
 from optax_offload.aot._census import Census, census
 from optax_offload.aot._model import model_of
@@ -182,7 +183,9 @@ def _assumptions(
         Assumption(
             "latency of a transfer",
             f"{model.link.latency_seconds * 1e6:.0f} us",
-            "assumed of every chip",
+            "assumed"
+            if model.link.latency_seconds == LINK.latency_seconds
+            else chip.link_source,
         ),
         Assumption(
             "matrix products of float32",
