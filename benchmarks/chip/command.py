@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="name the parts and their cases")
     add("--page", action="store_true", help="only make the page, of what was measured")
     add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
+    add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
     add("--facts", action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--cases", "--setting", "--lines"):
@@ -97,16 +98,17 @@ def run(asked: argparse.Namespace) -> int:
     # What is of toy size is not for the page.
     results = folder if asked.dry else RESULTS
     head = head_of(asked)
-    device, commit = record.slug(head["device"]), record.slug(head["commit"])
-    name = f"paper-{asked.paper}" if asked.paper else f"{device}-{commit}"
-    kept = record.Record(folder.resolve(), results, name, head)
+    name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
+    # On paper the newest counts.
+    file = results / f"{f'paper-{asked.paper}' if asked.paper else name}.json"
+    kept = record.Record(folder.resolve() / name, file, head)
     setting = setting_of(asked, head, kept)
     if asked.list:
         for part in parts:
             print(f"{part.name}: {', '.join(part.cases(setting))}")
         return 0
     began = time.monotonic()
-    if asked.again or asked.paper:
+    if asked.again:
         for part in parts:
             kept.forget(part.name)
     try:
@@ -144,7 +146,7 @@ def head_of(asked: argparse.Namespace) -> dict[str, Any]:
         facts = facts_of_this_machine(asked.dry)
     return {
         **facts,
-        "commit": machine.commit(),
+        "commit": asked.commit or machine.commit(),
         "date": record.now()[:10],
         "dry": asked.dry,
         "on_paper": bool(asked.paper),

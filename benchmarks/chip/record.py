@@ -72,10 +72,10 @@ class Record:
     Lines are in a folder that is no part of the repository; the JSON is made of them.
     """
 
-    def __init__(self, folder: Path, results: Path, name: str, head: dict[str, Any]):
+    def __init__(self, folder: Path, path: Path, head: dict[str, Any]):
         self.head = head
-        self.folder = folder / name
-        self.path = results / f"{name}.json"
+        self.folder = folder
+        self.path = path
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def lines(self, part: str) -> Path:

@@ -53,7 +53,7 @@ PART = Part("toy", 1, 60, lambda setting: CASES)
 def make_record(folder):
     """An empty one."""
     head = {"device": "toy", "commit": "abc"}
-    return record.Record(folder, folder / "results", "toy-abc", head)
+    return record.Record(folder, folder / "results" / "toy.json", head)
 
 
 def test_cases_end_in_any_way(tmp_path):
