@@ -212,7 +212,9 @@ def time(cases: Mapping[str, Table]) -> list[str]:
     """Steps."""
     rows = [
         (
-            *name.split("/"),
+            name.partition("/")[0],
+            f"{f['parameters'] / 1e9:.1f}",
+            name.partition("/")[2],
             number(".0f", f["predicted_seconds"], 1e3),
             number(".0f", f.get("seconds"), 1e3),
             number(".2f", f.get("ratio")) if "ratio" in f or "seconds" not in f else "",
@@ -221,13 +223,13 @@ def time(cases: Mapping[str, Table]) -> list[str]:
         )
         for name, f in done(cases).items()
     ]
-    header = ("size", "form", "ms, predicted", "measured")
+    header = ("size", "billions", "form", "ms, predicted", "measured")
     header += ("over plain", "tokens/s", "transfers hidden")
     said = (
         "Gated layers of width 2048 under a scan, in float32, with adam: 24 of them, "
-        "1.3 billion parameters, and as many as fill the card. Measured in turns with "
-        "the plain step, but for those. Hidden is the share of the time of transfers "
-        "in which kernels run, from a profile."
+        "and with 16384 tokens as many as fill the card (`filled`). Measured in turns "
+        "with the plain step, but for `filled`. Hidden is the share of the time of "
+        "transfers in which kernels run, from a profile."
     )
     return [said, "", *grid(header, rows)]
 

@@ -32,7 +32,7 @@ def done(**figures):
 
 
 PEAK = {"predicted_bytes": 2**30, "predicted_host_bytes": 2**29}
-TIME = {"predicted_seconds": 0.25, "tokens": 4096}
+TIME = {"predicted_seconds": 0.25, "tokens": 4096, "parameters": 1.3e9}
 
 
 def test_the_page_is_current():
@@ -80,7 +80,7 @@ def test_what_was_not_run_says_so():
     text = page.text([{**PAPER, "parts": parts}])
     assert "## H200\n" in text
     assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
-    assert "| 4096 tokens | fused | 250 | not run yet |" in text
+    assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
     assert text.count("\nNot run yet.\n") == 4
     assert page.text([]).endswith("No chip: not run yet.\n")
 
@@ -117,7 +117,7 @@ def test_measured_beside_predicted():
     assert "| wrong | 99.00 |  | 32 ulps | **no** |" in text
     assert "- broken: failed: `it is 'broken'`" in text
     assert "| gated | fused | 1024.0 | 1025.0 | 512.0 | not counted |" in text
-    assert "| 4096 tokens | fused | 250 | 300 | 1.20 | 13653 | 75% |" in text
+    assert "| 4096 tokens | 1.3 | fused | 250 | 300 | 1.20 | 13653 | 75% |" in text
 
 
 def test_toys_are_for_no_page(tmp_path):
