@@ -36,12 +36,13 @@ MODELS = {
 LLAMA = "the shape of Llama 3 8B"
 # Of the device: less than the environment below gives, for programs and their buffers.
 DEVICE_SHARE = 0.9
-# How far a trial is from the one before, and how many there are.
-FARTHER, NEARER = 1.06, 0.94
-TRIALS = 3
+# Trials before one took a step and one did not; and how close to each other is enough.
+FARTHER, NEARER = 1.06, 0.8
+CLOSE = 0.02
+TRIALS = 4
 TRIAL_SECONDS = 110
 # A search begins no trial after so long.
-SEARCH_SECONDS = 75
+SEARCH_SECONDS = 100
 
 
 def workload(layers: int, half: bool, dry: bool) -> Workload:
@@ -55,41 +56,56 @@ def workload(layers: int, half: bool, dry: bool) -> Workload:
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each kind of step, and a model people know."""
-    found = {name: functools.partial(search, setting, name) for name in MODELS}
+    found: dict[str, Case] = {}
+    for name in MODELS:
+        found[name] = functools.partial(search, setting, name)
+        if name == "six bytes":
+            found[LLAMA] = functools.partial(llama, setting)
     if setting.dry:
-        found = {"six bytes": found["six bytes"]}
-    return {**found, LLAMA: functools.partial(llama, setting)}
+        return {name: found[name] for name in ("six bytes", LLAMA)}
+    return found
 
 
 def search(setting: Setting, name: str) -> Figures:
-    """Predicts the largest number of layers, tries it, then more of them or fewer."""
+    """Predicts the largest number of layers, tries it, and bisects from there."""
     began = time.monotonic()
     figures = predict(setting, name)
     if setting.on_paper:
         return figures
-    layers = figures["predicted_layers"]
-    most, least, trials = 0, None, []
-    while len(trials) < (1 if setting.dry else TRIALS) and layers > 0:
+    layers, most, least = figures["predicted_layers"], 0, None
+    trials = []
+    while layers is not None and len(trials) < (1 if setting.dry else TRIALS):
         if trials and time.monotonic() - began > SEARCH_SECONDS:
             break
         found = in_a_process(setting, "take_a_step", {"name": name, "layers": layers})
         trials.append({"layers": layers, **found})
         if "seconds" in found:
             most = layers
-            layers = max(layers + 1, int(layers * FARTHER))
         else:
             least = layers
-            layers = min(layers - 1, int(layers * NEARER))
-        if layers in (most, least) or (least and layers > least):
-            break
+        layers = following(most, least)
+    work = workload(most, MODELS[name][1], setting.dry)
     return figures | {
         "layers": most,
         "failed_layers": least,
-        "parameters": parameters(workload(most, MODELS[name][1], setting.dry))
-        if most
-        else 0,
+        "parameters": parameters(work) if most else 0,
         "trials": trials,
     }
+
+
+def following(most: int, least: int | None) -> int | None:
+    """The number of layers to try next; None if it is known well enough.
+
+    Args:
+      most: The most that took a step, or 0.
+      least: The fewest that did not, if any.
+    """
+    if least is None:
+        return max(most + 1, int(most * FARTHER))
+    if not most:
+        return int(least * NEARER) or None
+    middle = (most + least) // 2
+    return middle if middle - most > CLOSE * most else None
 
 
 def parameters(work: Workload) -> int:

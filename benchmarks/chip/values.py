@@ -417,7 +417,9 @@ def tests(setting: Setting) -> Figures:
         )
         text, ended = done.stdout + done.stderr, True
     except subprocess.TimeoutExpired as error:
-        text, ended = (error.stdout or b"").decode(errors="replace"), False
+        said: Any = error.stdout or b""  # Bytes, whatever was asked for.
+        text = said if isinstance(said, str) else said.decode(errors="replace")
+        ended = False
     (setting.folder / "tests.log").write_text(text)
     if "No module named pytest" in text:
         raise SkippedError("pytest is not installed")

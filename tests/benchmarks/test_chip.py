@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from benchmarks.chip import command, link, machine, record, running
+from benchmarks.chip import command, largest, link, machine, record, running
 from benchmarks.chip.setting import Part, Setting, SkippedError
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -231,6 +231,32 @@ def test_a_link_is_fitted():
     figures = {"node 0": {"fit": found}, "node 1": {"fit": link.fit(rows)}}
     assert link.bytes_per_second(figures) == pytest.approx(50e9)
     assert link.bytes_per_second({}) is None
+
+
+@pytest.mark.parametrize("fits", [1, 37, 80, 100, 107, 150])
+def test_the_largest_is_bisected(fits, monkeypatch):
+    """From a prediction of 100 layers: what is found took a step, and is near."""
+    tried = []
+
+    def process(setting, function, options):
+        if function == "compiled_peaks":
+            few, many = options["layers"]
+            return {"device_bytes": [few, many], "host_bytes": [0, 0]}
+        tried.append(options["layers"])
+        taken = options["layers"] <= fits
+        return {"seconds": 1.0} if taken else {"failed": "RESOURCE_EXHAUSTED"}
+
+    monkeypatch.setattr(largest, "in_a_process", process)
+    monkeypatch.setattr(largest, "TRIALS", 30)
+    real = Setting(**{**vars(SETTING), "dry": False, "memory_bytes": 112})
+    found = largest.search(real, "plain")
+    assert found["predicted_layers"] == tried[0] == 100
+    assert found["layers"] <= fits < found["failed_layers"]
+    assert fits - found["layers"] <= max(1, 0.05 * fits)
+    assert len(tried) <= 20
+    assert found["parameters"] == largest.parameters(
+        largest.workload(found["layers"], False, False)
+    )
 
 
 def test_unknown_parts_and_no_accelerator():
