@@ -6,7 +6,7 @@ EXTRAS ?= dev
 # All but what takes long, which CI runs too: make test PYTEST_ARGS= runs everything.
 PYTEST_ARGS ?= -m "not slow"
 
-.PHONY: demo test check docs package results clean
+.PHONY: demo test check docs package results accelerator clean
 
 # The plugins that `aot` compiles with are for Linux on x86-64 only, and take no part in
 # a run on the CPU: JAX need not look for them.
@@ -38,6 +38,11 @@ package:
 
 results: $(VENV)/installed
 	$(BIN)/python -m benchmarks.results
+
+# On a machine with a GPU or a TPU: needs JAX, optax and Flax in the environment that is
+# there, or in the interpreter. make accelerator ARGS=--dry tries it at toy size.
+accelerator:
+	env -u JAX_PLATFORMS $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.chip $(ARGS)
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -8,7 +8,7 @@ Run (the first: all that fit an hour on two idle cores; the last: with an accele
     python -m benchmarks.results
     python -m benchmarks.results --list
     python -m benchmarks.results peak_memory census
-    JAX_PLATFORMS=cuda python -m benchmarks.results step_time
+    JAX_PLATFORMS=cuda python -m benchmarks.results chip
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ TABLES = (
         unasked=False,
         writes_json=False,
     ),
-    Table("step_time", "benchmarks.time.step_time", 10, needs_accelerator=True),
-    Table("plan_time", "benchmarks.time.plan_time", 15, needs_accelerator=True),
+    # Writes a JSON for each chip and commit by itself, in `benchmarks/results/chips`.
+    Table("chip", "benchmarks.chip", 25, needs_accelerator=True, writes_json=False),
 )
 
 

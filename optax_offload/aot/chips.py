@@ -8,8 +8,10 @@ business of whoever uses it.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
 
 from optax_offload._link import LINK, Link
 from optax_offload._units import GIB, MIB
@@ -30,7 +32,8 @@ class Chip:
       memory_source: Where that figure is from.
       link: The link to the host's memory, each way. Loads and stores run at once.
       link_source: Where its bandwidth is documented; "assumed" where it is not. The
-        latency is assumed on every chip: it is that of `optax_offload._link.LINK`.
+        latency is assumed too, that of `optax_offload._link.LINK`, unless both were
+        measured.
       flops_per_second: Dense matrix products in bfloat16.
       float32_flops_per_second: Dense matrix products of float32 at JAX's default
         precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.
@@ -333,6 +336,21 @@ _ALL_GPUS = (
     ),
 )
 
-TPUS = {chip.name: chip for chip in _ALL_TPUS}
-GPUS = {chip.name: chip for chip in _ALL_GPUS}
+# Links of chips that were measured, by `python -m benchmarks.chip`: name, bandwidth,
+# latency and source of each.
+_MEASURED = json.loads(Path(__file__).with_name("measured.json").read_text())
+_C = TypeVar("_C", bound=Chip)
+
+
+def with_measured(chip: _C, measured: Mapping[str, Mapping[str, Any]]) -> _C:
+    """A chip with its measured link in place of the documented one, if it has one."""
+    if chip.name not in measured:
+        return chip
+    found = measured[chip.name]
+    link = Link(found["bytes_per_second"], found["latency_seconds"])
+    return dataclasses.replace(chip, link=link, link_source=found["source"])
+
+
+TPUS = {chip.name: with_measured(chip, _MEASURED) for chip in _ALL_TPUS}
+GPUS = {chip.name: with_measured(chip, _MEASURED) for chip in _ALL_GPUS}
 CHIPS: dict[str, Chip] = {**TPUS, **GPUS}

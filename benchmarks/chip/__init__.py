@@ -1,0 +1,1 @@
+"""What is claimed on paper, measured on a chip: `python -m benchmarks.chip`."""

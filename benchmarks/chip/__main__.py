@@ -1,0 +1,5 @@
+"""`python -m benchmarks.chip`."""
+
+from benchmarks.chip.command import main
+
+main()

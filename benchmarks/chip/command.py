@@ -1,0 +1,207 @@
+"""The command: which parts are run, on what, and where the figures go."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chip import machine, page, record, running
+from benchmarks.chip.largest import LARGEST
+from benchmarks.chip.link import LINK, bytes_per_second, constants
+from benchmarks.chip.machine import ROOT
+from benchmarks.chip.others import OTHERS
+from benchmarks.chip.peaks import PEAKS
+from benchmarks.chip.setting import Part, Setting
+from benchmarks.chip.time import TIME
+from benchmarks.chip.values import VALUES
+from optax_offload import aot
+
+# Most valuable first.
+PARTS = {part.name: part for part in (VALUES, PEAKS, LINK, TIME, LARGEST, OTHERS)}
+MINUTES = 25.0
+RESULTS = ROOT / "benchmarks" / "results" / "chips"
+# What the package takes of it.
+MEASURED = ROOT / "optax_offload" / "aot" / "measured.json"
+TOY_BYTES = 2**30
+HELP = """\
+Runs every form of step on the attached GPU or TPU, and writes what came of it to
+benchmarks/results/chips/, one JSON for a device and a commit; then `--page` makes
+docs/on-a-chip.md of all of them, and the link that `optax_offload.aot` has a chip's
+steps modelled with. Needs JAX, optax and Flax, and nothing installed of this checkout.
+Called again, it runs what is missing."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.chip", description=HELP)
+    add = made.add_argument
+    add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
+    add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
+    add("--again", action="store_true", help="what is done already, too")
+    add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
+    add("--list", action="store_true", help="name the parts and their cases")
+    add("--page", action="store_true", help="only make the page, of what was measured")
+    add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
+    add("--commit", help="what to call the commit, where git cannot say")
+    add("--out", type=Path, help="where lines and logs go [default: out/chip]")
+    add("--facts", action="store_true", help=argparse.SUPPRESS)
+    for hidden in ("--cases", "--setting", "--lines"):
+        add(hidden, help=argparse.SUPPRESS)
+    add("names", nargs="*", help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Does what is asked for."""
+    asked = parser().parse_args(argv)
+    if asked.facts:
+        print(json.dumps(machine.describe()))
+    elif asked.cases:
+        setting = Setting.read(asked.setting)
+        running.run_cases(PARTS[asked.cases], setting, asked.names, Path(asked.lines))
+    elif asked.page:
+        tables = page.read(RESULTS)
+        page.PAGE.write_text(page.text(tables))
+        MEASURED.write_text(json.dumps(constants(tables), indent=1) + "\n")
+    else:
+        # Ends what was started, and writes what there is.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        sys.exit(run(asked))
+
+
+def chosen(names: str | None, on_paper: bool) -> list[Part]:
+    """The parts of these names, or all, in their order."""
+    asked = names.split(",") if names else [*PARTS]
+    unknown = [name for name in asked if name not in PARTS]
+    if unknown:
+        raise SystemExit(
+            f"--only={names}: no part {', '.join(unknown)}; "
+            f"there are {', '.join(PARTS)}"
+        )
+    found = [part for part in PARTS.values() if part.name in asked]
+    return [part for part in found if part.compiles or not on_paper]
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Runs parts; the number of cases that did not end well."""
+    parts = chosen(asked.only, bool(asked.paper))
+    folder = asked.out or ROOT / "out" / ("chip-dry" if asked.dry else "chip")
+    # What is of toy size is not for the page.
+    results = folder if asked.dry else RESULTS
+    head = head_of(asked)
+    name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
+    # On paper the newest counts.
+    file = results / f"{f'paper-{asked.paper}' if asked.paper else name}.json"
+    kept = record.Record(folder.resolve() / name, file, head)
+    setting = setting_of(asked, head, kept)
+    if asked.list:
+        for part in parts:
+            print(f"{part.name}: {', '.join(part.cases(setting))}")
+        return 0
+    began = time.monotonic()
+    if asked.again:
+        for part in parts:
+            kept.forget(part.name)
+    try:
+        for part in parts:
+            left = 60 * asked.minutes - (time.monotonic() - began)
+            started = time.monotonic()
+            setting = dataclasses.replace(
+                setting, link_bytes_per_second=bytes_per_second(kept.figures("link"))
+            )
+            running.run_part(part, setting, kept, left)
+            kept.save(PARTS)
+            told(part, setting, kept, time.monotonic() - started)
+    finally:
+        kept.save(PARTS)
+    print(f"{time.monotonic() - began:.0f} s in all; {kept.path}")
+    if asked.dry:
+        toy = folder / "on-a-chip.md"
+        toy.write_text(page.text([json.loads(kept.path.read_text())]))
+        print(f"the page of these toys: {toy}")
+    return min(1, sum(len(kept.missing(p.name, p.cases(setting))) for p in parts))
+
+
+def head_of(asked: argparse.Namespace) -> dict[str, Any]:
+    """What stands at the top of the JSON."""
+    if asked.paper:
+        target = aot.Target(asked.paper)
+        facts: dict[str, Any] = {
+            "device": asked.paper,
+            "target": target.name,
+            "memory_bytes": target.memory_bytes,
+            "host": {},
+            "versions": machine.versions(),
+        }
+    else:
+        facts = facts_of_this_machine(asked.dry)
+    return {
+        **facts,
+        "commit": asked.commit or machine.commit(),
+        "date": record.now()[:10],
+        "dry": asked.dry,
+        "on_paper": bool(asked.paper),
+    }
+
+
+def facts_of_this_machine(dry: bool) -> dict[str, Any]:
+    """Asked in a process of its own, which gives the device back."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if dry:
+        environment["JAX_PLATFORMS"] = "cpu"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chip", "--facts"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"JAX cannot use this machine's device: {done.stderr[-2000:]}")
+    facts = json.loads(done.stdout.splitlines()[-1])
+    if facts["platform"] == "cpu" and not dry:
+        raise SystemExit(
+            "JAX finds no accelerator here (jax.default_backend() is 'cpu'). Install "
+            "the JAX of your GPU or TPU, unset JAX_PLATFORMS, or try the parts at toy "
+            "size: python -m benchmarks.chip --dry"
+        )
+    return facts
+
+
+def setting_of(
+    asked: argparse.Namespace, head: dict[str, Any], kept: record.Record
+) -> Setting:
+    """For all parts."""
+    free = head["host"].get("free_bytes", 0)
+    return Setting(
+        dry=asked.dry,
+        on_paper=bool(asked.paper),
+        target=head["target"],
+        memory_bytes=TOY_BYTES if asked.dry else head["memory_bytes"],
+        host_bytes=TOY_BYTES if asked.dry else int(machine.HOST_SHARE * free),
+        link_bytes_per_second=None,
+        scratch=str(kept.folder / "scratch"),
+    )
+
+
+def told(part: Part, setting: Setting, kept: record.Record, seconds: float) -> None:
+    """Says how a part went, and why what is missing is."""
+    known = record.entries(kept.lines(part.name))
+    names = [*part.cases(setting)]
+    outcomes = [known.get(n, {}).get("outcome", "not begun") for n in names]
+    counts = ", ".join(f"{outcomes.count(x)} {x}" for x in dict.fromkeys(outcomes))
+    print(f"{part.name}: {counts}; {seconds:.0f} s", flush=True)
+    for name, outcome in zip(names, outcomes, strict=True):
+        if outcome != "done":
+            reason = known.get(name, {}).get("reason", "the time was up")
+            print(f"  {name}: {outcome}: {' '.join(reason.split())[-300:]}", flush=True)

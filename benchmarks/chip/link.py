@@ -1,0 +1,216 @@
+"""The link to the host's memory: loads, stores and both, by copy engines and kernels.
+
+As programs move: rows of an array in host memory, in a loop whose counter says which
+row it is, are moved by a GPU's copy engines; at positions that are constants, by
+kernels. Which it was is read from the compiled program. The constants of a modelled
+step (`aot.step_time`) are fitted to what was measured.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.chip import machine
+from benchmarks.chip.record import done
+from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
+from benchmarks.chip.training import first_device
+from optax_offload import aot
+from optax_offload._units import GIB
+
+SIZES = [*(2**16 * 4**n for n in range(7)), GIB]
+TOY_SIZES = [2**16, 2**18]
+# Rows of so many bytes in all, but not fewer or more than so many.
+MOVED_BYTES = GIB
+LEAST_ROWS, MOST_ROWS = 2, 64
+# Of a program whose positions are constants.
+KERNEL_ROWS = 2
+ROUNDS = 5
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+Way = Callable[[Any, Any, Any], Any]
+
+
+def _row(rows: jax.Array, i: Any) -> jax.Array:
+    # No part of a load may be left out because a part of its result is not used.
+    return lax.optimization_barrier(
+        jax.device_put(lax.dynamic_index_in_dim(rows, i, 0, keepdims=False), DEVICE)
+    )
+
+
+def _with_row(rows: jax.Array, row: jax.Array, i: Any) -> jax.Array:
+    return lax.dynamic_update_index_in_dim(rows, jax.device_put(row, HOST), i, 0)
+
+
+def load(source: Any, sink: Any, row: Any) -> Any:
+    """All rows of a host array, one after the other."""
+    return sink, lax.fori_loop(0, source.shape[0], lambda i, _: _row(source, i), row)
+
+
+def store(source: Any, sink: Any, row: Any) -> Any:
+    """A row of the device into all rows of a host array."""
+    del source
+    return lax.fori_loop(
+        0, sink.shape[0], lambda i, sink: _with_row(sink, row, i), sink
+    ), row
+
+
+def both(source: Any, sink: Any, row: Any) -> Any:
+    """A load and a store in each iteration, which do not wait for each other."""
+
+    def move(i: Any, carry: Any) -> Any:
+        sink, _ = carry
+        return _with_row(sink, row, i), _row(source, i)
+
+    return lax.fori_loop(0, source.shape[0], move, (sink, row))
+
+
+def load_by_kernel(source: Any, sink: Any, row: Any) -> Any:
+    """Rows at positions that are constants."""
+    for i in range(KERNEL_ROWS):
+        row = _row(source, i) + 0 * row[:1]
+    return sink, row
+
+
+def store_by_kernel(source: Any, sink: Any, row: Any) -> Any:
+    """The same, the other way."""
+    del source
+    for i in range(KERNEL_ROWS):
+        sink = _with_row(sink, row + i, i)
+    return sink, row
+
+
+WAYS: dict[str, Way] = {
+    "load": load,
+    "store": store,
+    "both": both,
+    "load by kernel": load_by_kernel,
+    "store by kernel": store_by_kernel,
+}
+
+
+def rows_of(nbytes: int) -> int:
+    """How many rows of a size are moved."""
+    return max(LEAST_ROWS, min(MOST_ROWS, MOVED_BYTES // nbytes))
+
+
+def compiled(way: str, nbytes: int, sharding: Any) -> jax.stages.Compiled:
+    """The program that moves rows of a size."""
+    host = sharding.with_memory_kind("pinned_host")
+    rows = jax.ShapeDtypeStruct(
+        (rows_of(nbytes), nbytes // 4), jnp.float32, sharding=host
+    )
+    row = jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32, sharding=sharding)
+    jitted = jax.jit(
+        WAYS[way],
+        donate_argnums=(1, 2),
+        out_shardings=(host, sharding),
+        keep_unused=True,
+    )
+    return jitted.lower(rows, rows, row).compile()
+
+
+def measure(setting: Setting, node: int | None) -> Figures:
+    """Pins memory on a NUMA node, and moves rows of all sizes in all ways."""
+    setting.attached()
+    if node is not None:
+        _stay_on(node)
+    here = first_device()
+    host = here.with_memory_kind("pinned_host")
+    found = []
+    for nbytes in TOY_SIZES if setting.dry else SIZES:
+        shape = rows_of(nbytes), nbytes // 4
+        ones = jax.jit(lambda shape=shape: jnp.ones(shape), out_shardings=here)()
+        source = jax.block_until_ready(jax.device_put(ones, host))
+        sink = jax.block_until_ready(jax.device_put(ones, host))
+        row = jax.jit(lambda n=nbytes: jnp.ones(n // 4), out_shardings=here)()
+        del ones
+        for way in WAYS:
+            program = compiled(way, nbytes, here)
+            seconds = []
+            for _ in range(ROUNDS + 1):
+                started = time.perf_counter()
+                sink, row = jax.block_until_ready(program(source, sink, row))
+                seconds.append(time.perf_counter() - started)
+            moved = KERNEL_ROWS if "kernel" in way else shape[0]
+            # The first round touches the memory for the first time.
+            each = statistics.median(seconds[1:]) / moved
+            figures = {"way": way, "nbytes": nbytes, "seconds": each}
+            figures |= {"bytes_per_second": nbytes / each, "done": done_by(program)}
+            found.append(figures)
+    return {"rows": found, "fit": fit(found)}
+
+
+def done_by(program: jax.stages.Compiled) -> dict[str, int]:
+    """What moves the rows, as the text of the program has it."""
+    try:
+        moves = aot.transfers(program)
+    except ValueError:
+        return {}
+    return dict(Counter(f"{m.direction} by {m.by}" for m in moves))
+
+
+def fit(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Bandwidth of each way by its largest rows, and latency by its smallest."""
+    found = {}
+    for way in WAYS:
+        times = {r["nbytes"]: r["seconds"] for r in rows if r["way"] == way}
+        least, most = min(times), max(times)
+        rate = (most - least) / max(times[most] - times[least], 1e-9)
+        found[way] = {
+            "bytes_per_second": rate,
+            "latency_seconds": max(0.0, times[least] - least / rate),
+        }
+    return found
+
+
+def _stay_on(node: int) -> None:
+    """Has all threads of this process, and so what they allocate, on a node."""
+    cpus = machine.numa_nodes()[node]
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        raise SkippedError(f"NUMA node {node} is not allowed: {error}") from error
+
+
+def cases(setting: Setting) -> Mapping[str, Case]:
+    """One for each NUMA node that has processors."""
+    nodes = [node for node, cpus in machine.numa_nodes().items() if cpus]
+    if setting.on_paper or len(nodes) < 2:
+        return {"any node": functools.partial(measure, setting, None)}
+    return {f"node {n}": functools.partial(measure, setting, n) for n in nodes}
+
+
+def bytes_per_second(figures: Mapping[str, Figures]) -> float | None:
+    """What each way has when both are used, on the best node; None if not measured."""
+    rates = [f["fit"]["both"]["bytes_per_second"] for f in figures.values()]
+    return max(rates, default=None)
+
+
+def constants(tables: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What `optax_offload.aot` takes of chips that were measured, by their names.
+
+    Args:
+      tables: What was measured, the newest of a chip last.
+    """
+    found = {}
+    for table in tables:
+        figures = done(table["parts"].get("link", {}))
+        if table["on_paper"] or table["target"] is None or not figures:
+            continue
+        fits = [f["fit"]["both"] for f in figures.values()]
+        best = max(fits, key=lambda fit: fit["bytes_per_second"])
+        source = f"measured on {table['date']}, docs/on-a-chip.md"
+        found[table["target"]] = {**best, "source": source}
+    return found
+
+
+LINK = Part("link", minutes=3, case_seconds=90, cases=cases, each_alone=True)

@@ -1,0 +1,115 @@
+"""Where parts are run and how large, what a part is, and what one may say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from optax_offload import aot
+
+Figures = dict[str, Any]
+Case = Callable[[], Figures]
+
+
+class SkippedError(Exception):
+    """A case cannot be run here; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a part has to know of the machine, and of what was asked for.
+
+    Attributes:
+      dry: Whether all is of toy size, to see that it runs.
+      on_paper: Whether programs are compiled for the target, and none is run.
+      target: The name of the chip in `optax_offload.aot`; None if it has none there.
+      memory_bytes: Memory of the device.
+      host_bytes: Memory of the host that parts may take.
+      link_bytes_per_second: What the part `link` measured; None before it ran.
+      scratch: A folder for what a part writes beside its figures.
+    """
+
+    dry: bool
+    on_paper: bool
+    target: str | None
+    memory_bytes: int
+    host_bytes: int
+    link_bytes_per_second: float | None
+    scratch: str
+
+    @classmethod
+    def read(cls, text: str) -> Setting:
+        """From what `written` made."""
+        return cls(**json.loads(text))
+
+    def written(self) -> str:
+        """As text, for another process."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def folder(self) -> Path:
+        """The folder for what a part writes, made if need be."""
+        path = Path(self.scratch)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def attached(self) -> None:
+        """Says that a case runs programs.
+
+        Raises:
+          SkippedError: Programs are only compiled.
+        """
+        if self.on_paper:
+            raise SkippedError("nothing is run on paper")
+
+    def seconds_of(self, compiled: jax.stages.Compiled) -> Figures:
+        """What `aot.step_time` says of a program, with the documented link or measured.
+
+        The link's figures are those of `aot.chips` and those of this machine.
+        """
+        if self.target is None:
+            return {
+                "predicted_seconds": None,
+                "not_predicted": "no such chip in optax_offload/aot/chips.py",
+            }
+        documented = aot.step_time(compiled, self.target)
+        found = {
+            "predicted_seconds": documented.seconds,
+            "predicted_compute_seconds": documented.compute_seconds,
+        }
+        if self.link_bytes_per_second is not None:
+            found["predicted_seconds_with_measured_link"] = aot.step_time(
+                compiled,
+                self.target,
+                link_bytes_per_second=self.link_bytes_per_second,
+            ).seconds
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of what is measured: cases that are run one after the other.
+
+    Attributes:
+      name: What `--only` calls it.
+      minutes: The most that it may take on a chip.
+      case_seconds: The most that one of its cases may take.
+      cases: The cases in a setting, by name, most valuable first. Called in each
+        process, so it must not touch a device.
+      each_alone: Whether each case has a process of its own.
+      environment: Variables of its processes.
+      compiles: Whether it says something on paper, without a chip.
+    """
+
+    name: str
+    minutes: float
+    case_seconds: float
+    cases: Callable[[Setting], Mapping[str, Case]]
+    each_alone: bool = False
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    compiles: bool = False

@@ -1,0 +1,208 @@
+"""Times of steps, in turns with plain, beside what a model predicts of the program."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
+from benchmarks.chip.training import Training
+from benchmarks.common.spans import of_profile
+from benchmarks.common.steps import MODES, compile_step
+from benchmarks.common.workloads import Workload, gated
+from optax_offload import aot
+
+PLAIN = "no offload"
+FORMS = ["ours", "fused", "residuals", "recipe", "int8 fused", "parameters"]
+ROUNDS = 3
+# So long is a turn, if a step is not longer.
+TURN_SECONDS = 1.0
+MOST_STEPS = 10
+PROFILED_STEPS = 2
+# The share of the device that plain steps fill in the largest size.
+FILLED = 0.8
+
+
+def sizes(setting: Setting) -> Mapping[str, Workload]:
+    """Workloads by name: two of 1.3 billion parameters, and one that fills the card."""
+    if setting.dry:
+        shape: dict[str, Any] = {"width": 64, "inner": 256, "vocabulary": 128}
+        return {"toy": gated(tokens=32, layers=3, **shape)}
+    return {
+        "4096 tokens": gated(tokens=4096),
+        "16384 tokens": gated(tokens=16384),
+        "filled": gated(tokens=16384, layers=filling_layers(setting)),
+    }
+
+
+def filling_layers(setting: Setting) -> int:
+    """So many that plain steps fill the card, as far as the host has room for them.
+
+    A parameter takes 16 bytes of the device, with its gradient and Adam's moments, and
+    12 of the host, if it rests there with them; so do residuals.
+    """
+    tokens = 16384
+    one, two = gated(tokens=tokens, layers=1), gated(tokens=tokens, layers=2)
+    counts = [sum(p.size for p in jax.tree.leaves(work.params)) for work in (one, two)]
+    layer = counts[1] - counts[0]
+    residual = 4 * tokens * 2048
+    outside = 16 * (counts[0] - layer) + 4 * tokens * 16384 * 2
+    on_device = (FILLED * setting.memory_bytes - outside) / (16 * layer + residual)
+    if setting.on_paper:
+        return max(1, int(on_device))
+    on_host = 0.9 * setting.host_bytes / (12 * layer + residual)
+    return max(1, int(min(on_device, on_host)))
+
+
+def cases(setting: Setting) -> Mapping[str, Case]:
+    """One for each size and form; plain first, of which the others are multiples."""
+    names = ["toy"] if setting.dry else ["4096 tokens", "16384 tokens", "filled"]
+    # Toys of the other forms are run by other parts.
+    forms = ["ours", "residuals"] if setting.dry else FORMS
+    return {
+        f"{size}/{mode}": functools.partial(measure, setting, size, mode)
+        for size in names
+        for mode in [PLAIN, *forms]
+    }
+
+
+class Plain:
+    """The plain training of the size that is measured, kept while that is the same."""
+
+    size = ""
+    training: Training | None = None
+
+    @classmethod
+    def of(cls, setting: Setting, size: str) -> Training | None:
+        """It, with its arrays; None where both would not fit."""
+        if cls.size != size:
+            cls.forget()
+            cls.size = size
+            # The largest is timed by itself.
+            if size != "filled":
+                cls.training = Training(sizes(setting)[size], PLAIN)
+                cls.training.make()
+                cls.training.run(1)
+        return cls.training
+
+    @classmethod
+    def forget(cls) -> None:
+        """Gives its memory back."""
+        if cls.training is not None:
+            cls.training.free()
+        cls.size, cls.training = "", None
+
+
+def measure(setting: Setting, size: str, mode: str) -> Figures:
+    """Compiles a form of the step, and times it in turns with the plain one."""
+    work = sizes(setting)[size]
+    tokens = work.x.shape[0]
+    figures: Figures = {
+        "tokens": tokens,
+        "parameters": sum(p.size for p in jax.tree.leaves(work.params)),
+    }
+    if setting.on_paper:
+        assert setting.target
+        compiled = compile_step(work, aot.Target(setting.target), MODES[mode])
+        return figures | setting.seconds_of(compiled)
+    plain = Plain.of(setting, size)
+    if plain is None:
+        return figures | timed_alone(setting, work, mode)
+    training = plain if mode == PLAIN else Training(work, mode)
+    figures |= prediction(setting, training)
+    if training is not plain:
+        training.make()
+        training.run(1)
+    try:
+        return figures | in_turns(training, plain, tokens)
+    finally:
+        if training is not plain:
+            training.free()
+
+
+def prediction(setting: Setting, training: Training) -> Figures:
+    """The model's time of a program; why not, where its text cannot be read."""
+    if setting.dry:
+        # A CPU is no target; that a program's text is read is seen of one.
+        text_setting = Setting(**{**vars(setting), "target": "h100"})
+        return prediction_of(text_setting, training)
+    return prediction_of(setting, training)
+
+
+def prediction_of(setting: Setting, training: Training) -> Figures:
+    """The same."""
+    try:
+        return setting.seconds_of(training.compiled)
+    except ValueError as error:
+        return {"predicted_seconds": None, "not_predicted": str(error)[:300]}
+
+
+def in_turns(training: Training, plain: Training, tokens: int) -> Figures:
+    """Turns of some steps each; the median of what a form takes, and of the ratio."""
+    first = training.run(1)
+    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / first)))
+    turns = []
+    for _ in range(ROUNDS):
+        turns.append((plain.run(steps), training.run(steps)))
+    seconds = statistics.median(b for _, b in turns)
+    return {
+        "seconds": seconds,
+        "all_seconds": [b for _, b in turns],
+        "plain_seconds": statistics.median(a for a, _ in turns),
+        "ratio": statistics.median(b / a for a, b in turns),
+        "tokens_per_second": tokens / seconds,
+        "steps_in_a_turn": steps,
+        "finite": training.is_finite(),
+        **profile(training),
+    }
+
+
+def timed_alone(setting: Setting, work: Workload, mode: str) -> Figures:
+    """A size of which plain fills the card: each form by itself."""
+    training = Training(work, mode)
+    figures = prediction(setting, training)
+    needed = training.peak().host_peak_bytes
+    if needed > setting.host_bytes:
+        raise SkippedError(
+            f"it needs {needed / 2**30:.0f} GiB of the host, which has "
+            f"{setting.host_bytes / 2**30:.0f} GiB for it"
+        )
+    training.make()
+    training.run(1)
+    seconds = [training.run(1) for _ in range(ROUNDS)]
+    median = statistics.median(seconds)
+    return figures | {
+        "seconds": median,
+        "all_seconds": seconds,
+        "tokens_per_second": work.x.shape[0] / median,
+        "finite": training.is_finite(),
+        **profile(training),
+    }
+
+
+def profile(training: Training) -> Figures:
+    """Spans of transfers and of kernels in some steps; None where there are none."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                training.run(PROFILED_STEPS)
+            return {"profile": of_profile(Path(folder))}
+    except Exception as error:
+        # The times are there already.
+        return {"profile": None, "not_profiled": repr(error)[:300]}
+
+
+TIME = Part(
+    "time",
+    minutes=7,
+    case_seconds=150,
+    cases=cases,
+    environment={"XLA_CLIENT_MEM_FRACTION": "0.92"},
+    compiles=True,
+)

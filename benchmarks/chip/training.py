@@ -1,0 +1,181 @@
+"""A step compiled for the attached device, and arrays for it to begin with."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from benchmarks.common.steps import LAYERS, MODES, Mode, train_step
+from benchmarks.common.workloads import Workload
+from optax_offload import aot
+
+# Tokens are below this, which every vocabulary is not.
+TOKENS = 128
+
+
+def first_device() -> NamedSharding:
+    """On a mesh of one device: types of arrays say there what memory they are in."""
+    mesh = jax.make_mesh((1,), ("x",), (AxisType.Auto,), devices=jax.devices()[:1])
+    return NamedSharding(mesh, P())
+
+
+def halved(work: Workload) -> Workload:
+    """Parameters in bfloat16, and float32 copies of them in the state."""
+    params = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), work.params
+    )
+    optimizer: Any = oo.master_weights(work.optimizer)
+    return dataclasses.replace(work, params=params, optimizer=optimizer)
+
+
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Weights whose products are about as large as what they are applied to."""
+    if len(shape) < 2:
+        return jnp.ones(shape, dtype)
+    return jax.random.normal(key, shape, dtype) * shape[0] ** -0.5
+
+
+def random_params(work: Workload, key: jax.Array) -> Any:
+    """Random numbers; those of scanned layers a row at a time."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(work.params)
+    paths = [
+        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves
+    ]
+    stacked = {
+        path: p
+        for path, (_, p) in zip(paths, leaves, strict=True)
+        if re.fullmatch(LAYERS, path) and p.ndim
+    }
+
+    def row(_: None, key: jax.Array) -> tuple[None, dict[str, jax.Array]]:
+        keys = jax.random.split(key, len(stacked))
+        return None, {
+            path: _random(k, p.shape[1:], p.dtype)
+            for k, (path, p) in zip(keys, stacked.items(), strict=True)
+        }
+
+    made: dict[str, jax.Array] = {}
+    if stacked:
+        (count,) = {p.shape[0] for p in stacked.values()}
+        made = lax.scan(row, None, jax.random.split(key, count))[1]
+    keys = jax.random.split(key, len(leaves))
+    for k, path, (_, p) in zip(keys, paths, leaves, strict=True):
+        if path not in made:
+            made[path] = _random(k, p.shape, p.dtype)
+    return jax.tree.unflatten(treedef, [made[path] for path in paths])
+
+
+class Training:
+    """A compiled train step of one mode on the first device, and its arrays.
+
+    Attributes:
+      compiled: The step.
+      work: What is trained.
+      structs: What its parameters and state are, and where they rest.
+      carry: Parameters and state; None before they are made.
+      made_by: How they were made.
+    """
+
+    def __init__(self, work: Workload, mode: str | Mode):
+        self.work = work
+        self.made_by = ""
+        self._mode = MODES[mode] if isinstance(mode, str) else mode
+        self._tx: Any = self._mode.optimizer(work.optimizer)
+        self._here = first_device()
+        params = jax.tree.map(self._struct, work.params)
+        if self._mode.on_host:
+            params = oo.set_memory_kind(params, self._mode.on_host, "pinned_host")
+        state = oo.eval_shape(self._tx.init, params)
+        self.structs = params, state
+        self._kinds = jax.tree.map(lambda s: s.sharding, self.structs)
+        step = self._mode.step(train_step(work, self._tx))
+        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=self._kinds)
+        x = self._struct(work.x)
+        self.compiled = jitted.lower(params, state, x).compile()
+        self.carry: Any = None
+        self._x: Any = None
+
+    def _struct(self, x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._here)
+
+    def peak(self) -> aot.Peak:
+        """What the compiled step needs."""
+        return aot.peak(self.compiled)
+
+    def make(self) -> None:
+        """Makes parameters, state and a batch, where each rests."""
+        try:
+            make = oo.jit(self.init, out_shardings=self._kinds)
+            carry = make(jax.random.key(0))
+            self.made_by = "oo.jit, row by row"
+        except Exception as error:
+            # Making a model is measured elsewhere; here it must not cost the rest.
+            params = jax.jit(functools.partial(random_params, self.work))(
+                jax.random.key(0)
+            )
+            params = jax.device_put(params, self._kinds[0])
+            carry = params, self._tx.init(params)
+            self.made_by = f"jax.jit and device_put, as oo.jit raised {error!r:.300}"
+        self._begin(carry)
+
+    def begin(self, params: Any) -> None:
+        """Takes copies of these parameters, and makes their state."""
+        params = jax.device_put(jax.tree.map(np.array, params), self._kinds[0])
+        self.made_by = "device_put"
+        self._begin((params, self._tx.init(params)))
+
+    def _begin(self, carry: Any) -> None:
+        # What is there already is not copied.
+        self.carry = jax.block_until_ready(jax.device_put(carry, self._kinds))
+        key = jax.random.key(1)
+        x = self.work.x
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            batch = jax.random.randint(key, x.shape, 0, TOKENS, x.dtype)
+        else:
+            batch = jax.random.normal(key, x.shape, x.dtype)
+        self._x = jax.device_put(batch, self._here)
+
+    def init(self, key: jax.Array) -> Any:
+        """Parameters and state; a function to be jitted."""
+        params = random_params(self.work, key)
+        if self._mode.on_host:
+            params = oo.set_memory_kind(params, self._mode.on_host, "pinned_host")
+        return params, self._tx.init(params)
+
+    def run(self, steps: int) -> float:
+        """The seconds of a step, of so many."""
+        params, state = self.carry
+        self.carry = None
+        started = time.perf_counter()
+        for _ in range(steps):
+            params, state = self.compiled(params, state, self._x)
+        jax.block_until_ready((params, state))
+        seconds = (time.perf_counter() - started) / steps
+        self.carry = params, state
+        return seconds
+
+    def is_finite(self) -> bool:
+        """Whether all parameters are numbers."""
+        params, _ = self.carry
+        for x in jax.tree.leaves(params):
+            part = jax.device_put(x[:1] if x.ndim > 2 else x, self._here)
+            if not bool(jnp.all(jnp.isfinite(part))):
+                return False
+        return True
+
+    def free(self) -> None:
+        """Gives the arrays' memory back, and the program's."""
+        for x in jax.tree.leaves(self.carry):
+            x.delete()
+        self.carry = None

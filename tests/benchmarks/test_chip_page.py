@@ -1,0 +1,128 @@
+"""The page of what was measured: made of all JSONs, and current."""
+
+import json
+import pathlib
+
+import pytest
+
+from benchmarks.chip import command, link, page
+from optax_offload import aot
+from optax_offload.aot import chips
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+HEAD = {
+    "device": "NVIDIA H200",
+    "target": "h200",
+    "memory_bytes": 141 * 2**30,
+    "devices": 1,
+    "driver": {"driver_version": "580.1"},
+    "host": {"processor": "X", "cores": 16, "total_bytes": 2**37, "numa_nodes": {}},
+    "versions": {"jax": "0.11.2"},
+    "commit": "abc",
+    "date": "2026-11-24",
+    "dry": False,
+    "on_paper": False,
+}
+PAPER = {**HEAD, "device": "h200", "on_paper": True, "host": {}}
+
+
+def done(**figures):
+    """A case that ended well."""
+    return {"outcome": "done", "figures": figures}
+
+
+PEAK = {"predicted_bytes": 2**30, "predicted_host_bytes": 2**29}
+TIME = {"predicted_seconds": 0.25, "tokens": 4096, "parameters": 1.3e9}
+
+
+def test_the_page_is_current():
+    """Made of the JSONs that are there: `python -m benchmarks.chip --page`."""
+    assert page.PAGE.read_text() == page.text(page.read(command.RESULTS))
+
+
+def test_what_the_package_takes_is_current():
+    """The links of chips that were measured."""
+    measured = json.loads(command.MEASURED.read_text())
+    assert measured == link.constants(page.read(command.RESULTS))
+
+
+def test_a_measured_link_is_the_chips():
+    """In place of the documented one; with several nodes, the best; never on paper."""
+    fits = [{"bytes_per_second": b, "latency_seconds": 2e-5} for b in (20e9, 55e9)]
+    nodes = {f"node {i}": done(fit={"both": fit}) for i, fit in enumerate(fits)}
+    found = link.constants(
+        [
+            {**HEAD, "parts": {"link": nodes}},
+            {**PAPER, "target": "h100", "parts": {"link": nodes}},
+            {**HEAD, "target": "b200", "parts": {}},
+        ]
+    )
+    assert found.keys() == {"h200"}
+    chip = chips.with_measured(aot.CHIPS["h200"], found)
+    assert (chip.link.bytes_per_second, chip.link.latency_seconds) == (55e9, 2e-5)
+    assert chip.link_source == "measured on 2026-11-24, docs/on-a-chip.md"
+    assert chips.with_measured(aot.CHIPS["h100"], found) is aot.CHIPS["h100"]
+
+
+def test_the_readme_says_whether_a_step_was_timed():
+    """Until a chip's JSON is there, and not a day longer."""
+    timed = any(not table["on_paper"] for table in page.read(command.RESULTS))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert ("no step was timed" in readme) != timed
+
+
+def test_what_was_not_run_says_so():
+    """Beside each prediction, and for each part."""
+    parts = {
+        "peaks": {"gated/fused": done(**PEAK)},
+        "time": {"4096 tokens/fused": done(**TIME)},
+    }
+    text = page.text([{**PAPER, "parts": parts}])
+    assert "## H200\n" in text
+    assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
+    assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
+    assert text.count("\nNot run yet.\n") == 4
+    assert page.text([]).endswith("No chip: not run yet.\n")
+
+
+def test_measured_beside_predicted():
+    """A chip that was measured takes the place of the same on paper."""
+    parts = {
+        "values": {
+            "fused": done(ulps=3.0, drift=1e-5, bound="32 ulps", within=True),
+            "wrong": done(ulps=99.0, bound="32 ulps", within=False),
+            "broken": {"outcome": "failed", "reason": "it is\n`broken`"},
+        },
+        "peaks": {
+            "gated/fused": done(
+                **PEAK, measured_bytes=2**30 + 2**20, measured_host_bytes=None
+            )
+        },
+        "time": {
+            "4096 tokens/fused": done(
+                **TIME,
+                seconds=0.3,
+                ratio=1.2,
+                tokens_per_second=13653.0,
+                profile={"hidden_share": 0.75},
+            )
+        },
+    }
+    measured = {**HEAD, "parts": parts}
+    text = page.text([measured, {**PAPER, "parts": {}}])
+    assert "## H200\n" not in text
+    assert "## NVIDIA H200\n" in text
+    assert "driver 580.1" in text
+    assert "| fused | 3.00 | 1e-05 | 32 ulps | yes |" in text
+    assert "| wrong | 99.00 |  | 32 ulps | **no** |" in text
+    assert "- broken: failed: `it is 'broken'`" in text
+    assert "| gated | fused | 1024.0 | 1025.0 | 512.0 | not counted |" in text
+    assert "| 4096 tokens | 1.3 | fused | 250 | 300 | 1.20 | 13653 | 75% |" in text
+
+
+def test_toys_are_for_no_page(tmp_path):
+    """Where one got among the results, the page is not made."""
+    table = {**HEAD, "dry": True, "parts": {}}
+    (tmp_path / "cpu-abc.json").write_text(json.dumps(table))
+    with pytest.raises(ValueError, match="figures of toys"):
+        page.read(tmp_path)
