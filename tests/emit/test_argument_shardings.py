@@ -77,6 +77,7 @@ def test_a_replicated_leaf_stays_so(target, given):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:state in host memory is replicated")
 def test_values_and_shardings_when_it_runs():
     """On CPU devices, in a plain `jax.jit` without shardings, three times."""
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
