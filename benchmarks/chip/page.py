@@ -247,10 +247,13 @@ def largest(cases: Mapping[str, Table]) -> list[str]:
     rows = []
     for name, f in done(cases).items():
         if "predicted_layers" in f:
-            predicted = number(".2f", f["predicted_parameters"], 1e-9)
-            limit = f["predicted_limit"].removesuffix("_bytes")
+            predicted = "as many as the host holds"
+            if f["predicted_layers"] is not None:
+                count = f["predicted_parameters"] / 1e9
+                limit = f["predicted_limit"].removesuffix("_bytes")
+                predicted = f"{count:.2f} (by the {limit})"
             measured = number(".2f", f.get("parameters"), 1e-9)
-            rows.append((name, f"{predicted} ({limit})", measured, ""))
+            rows.append((name, predicted, measured, ""))
         else:
             on_host = gib(f["predicted_host_bytes"])
             predicted = f"{gib(f['predicted_bytes'])}, host {on_host}"
