@@ -119,7 +119,7 @@ def left_out(cases: Mapping[str, Table]) -> list[str]:
 def short(reason: str) -> str:
     """On one line, without what Markdown would take for its own."""
     words = " ".join(reason.split())
-    words = words if len(words) < 200 else "..." + words[-200:]
+    words = words if len(words) < 200 else words[:200] + "..."
     return "`" + words.replace("`", "'") + "`"
 
 
