@@ -132,15 +132,17 @@ def predict(setting: Setting, name: str) -> Figures:
         slope = (two - one) / few
         if slope > 0:
             counts[where] = int((limit - one) / slope) + few
+    if not counts:  # On paper, where the host has no end.
+        return {"predicted_layers": None, "predicted_parameters": None}
     where = min(counts, key=lambda x: counts[x])
-    layers = max(1, min(counts.values()))
+    layers = max(1, counts[where])
     if setting.dry:
         layers = min(layers, 8)
     work = workload(layers, MODELS[name][1], setting.dry)
     return {
         "predicted_layers": layers,
         "predicted_parameters": parameters(work),
-        "predicted_limit": where,
+        "predicted_limit": where.removesuffix("_bytes"),
     }
 
 

@@ -119,7 +119,7 @@ def left_out(cases: Mapping[str, Table]) -> list[str]:
 def short(reason: str) -> str:
     """On one line, without what Markdown would take for its own."""
     words = " ".join(reason.split())
-    words = words if len(words) < 200 else "..." + words[-200:]
+    words = words if len(words) < 200 else words[:200] + "..."
     return "`" + words.replace("`", "'") + "`"
 
 
@@ -247,10 +247,13 @@ def largest(cases: Mapping[str, Table]) -> list[str]:
     rows = []
     for name, f in done(cases).items():
         if "predicted_layers" in f:
-            predicted = number(".2f", f["predicted_parameters"], 1e-9)
-            limit = f["predicted_limit"].removesuffix("_bytes")
+            predicted = "as many as the host holds"
+            if f["predicted_layers"] is not None:
+                count = f["predicted_parameters"] / 1e9
+                limit = f["predicted_limit"].removesuffix("_bytes")
+                predicted = f"{count:.2f} (by the {limit})"
             measured = number(".2f", f.get("parameters"), 1e-9)
-            rows.append((name, f"{predicted} ({limit})", measured, ""))
+            rows.append((name, predicted, measured, ""))
         else:
             on_host = gib(f["predicted_host_bytes"])
             predicted = f"{gib(f['predicted_bytes'])}, host {on_host}"

@@ -26,11 +26,14 @@ from benchmarks.common.steps import LAYERS, MOMENTS, Mode, as_it_is, train_step
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 
 # In units of the last place of each leaf's maximum, as `tests/fused` has it for five
-# steps.
+# steps on a CPU.
 ULPS = 32
 # Of the learning rate, on average over a leaf: `tests/system/test_placement.py` allows
 # so much to parameters whose gradients were computed in another program.
 DRIFT = 0.1
+# The same where nothing is coded. Of a gradient that is nearly zero an update by Adam
+# may be far away, in units of the last place, though the mean is not.
+CLOSE_DRIFT = 1e-3
 LEARNING_RATE = 1e-3
 STEPS = 5
 LONG_STEPS = 30
@@ -51,7 +54,7 @@ class Form:
       steps: So many are taken.
       by_drift: Whether the mean difference is bounded, and not the largest one: a code
         of a codec that rounds the other way is far away.
-      said: What the schedule has to say, for the form to be what it is called.
+      said: A regex of what the schedule has to say, for the form to be as it is called.
     """
 
     work: str
@@ -94,7 +97,7 @@ REMAINDERS = (
 )
 MIXED = (oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
 FORMS: dict[str, Form] = {
-    "offload, whole": Form("leaves", window=64, said="whole"),
+    "offload, whole": Form("leaves", window=64),
     "offload, in slices": Form("stacked", window=0.5, said="slices"),
     "offload, in loops": Form("clipped leaves", window=1, said="over 4 groups, in"),
     "fused": Form("gated", streamed={}, said="never on the device whole"),
@@ -148,8 +151,9 @@ def workload(name: str, dry: bool) -> Workload:
     side = width(dry)
     if name in ("leaves", "clipped leaves"):
         work = leaves(4, side, 64)
+        work = enlarged(work)
     elif name == "stacked":
-        work = stacked(4, side, 64)
+        work = enlarged(stacked(4, side, 64))
     elif name == "decoder":
         work = decoder(True, 3, side, 4, vocabulary=256, batch=4, context=64)
     else:
@@ -159,6 +163,19 @@ def workload(name: str, dry: bool) -> Workload:
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
     work = dataclasses.replace(work, optimizer=optimizer)
     return halved(work) if name == "half gated" else work
+
+
+def enlarged(work: Workload) -> Workload:
+    """With gradients that are large beside Adam's epsilon.
+
+    Else an update is as far off as a gradient is from zero, and that is what rounding
+    makes of it.
+    """
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return 1e4 * work.loss(params, x)
+
+    return dataclasses.replace(work, loss=loss)
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
@@ -188,15 +205,18 @@ def compare(setting: Setting, name: str) -> Figures:
     schedule = scheduled(training, form, setting.dry)
     moved = drift(want, begun(form.work, setting.dry)) / LEARNING_RATE
     found = {"ulps": ulps(got, want), "drift": drift(got, want) / LEARNING_RATE}
-    within = found["drift"] <= DRIFT if form.by_drift else found["ulps"] <= ULPS
+    near = found["drift"] <= (DRIFT if form.by_drift else CLOSE_DRIFT)
+    within = near or (found["ulps"] <= ULPS and not form.by_drift)
     figures: Figures = {
         "steps": form.steps,
         **found,
-        "bound": f"{DRIFT} learning rates" if form.by_drift else f"{ULPS} ulps",
+        "bound": f"mean {DRIFT}"
+        if form.by_drift
+        else f"{ULPS} ulps, or mean {CLOSE_DRIFT}",
         "moved": moved,
         # Of steps that train nothing a difference would say nothing.
         "within": bool(within) and moved > 1,
-        "as_called": form.said in schedule,
+        "as_called": re.search(form.said, schedule) is not None,
         "schedule": schedule,
     }
     return figures

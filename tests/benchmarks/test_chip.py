@@ -259,6 +259,14 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     )
 
 
+def test_what_does_not_grow_with_layers_has_no_largest_on_paper(monkeypatch):
+    """The device has room for any number of them."""
+    paper = Setting(**{**vars(SETTING), "on_paper": True, "target": "h200"})
+    peaks = {"device_bytes": [5, 5], "host_bytes": [1, 2]}
+    monkeypatch.setattr(largest, "paper_peaks", lambda *_, **__: peaks)
+    assert largest.search(paper, "six bytes")["predicted_layers"] is None
+
+
 def test_unknown_parts_and_no_accelerator():
     """Both say what to do."""
     with pytest.raises(SystemExit, match="no part nothing; there are values, peaks"):
@@ -295,7 +303,7 @@ def ended(lines):
 @pytest.mark.slow
 def test_a_part_is_killed_and_resumed(tmp_path):
     """Twice: what was done is kept, in the JSON too, and not done again."""
-    lines, kept, before = None, set(), set()
+    lines, kept, before = tmp_path, set(), set()
     for _ in range(2):
         process = dry(tmp_path, "--only=values")
         (lines,) = wait_for(lambda: [*tmp_path.glob("cpu-*/values.jsonl")])

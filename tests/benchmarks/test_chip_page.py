@@ -76,12 +76,22 @@ def test_what_was_not_run_says_so():
     parts = {
         "peaks": {"gated/fused": done(**PEAK)},
         "time": {"4096 tokens/fused": done(**TIME)},
+        "largest": {
+            "plain": done(
+                predicted_layers=157,
+                predicted_parameters=8.1e9,
+                predicted_limit="device",
+            ),
+            "six bytes": done(predicted_layers=None, predicted_parameters=None),
+        },
     }
     text = page.text([{**PAPER, "parts": parts}])
     assert "## H200\n" in text
     assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
     assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
-    assert text.count("\nNot run yet.\n") == 4
+    assert "| plain | 8.10 (by the device) | not run yet |" in text
+    assert "| six bytes | as many as the host holds | not run yet |" in text
+    assert text.count("\nNot run yet.\n") == 3
     assert page.text([]).endswith("No chip: not run yet.\n")
 
 
