@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
-Span = tuple[float, float]
+from optax_offload.aot._spans import Span, length
 
 
 def of_profile(log_dir: Path) -> dict[str, float] | None:
@@ -70,12 +69,3 @@ def shares(spans: dict[str, list[Span]]) -> dict[str, float]:
     if transfers:
         found["hidden_share"] = found["hidden_seconds"] / found["transfer_seconds"]
     return found
-
-
-def length(spans: Iterable[Span]) -> float:
-    """Of what the spans cover together."""
-    total, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total

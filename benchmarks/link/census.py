@@ -9,23 +9,11 @@ Run:
     python -m benchmarks.link.census --workloads=leaves --targets=h100 --modes=ours
     python -m benchmarks.link.census --hlo=program.txt --targets=h100
 
-The model, deliberately simple:
-
-- A transfer takes a latency and its bytes over the bandwidth, which are those of the
-  target's chip (`optax_offload/aot/chips.py`) where no flag gives others. Loads wait
-  for loads and stores for stores, in the order in which they are started; a load and
-  a store do not disturb each other. A copy within host memory occupies both directions.
-- A transfer that a kernel does, and no copy engine, occupies the device: nothing else
-  is computed beside it. "done by" counts both kinds; under "as copies" stands what the
-  model says if all were done by copy engines.
-- The device carries out the schedule in order. A `-start` begins a transfer and goes
-  on, its `-done` waits. A transfer without them ("sync") is waited for at once.
-- Any other operation takes the longer of its matrix products over the peak rate of the
-  chip, and the bytes it touches in device memory over the bandwidth of that. Moves
-  within the device that have a `-start`, and VMEM, are free; collectives count as the
-  bytes they touch. So computation is a little faster than it is, and hides less.
-- Loops are carried out iteration by iteration. Of the branches of a conditional the one
-  that moves most is taken.
+The model is that of `optax_offload.aot.step_time` (`optax_offload/aot/step_times.py`).
+The bandwidth and the latency of the link are those of the target's chip where no flag
+gives others. "done by" counts transfers by copy engines and by kernels, beside which
+nothing else is computed; under "as copies" stands what the model says if copy engines
+did all.
 
 What it reports of the link:
 
@@ -56,10 +44,10 @@ from absl import app, flags
 
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
-from benchmarks.link.counting import Census, census
-from benchmarks.link.model import model_of
 from optax_offload import aot
 from optax_offload._units import MIB
+from optax_offload.aot._census import Census, census
+from optax_offload.aot._model import model_of
 
 FLAGS = flags.FLAGS
 

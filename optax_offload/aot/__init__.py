@@ -3,20 +3,24 @@
 from optax_offload.aot.chips import CHIPS, GPUS_PER_HOST, Chip
 from optax_offload.aot.compile import compile, mesh_of
 from optax_offload.aot.peak import DoesNotFitError, Peak, peak
+from optax_offload.aot.step_times import Assumption, StepTime, step_time
 from optax_offload.aot.targets import Target
 from optax_offload.aot.transfers import Transfer, host_computations, transfers
 
 __all__ = [
     "CHIPS",
     "GPUS_PER_HOST",
+    "Assumption",
     "Chip",
     "DoesNotFitError",
     "Peak",
+    "StepTime",
     "Target",
     "Transfer",
     "compile",
     "host_computations",
     "mesh_of",
     "peak",
+    "step_time",
     "transfers",
 ]

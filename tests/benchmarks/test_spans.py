@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.common.spans import kinds_of, length, shares
+from benchmarks.common.spans import kinds_of, shares
+from optax_offload.aot._spans import length
 
 
 @pytest.mark.parametrize(

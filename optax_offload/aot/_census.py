@@ -7,15 +7,15 @@ import statistics
 from collections import Counter
 from typing import Any
 
-from benchmarks.link.model import Model
-from benchmarks.link.planner import Move, Place, Planner
-from benchmarks.link.run import Run
 from optax_offload.aot import _hlo
+from optax_offload.aot._clock import Run
+from optax_offload.aot._model import Model
+from optax_offload.aot._planner import Move, Place, Planner
 
 
 @dataclasses.dataclass
 class Census:
-    """The transfers of a step, and what the model makes of them. See `census.py`.
+    """The transfers of a step, and what the model of `step_times.py` makes of them.
 
     Attributes:
       model: What the times are made of.
@@ -23,6 +23,8 @@ class Census:
       seconds: The time of the step.
       compute_seconds: The time of the step with transfers that take none.
       link_seconds: The time during which a transfer is under way.
+      load_seconds: The time during which a load is under way.
+      store_seconds: The time during which a store is under way.
       both_seconds: The time during which a load and a store are under way.
       span_seconds: The time from the first start to the last done.
       most_in_flight: Loads, stores, and both together while there are some of both,
@@ -34,6 +36,8 @@ class Census:
     seconds: float
     compute_seconds: float
     link_seconds: float
+    load_seconds: float
+    store_seconds: float
     both_seconds: float
     span_seconds: float
     most_in_flight: tuple[int, int, int]
@@ -159,6 +163,8 @@ def census(text: str, model: Model | None = None) -> Census:
         seconds=run.clock,
         compute_seconds=run.computed_seconds,
         link_seconds=run.link_seconds,
+        load_seconds=run.busy_seconds("load"),
+        store_seconds=run.busy_seconds("store"),
         both_seconds=run.both_seconds,
         span_seconds=run.span_seconds,
         most_in_flight=run.most_in_flight,

@@ -9,10 +9,10 @@ import pytest
 from hlo_texts import BRANCHES, LOOP, NOTED, TOP_LEVEL, WAITING, gpu_slices
 from jax import lax
 
-from benchmarks.link.counting import census
-from benchmarks.link.model import Model, model_of
 from optax_offload import aot
 from optax_offload._link import Link
+from optax_offload.aot._census import census
+from optax_offload.aot._model import Model, model_of
 
 # A transfer of 4 MiB takes 1 ms and 0.1 ms of latency, an operation that reads and
 # writes as much 1 ms.

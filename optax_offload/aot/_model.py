@@ -1,13 +1,14 @@
-"""The model of a device and its link that the census lets a schedule run on."""
+"""The model of a device and its link on which a schedule runs, and its assumptions."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from optax_offload import aot
 from optax_offload._link import LINK, Link
+from optax_offload.aot.chips import CHIPS
+from optax_offload.aot.targets import Target
 
-_H100 = aot.CHIPS["h100"]
+_H100 = CHIPS["h100"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Model:
 
 
 def model_of(
-    target: aot.Target,
+    target: Target,
     gb_per_second: float | None = None,
     latency_us: float | None = None,
 ) -> Model:

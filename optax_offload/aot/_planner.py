@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from benchmarks.link.model import Model
-from benchmarks.link.products import flops
-from optax_offload.aot import Transfer
 from optax_offload.aot._dataflow import accesses, touches_no_data, trip_count
 from optax_offload.aot._hlo import DEVICE_SPACE, Computation, Instruction, Module
-from optax_offload.aot.transfers import instruction_transfers
+from optax_offload.aot._model import Model
+from optax_offload.aot._products import flops
+from optax_offload.aot.transfers import Transfer, instruction_transfers
 
 
 @dataclasses.dataclass(eq=False)

@@ -7,9 +7,9 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from benchmarks.common.spans import Span, length
-from benchmarks.link.model import Model
-from benchmarks.link.planner import Compute, Done, Move, Place, Start, Step
+from optax_offload.aot._model import Model
+from optax_offload.aot._planner import Compute, Done, Move, Place, Start, Step
+from optax_offload.aot._spans import Span, length
 
 
 @dataclasses.dataclass
@@ -111,6 +111,10 @@ class Run:
     @property
     def link_seconds(self) -> float:
         return length(self._spans)
+
+    def busy_seconds(self, direction: str) -> float:
+        """The time during which a transfer of that direction is under way."""
+        return length(self._busy[direction])
 
     @property
     def both_seconds(self) -> float:

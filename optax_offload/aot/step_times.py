@@ -1,0 +1,201 @@
+"""The time that a compiled step takes, by a model of the chip and of its link.
+
+The model is deliberately simple:
+
+- A transfer takes a latency and its bytes over the bandwidth of the link. Loads wait
+  for loads and stores for stores, in the order in which they are started; a load and a
+  store do not disturb each other. A copy within host memory occupies both directions.
+- A transfer that a kernel does, and no copy engine, occupies the device: nothing else
+  is computed beside it.
+- The device carries out the schedule in order. A `-start` begins a transfer and goes
+  on, its `-done` waits. A transfer without them is waited for at once.
+- Any other operation takes the longer of its matrix products over the peak rate of the
+  chip, and the bytes it touches in device memory over the bandwidth of that. Moves
+  within the device that have a `-start`, and VMEM, are free; collectives count as the
+  bytes they touch. So computation is a little faster than it is, and hides less.
+- Loops are carried out iteration by iteration. Of the branches of a conditional the one
+  that moves most is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+
+from optax_offload._units import size_text
+from optax_offload.aot._census import Census, census
+from optax_offload.aot._model import model_of
+from optax_offload.aot.targets import Target
+
+
+class Assumption(NamedTuple):
+    """A figure that modelled times are made of.
+
+    Attributes:
+      what: What the figure is of, such as ``"link, each way"``.
+      value: The figure with its unit, such as ``"64 GB/s"``.
+      source: Where the figure is from.
+    """
+
+    what: str
+    value: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.value} ({self.source})"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The modelled time of one run of a compiled program. Nothing was run or timed.
+
+    Attributes:
+      seconds: Time of the step.
+      compute_seconds: Time of the step if transfers took none.
+      load_seconds: Time in which the link is busy with loads, from host to device.
+      store_seconds: Time in which the link is busy with stores, from device to host.
+      link_seconds: Time in which the link is busy in either direction.
+      load_bytes: Bytes that each device loads in a step.
+      store_bytes: Bytes that each device stores in a step.
+      least_link_seconds: Time that the busier direction would take without latency.
+      assumptions: The figures that the model is made of, each with its source.
+    """
+
+    seconds: float
+    compute_seconds: float
+    load_seconds: float
+    store_seconds: float
+    link_seconds: float
+    load_bytes: int
+    store_bytes: int
+    least_link_seconds: float
+    assumptions: tuple[Assumption, ...]
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Time of the step in which the device waits for transfers, or does them."""
+        return self.seconds - self.compute_seconds
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of the step in which the device waits for transfers."""
+        return self.waiting_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def over_floor(self) -> float:
+        """The step over the longer of its computation and its least link time."""
+        floor = max(self.compute_seconds, self.least_link_seconds)
+        return self.seconds / floor if floor else 1.0
+
+    def __str__(self) -> str:
+        def moved(nbytes: int, seconds: float) -> str:
+            return f"{size_text(nbytes)} in {_milliseconds(seconds)}"
+
+        return "\n".join(
+            [
+                f"modelled, not measured: a step of {_milliseconds(self.seconds)}, of "
+                f"which {_milliseconds(self.compute_seconds)} are computation and "
+                f"{self.waiting_share:.0%} waiting for the link",
+                f"loads {moved(self.load_bytes, self.load_seconds)}, stores "
+                f"{moved(self.store_bytes, self.store_seconds)}; the least time that "
+                f"both could take is {_milliseconds(self.least_link_seconds)}",
+                *(f"assumed {a}" for a in self.assumptions),
+            ]
+        )
+
+
+def step_time(
+    compiled: jax.stages.Compiled,
+    target: Target | str,
+    *,
+    link_bytes_per_second: float | None = None,
+) -> StepTime:
+    """The time that a compiled program takes, by a model: no program is run.
+
+    The schedule that the compiler chose is carried out against the clock of a modelled
+    device: matrix products at the chip's peak rate or bytes at its memory's bandwidth,
+    whichever takes longer, and beside them loads and stores over the link, as far as
+    the schedule has them in flight together. Real steps take longer: no program attains
+    a chip's peak. What the model is good for is to compare programs of one model.
+
+    Args:
+      compiled: A program, of `aot.compile` or of JAX itself.
+      target: What it was compiled for, or its name, such as ``"h100"``.
+      link_bytes_per_second: Bandwidth of the link to host memory, each way, such as
+        `measure_link` finds. None takes the chip's documented one.
+
+    Returns:
+      The time of a step, of its computation and of its transfers, with what is assumed.
+
+    Raises:
+      ValueError: The program's text is not that of a scheduled program; or the target
+        or the bandwidth is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_offload import aot
+      >>> x = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+      >>> target = aot.Target("h100")
+      >>> compiled = aot.compile(jnp.dot, x, x, target=target)  # doctest: +SKIP
+      >>> print(aot.step_time(compiled, target))  # doctest: +SKIP
+      modelled, not measured: a step of 0.28 ms, of which 0.28 ms are computation ...
+    """
+    target = Target(target) if isinstance(target, str) else target
+    if link_bytes_per_second is not None and not link_bytes_per_second > 0:
+        raise ValueError(
+            f"link_bytes_per_second is {link_bytes_per_second}; it must be more than "
+            "0, such as optax_offload.measure_link() returns, or None for the "
+            "documented bandwidth of the chip"
+        )
+    given = link_bytes_per_second
+    model = model_of(target, None if given is None else given / 1e9)
+    found = census(compiled.as_text() or "", model)
+    return _step_time(found, _assumptions(target, found, given is not None))
+
+
+def _step_time(found: Census, assumptions: tuple[Assumption, ...]) -> StepTime:
+    return StepTime(
+        seconds=found.seconds,
+        compute_seconds=found.compute_seconds,
+        load_seconds=found.load_seconds,
+        store_seconds=found.store_seconds,
+        link_seconds=found.link_seconds,
+        load_bytes=sum(found.sizes("load")),
+        store_bytes=sum(found.sizes("store")),
+        least_link_seconds=found.least_seconds,
+        assumptions=assumptions,
+    )
+
+
+def _assumptions(
+    target: Target, found: Census, link_is_given: bool
+) -> tuple[Assumption, ...]:
+    chip, model = target.chip, found.model
+    return (
+        Assumption(
+            "link, each way",
+            f"{model.link.bytes_per_second / 1e9:.0f} GB/s",
+            "given" if link_is_given else chip.link_source,
+        ),
+        Assumption(
+            "latency of a transfer",
+            f"{model.link.latency_seconds * 1e6:.0f} us",
+            "assumed of every chip",
+        ),
+        Assumption(
+            "matrix products of float32",
+            f"{model.flops_per_second / 1e12:.0f} TFLOP/s",
+            chip.flops_source,
+        ),
+        Assumption(
+            "device memory",
+            f"{model.memory_bytes_per_second / 1e9:.0f} GB/s",
+            chip.memory_bandwidth_source,
+        ),
+    )
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
