@@ -18,7 +18,8 @@ from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
 from optax_offload._jit.kinds import Kinds, argument_types, check_on_device
-from optax_offload._schedule import FusedStep, LateGradients, Options, Residuals
+from optax_offload._schedule import FusedStep
+from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._stream import (
     is_array,
     is_as_it_was,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_offload import aot
-from optax_offload._schedule import Options
+from optax_offload._step_options import Options
 from optax_offload._stream import stream, traced
 
 
