@@ -148,6 +148,11 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     return _Jitted(fun, options, asked)
 
 
+def before_jit(fn: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
+    """What `jit` was given, without its own options; None of what it did not jit."""
+    return (fn._fun, fn._options) if isinstance(fn, _Jitted) else None
+
+
 class _Decorator(Protocol):
     """What `jit` returns without a function."""
 

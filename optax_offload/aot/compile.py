@@ -90,12 +90,13 @@ def compile(  # noqa: PLR0913
     return compiled
 
 
-def lower(
+def lower(  # noqa: PLR0913
     fn: Callable[..., Any],
     args: Sequence[Any],
     target: Target,
     options: Mapping[str, Any],
     mesh: Mesh | AbstractMesh | None = None,
+    jit: Callable[..., Any] = jax.jit,
 ) -> jax.stages.Lowered:
     """What `compile` compiles.
 
@@ -105,6 +106,7 @@ def lower(
       target: As of `compile`.
       options: Those of `jax.jit`, by name; None where one is not given.
       mesh: As of `compile`.
+      jit: What a function that is not jitted is jitted with.
     """
     options = {k: v for k, v in options.items() if v is not None}
     if not jax.sharding.get_mesh().empty:
@@ -139,7 +141,7 @@ def lower(
         options["out_shardings"] = jax.tree.map(
             lambda leaf: _output(leaf, mesh), out_shardings
         )
-    return _lower(fn if jitted else jax.jit(fn, **options), args, mesh, target)
+    return _lower(fn if jitted else jit(fn, **options), args, mesh, target)
 
 
 def compile_lowered(
