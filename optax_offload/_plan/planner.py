@@ -284,9 +284,27 @@ class Planner:
             self._facts, self._sizes, plain.used_bytes, computed, link
         )
         found = variants(self._facts, self._sizes, self._asked.codec is not None)
+        found += [less for v in found if (less := self._within_host(v)) is not None]
         search = Search(found, self._outlook, self._try, self._asked.budget)
         search.ask(Variant())
         return search
+
+    def _within_host(self, variant: Variant) -> Variant | None:
+        """A way that moves as much of its state as the host has room for, not all."""
+        host_bytes = self._asked.budget.host_bytes
+        if host_bytes is None or not variant.state:
+            return None
+        left = host_bytes - self._outlook(variant).host_bytes
+        if left >= 0:
+            return None
+        sizes = self._sizes.patterns[variant.encoded]
+        left += sum(sizes[i] for i in variant.state)
+        kept: set[int] = set()
+        for i in sorted(variant.state):
+            if sizes[i] <= left:
+                left -= sizes[i]
+                kept.add(i)
+        return dataclasses.replace(variant, state=frozenset(kept)) if kept else None
 
     def _move_less(self) -> None:
         """Moves less of the state where that can be faster."""
