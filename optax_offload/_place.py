@@ -38,7 +38,9 @@ def place(state: T, like: Any, *, under: str = "") -> T:
           an `OffloadConfig`. Arrays keep their sharding. NumPy arrays get that of an
           array in the state of the same shape whose path ends alike, or are
           replicated. Leaves in another form than their rule's ``codec`` are encoded or
-          decoded: a state of `low_bit` needs rules that name its codecs.
+          decoded: a state of `low_bit` needs rules that name its codecs. No rules,
+          ``()``, leave all as it is: so ``place(params, config.parameters)`` is right
+          for every rule file.
       under: With rules, the path of the state they are for, such as ``"opt_state/1"``
         in a ``TrainState``. Other leaves stay as they are.
 
@@ -64,6 +66,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
     """
     leaves = _trees.leaves_with_paths(state)
     _check_values(leaves)
+    if type(like) is tuple and not like:
+        return state  # No rules, as of a file that leaves all parameters on the device.
     if _are_rules(like):
         state = _in_form(state, leaves, like, under)
         leaves = _trees.leaves_with_paths(state)

@@ -8,20 +8,23 @@ import tomllib
 from typing import Any
 
 from optax_offload._rules import OffloadConfig, Rule
+from optax_offload._step_options import Options
 
 
 def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     r"""Reads an `OffloadConfig` from a TOML file.
 
-    The file has an optional ``window_bytes`` and one ``[[rules]]`` table for each
-    rule, with the names of `Rule`'s arguments as keys. ``slice_axis = "none"`` stands
-    for None, which TOML cannot say.
+    The file has a ``[[rules]]`` table for each rule of the optimizer's state, with the
+    names of `Rule`'s arguments as keys; and, each if it is wanted, ``window_bytes``, a
+    ``[[parameters]]`` table for each rule of parameters, and a ``[step]`` table of what
+    `jit` is given. ``slice_axis = "none"`` stands for None, which TOML cannot say.
 
     Args:
       path: The file.
 
     Returns:
-      The configuration; `offload` takes it for its ``rules``.
+      The configuration. `offload` takes it for its ``rules``, `place` its
+      ``parameters``, and `jit` its ``step``.
 
     Raises:
       OSError: The file cannot be read.
@@ -31,9 +34,11 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     Example:
       >>> import pathlib, tempfile
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "adam.toml"
-      >>> _ = file.write_text("[[rules]]\npattern = '(.*/)?(mu|nu)/.*'\n")
-      >>> load_config(file).rules[0].regex
-      '(.*/)?(mu|nu)/.*'
+      >>> rules = "[[rules]]\npattern = '(.*/)?(mu|nu)/.*'\n"
+      >>> _ = file.write_text("[step]\nresiduals = 'host'\n" + rules)
+      >>> config = load_config(file)
+      >>> config.rules[0].regex, config.step["residuals"]
+      ('(.*/)?(mu|nu)/.*', 'host')
     """
     file = os.fspath(path)
     with open(file, "rb") as f:
@@ -43,13 +48,25 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
             raise ValueError(f"{file}: not a TOML file: {e}") from e
     _check_keys(file, "", table, OffloadConfig)
     tables = table.get("rules")
-    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+    if not isinstance(tables, list):
         raise ValueError(
             f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or more"
         )
+    rules = _rules_of(file, "rules", tables)
+    parameters = _rules_of(file, "parameters", table.get("parameters", []))
+    step = _step(file, table.get("step", {}))
+    try:
+        return OffloadConfig(rules, table.get("window_bytes"), parameters, step)
+    except ValueError as e:
+        raise ValueError(f"{file}: {e}") from e
+
+
+def _rules_of(file: str, name: str, tables: Any) -> list[Rule]:
+    if not isinstance(tables, list) or not all(isinstance(t, dict) for t in tables):
+        raise ValueError(f"{file}: {name} is {tables!r}; write [[{name}]] tables")
     rules: list[Rule] = []
     for position, entries in enumerate(tables):
-        where = f"rules[{position}]"
+        where = f"{name}[{position}]"
         _check_keys(file, f"{where}.", entries, Rule)
         if "pattern" not in entries:
             raise ValueError(f"{file}: {where} has no pattern")
@@ -59,10 +76,17 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
             rules.append(Rule(**entries))
         except (TypeError, ValueError) as e:
             raise ValueError(f"{file}: {where}.{e}") from e
+    return rules
+
+
+def _step(file: str, table: Any) -> Options:
+    if not isinstance(table, dict):
+        raise ValueError(f"{file}: step is {table!r}; write a [step] table")
+    _check_keys(file, "step.", table, Options)
     try:
-        return OffloadConfig(rules, table.get("window_bytes"))
+        return Options(**table)
     except ValueError as e:
-        raise ValueError(f"{file}: {e}") from e
+        raise ValueError(f"{file}: step.{e}") from e
 
 
 def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> None:

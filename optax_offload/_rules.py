@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 from optax_offload import _trees
+from optax_offload._step_options import Options
 
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
 MEMORY_KINDS: tuple[str, ...] = get_args(MemoryKind)
@@ -144,42 +145,51 @@ class OffloadConfig:
     """Rules in order, of which the first that matches decides, and their window.
 
     Args:
-      rules: One or more `Rule`; a regex stands for ``Rule(regex)``.
+      rules: One or more `Rule`; a regex stands for ``Rule(regex)``. They are of the
+        optimizer's state.
       window_bytes: How many bytes of state may be on the device at once during an
         update; None lets `offload` choose.
+      parameters: Rules of parameters, for `place`: ``place(params, config.parameters)``
+        puts on the host what rests there. Their paths begin at the parameters.
+      step: What the step is jitted with, as in ``jit(train_step, **config.step)``.
 
     Raises:
       TypeError, ValueError: An argument is not as above.
 
     Example:
       >>> config = OffloadConfig((Rule(".*/embed.*", "device"), Rule(".*")))
-      >>> len(config.rules), config.window_bytes
-      (2, None)
+      >>> len(config.rules), config.window_bytes, config.step["residuals"]
+      (2, None, 'device')
     """
 
     rules: Sequence[Rule]
     window_bytes: int | None = None
+    parameters: Sequence[Rule] = ()
+    step: Options = dataclasses.field(default_factory=Options)
 
     def __post_init__(self):
-        rules = self.rules
-        if not isinstance(rules, Sequence) or isinstance(rules, str):
-            raise TypeError(f"rules must be a sequence of Rule, got {rules!r}")
-        made: list[Rule] = []
-        for position, rule in enumerate(rules):
-            if not isinstance(rule, (Rule, str, re.Pattern)):
-                raise TypeError(
-                    f"rules[{position}] is {rule!r}; it must be an optax_offload.Rule "
-                    "or a regex"
-                )
-            made.append(rule if isinstance(rule, Rule) else Rule(rule))
+        rules = _checked("rules", self.rules)
         if not rules:
             raise ValueError(
                 "rules is empty: nothing would be offloaded. Give at least one Rule, "
                 "or leave the optimizer as it is"
             )
-        object.__setattr__(self, "rules", tuple(made))
+        object.__setattr__(self, "rules", rules)
+        parameters = _checked("parameters", self.parameters)
+        encoded = [rule.regex for rule in parameters if rule.codec is not None]
+        if encoded:
+            raise ValueError(
+                f"parameters has a codec in the rule of {encoded[0]!r}: parameters "
+                "rest in their own dtype. Leave the codec out, or give it to a rule of "
+                "state"
+            )
+        object.__setattr__(self, "parameters", parameters)
         if self.window_bytes is not None:
             _check_bytes("window_bytes", self.window_bytes, 1)
+        if not isinstance(self.step, Options):
+            raise TypeError(
+                f"step is {self.step!r}; it must be what load_config(file).step is"
+            )
 
     @property
     def lenient(self) -> bool:
@@ -190,6 +200,21 @@ class OffloadConfig:
         """The same, with rules that may match nothing."""
         rules = [dataclasses.replace(rule, optional=True) for rule in self.rules]
         return dataclasses.replace(self, rules=rules)
+
+
+def _checked(name: str, rules: Any) -> tuple[Rule, ...]:
+    """Rules, of which some are given as regexes."""
+    if not isinstance(rules, Sequence) or isinstance(rules, str):
+        raise TypeError(f"{name} must be a sequence of Rule, got {rules!r}")
+    made: list[Rule] = []
+    for position, rule in enumerate(cast("Sequence[Any]", rules)):
+        if not isinstance(rule, (Rule, str, re.Pattern)):
+            raise TypeError(
+                f"{name}[{position}] is {rule!r}; it must be an optax_offload.Rule "
+                "or a regex"
+            )
+        made.append(rule if isinstance(rule, Rule) else Rule(rule))
+    return tuple(made)
 
 
 _OneRule = str | re.Pattern[str] | Rule

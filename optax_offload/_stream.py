@@ -15,14 +15,8 @@ from optax_offload._emit import streamed
 from optax_offload._errors import warn
 from optax_offload._program import as_on_device, take_apart
 from optax_offload._rows import made_by_rows
-from optax_offload._schedule import (
-    FusedStep,
-    LateGradients,
-    Options,
-    Residuals,
-    plan,
-    refusals,
-)
+from optax_offload._schedule import FusedStep, plan, refusals
+from optax_offload._step_options import LateGradients, Options, Residuals
 
 P = ParamSpec("P")
 R = TypeVar("R")

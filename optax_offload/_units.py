@@ -31,6 +31,18 @@ def size_text(size_bytes: int) -> str:
     return f"{size_bytes / 1024**power:.2f} {'KMGT'[power - 1]}iB"
 
 
+def milliseconds(seconds: float) -> str:
+    """A time for a person to read, to three digits at least.
+
+    Example:
+      >>> milliseconds(0.25), milliseconds(0.0012345), milliseconds(12.3456)
+      ('250 ms', '1.23 ms', '12346 ms')
+    """
+    found = seconds * 1e3
+    digits = next((n for n, least in enumerate((100, 10)) if found >= least), 2)
+    return f"{found:.{digits}f} ms"
+
+
 class Printed:
     """A value whose text is for people: a line at a prompt, and whole where printed."""
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from optax_offload import aot
-from optax_offload._plan.cost import COMPUTE_UTILIZATION, LINK_UTILIZATION
 
 FLAGS = flags.FLAGS
 
@@ -32,6 +31,12 @@ FLOPS = 8
 # update by XLA's CPU compiler 0.59 to 0.75 of that (`benchmarks/time/host_update.py`,
 # "only bytes"), of which the most is taken.
 MEMORY_UTILIZATION = 0.8
+# The share of the link that a step's transfers use: 0.86 to 0.94 on an H100 by the
+# model (BUILD_NOTES.md, "Link efficiency"), less where others share the link.
+LINK_UTILIZATION = 0.8
+# The share of the peak that whole training steps are reported to reach: Llama 3 had 38
+# to 43 % on H100s (arXiv:2407.21783, table 4).
+COMPUTE_UTILIZATION = 0.4
 UPDATE_UTILIZATION = 0.75 * MEMORY_UTILIZATION
 
 

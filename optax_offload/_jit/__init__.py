@@ -1,5 +1,5 @@
 """The step that an offloaded update is part of: jitted so that nothing is undone."""
 
-from optax_offload._jit.jit import jit
+from optax_offload._jit.jit import before_jit, jit
 
-__all__ = ["jit"]
+__all__ = ["before_jit", "jit"]

@@ -19,7 +19,8 @@ from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
 from optax_offload._jit.kinds import Kinds, argument_types, check_on_device
-from optax_offload._schedule import FusedStep, LateGradients, Options, Residuals
+from optax_offload._schedule import FusedStep
+from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._stream import (
     is_array,
     is_as_it_was,
@@ -148,6 +149,11 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     if fun is None:
         return functools.partial(jit, **dataclasses.asdict(asked), **options)
     return _Jitted(fun, options, asked)
+
+
+def before_jit(fn: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
+    """What `jit` was given, without its own options; None of what it did not jit."""
+    return (fn._fun, fn._options) if isinstance(fn, _Jitted) else None
 
 
 class _Decorator(Protocol):

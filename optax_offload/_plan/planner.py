@@ -1,22 +1,45 @@
-"""Choosing rules for a memory budget, by compiling the step that will run."""
+"""The fastest way to train a step that fits, by compiling the step that will run."""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 from optax_offload import _rules, aot
 from optax_offload._low_bit import codec_of
-from optax_offload._plan.cost import checked_budget_bytes, cost_of_step, environment
-from optax_offload._plan.result import Plan, does_not_fit
-from optax_offload._plan.search import (
+from optax_offload._plan.alternatives import Alternatives, alternatives
+from optax_offload._plan.budget import checked_budget, environment
+from optax_offload._plan.candidates import (
+    Asked,
     CandidateCompiler,
+    CompiledCandidate,
     Progress,
-    smallest_that_fits,
 )
-from optax_offload._plan.state import Selection, movable_state, record
+from optax_offload._plan.least_state import smallest_that_fits
+from optax_offload._plan.prepare import facts
+from optax_offload._plan.result import NothingFitsError, Plan
+from optax_offload._plan.search import Failed, Search
+from optax_offload._plan.state import (
+    MovableState,
+    Parameters,
+    Selection,
+    movable_state,
+    record,
+)
 from optax_offload._plan.step import Step, StepFactory
+from optax_offload._plan.variants import Facts, Outlook, Sizes, Variant, variants
+from optax_offload._step_options import Options
+
+_logger = logging.getLogger("optax_offload.plan")
+
+# Where a compilation takes longer than this, few are spent on moving less state.
+QUICK_SECONDS = 10.0
+LESS_STATE_ATTEMPTS = 3
+# And none where a step would be faster by no more than this share, at best.
+GAIN_OF_LESS_STATE = 0.05
 
 
 def plan(  # noqa: PLR0913 - keyword-only options
@@ -24,18 +47,22 @@ def plan(  # noqa: PLR0913 - keyword-only options
     *args: Any,
     target: aot.Target | str,
     budget_bytes: int | None = None,
+    host_memory_bytes: int | None = None,
     rules: _rules.Rules | None = None,
     codec: _rules.CodecName | None = None,
     link_bytes_per_second: float | None = None,
+    folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda _: None,
 ) -> Plan:
-    r"""Finds the least state to move for a step to fit, by compiling it.
+    r"""Finds the fastest way to train a step that fits, by compiling it.
 
-    The step is compiled as it is; if that does not fit, with its updates in the
-    backward pass and nothing moved (`stream`; a jitted step is left as it is);
-    then with all state moved, and with some, about as often again as the number of leaf
-    patterns halves, with updates in the backward pass if that lowers the peak. The
-    result has been compiled: its peak is known, not estimated.
+    If the step fits as it is, nothing is done. If not, what can rest on the host
+    (optimizer state, parameters, residuals), what can be done with gradients
+    (`stream`), and the codec if one is allowed, are combined. What each combination
+    needs at least is known from tracing; they are compiled in the order of the time
+    that is expected, until none that is left can be faster than the best one that fits.
+    Then less of the state is moved if that is faster. Peaks and modelled times
+    (`aot.step_time`) are those of compiled programs.
 
     Args:
       make_step: Makes the step to be compiled, called as
@@ -48,27 +75,32 @@ def plan(  # noqa: PLR0913 - keyword-only options
         ``"h100"``, ``"h100:8"`` or ``"v5e:2x4"``.
       budget_bytes: What the step may take on each device: by default the target's
         memory less a reserve, 10 % on a GPU and 2 % on a TPU.
+      host_memory_bytes: What the step may take of each host. None does not bound it;
+        the plan says what is needed.
       rules: What is decided already: what goes, and (``memory_kind="device"``) what
-        stays. The plan decides about leaves that none of them matches.
+        stays, of the state, and of parameters where it is an `OffloadConfig` that has
+        rules of them. The plan decides about leaves that none of them matches.
       codec: A format in which moments may be kept, such as ``"int8"``; see `low_bit`.
-        If the step does not fit as it is, all that optax is known to have and no rule
-        decides about are, before anything more moves. None leaves their dtype.
-      link_bytes_per_second: Each way between host and device, for the cost; by default
+        None leaves their dtype.
+      link_bytes_per_second: Each way between host and device, for the model; by default
         what is documented. See `measure_link`.
-      progress: Is told what is being compiled, and then what came of it.
+      folder: Where peaks and times of what was compiled are kept, so that another plan
+        need not compile it again. None keeps nothing.
+      progress: Is told what is being compiled, and then what came of it. The logger
+        ``optax_offload.plan`` is told the same at level INFO.
 
     Returns:
-      A `Plan`. If the step fits as it is, or fused, it moves nothing, and its
-      ``offload`` returns the optimizer itself. Where ``after.fused``, train with `jit`
-      or `stream`.
+      A `Plan`. If the step fits as it is, it moves nothing, and its ``offload`` returns
+      the optimizer itself. Its ``config`` is what a training needs: rules of state for
+      `offload`, of parameters for `place`, and the options of `jit`.
 
     Raises:
-      aot.DoesNotFitError: the step does not fit with all state moved. Says by how much,
-        what takes the memory and what would help.
+      aot.DoesNotFitError: Nothing fits. Says by how much, what takes the memory and
+        what would help; its ``alternatives`` are the table of what was tried.
       TypeError: ``make_step`` does not return a `Step`.
-      ValueError: it does not give an optimizer to ``offload``, or does not initialise
-        it; the budget is more than the target has; a rule is wrong.
-      ImportError: the compiler's wheel is not installed.
+      ValueError: It does not give an optimizer to ``offload``, or does not initialise
+        it; a budget is more than the target has; a rule is wrong.
+      ImportError: The compiler's wheel is not installed.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
@@ -89,49 +121,232 @@ def plan(  # noqa: PLR0913 - keyword-only options
       ['\\d+/mu/w']
     """
     target = aot.Target(target) if isinstance(target, str) else target
-    budget_bytes = checked_budget_bytes(budget_bytes, target)
-    given = None if rules is None else _rules.as_config(rules)
-    factory = StepFactory(make_step, target, args)
+    budget = checked_budget(budget_bytes, host_memory_bytes, target)
     if codec is not None:
         codec_of(codec)
-    state = movable_state(record(factory, given), given, target.device_count)
-    compiler = CandidateCompiler(factory, state, budget_bytes, progress)
-    nothing: Selection = frozenset()
-    before = compiler.candidate(nothing)
-    fused = before if before.fits else compiler.candidate(nothing, fuse=True)
-    compiled = compiler.compiled
-    if codec is not None and not (before.fits or fused.fits):
-        recorded = record(factory, given, codec)
-        state = movable_state(recorded, given, target.device_count)
-        compiler = CandidateCompiler(factory, state, budget_bytes, progress)
-        compiler.compiled = compiled
-    sizes = [pattern.nbytes_per_device for pattern in state.patterns]
-    # Where gradients have to wait for a norm, it lowers the peak only if state moves.
-    fuse = not before.fits and any(
-        compiler.fusing_lowers_the_peak(x) for x in (nothing, state.everything)
-    )
-    selection = smallest_that_fits(
-        sizes, lambda x: compiler.candidate(x, fuse).used_bytes, budget_bytes
-    )
-    if selection is None:
-        everything = compiler.candidate(state.everything, fuse)
-        if not everything.fused:
-            everything = dataclasses.replace(everything, outside=fused.outside)
-        raise does_not_fit(target, budget_bytes, everything, state.state_bytes)
-    after = compiler.candidate(selection, fuse)
-    return Plan(
-        target=target,
-        budget_bytes=budget_bytes,
-        config=state.config(selection),
-        moved=state.selected(selection),
-        encoded=state.encoded,
-        before=before,
-        after=after,
-        compiled=tuple(compiled),
-        cost=cost_of_step(factory, after, link_bytes_per_second),
-        environment=environment(
-            target, after.used_bytes, after.moved_bytes + after.stored_bytes
-        ),
-        fused=fused if fused.fused else None,
-        outside=after.outside if after.fused else fused.outside,
+    asked = Asked(budget, codec, link_bytes_per_second, folder)
+    given = None if rules is None else _rules.as_config(rules)
+    planner = Planner(StepFactory(make_step, target, args), asked, given, progress)
+    planner.run()
+    return planner.plan()
+
+
+class Planner:
+    """Looks for a plan; what was found can be asked for while it does.
+
+    Attributes:
+      complete: Whether all was looked at that should be.
+    """
+
+    complete: bool = False
+
+    def __init__(
+        self,
+        factory: StepFactory,
+        asked: Asked,
+        given: _rules.OffloadConfig | None = None,
+        progress: Progress = lambda _: None,
+    ):
+        """Makes the step, and compiles nothing yet.
+
+        Args:
+          factory: Makes the step.
+          asked: Budgets, and what the model needs.
+          given: Rules of what is decided already.
+          progress: Is told what is being compiled, and then what came of it.
+        """
+
+        def tell(what: str | CompiledCandidate) -> None:
+            _logger.info("%s", what)
+            progress(what)
+
+        self._factory, self._asked, self._given = factory, asked, given
+        self._states = {False: self._movable(None)}
+        self._facts = Facts()
+        self._sizes = _sizes(self._states)
+        self._compiler = CandidateCompiler(factory, self._states, asked, tell)
+        self._search: Search | None = None
+
+    def run(self) -> None:
+        """Looks for the fastest way that fits."""
+        plain = self._compile(Variant())
+        if not plain.fits:
+            self._trace()
+            self._search = search = self._searching(plain)
+            search.run()
+            self._move_less()
+            least = search.least()
+            # What moves all that is used by rows is the end of the table.
+            if least is not None and search.best is not None:
+                used = min(c.used_bytes for c in self.compiled)
+                if search.predicted(least) < used and least.parameters != "all":
+                    search.ask(least)
+        self.complete = True
+
+    @property
+    def compiled(self) -> tuple[CompiledCandidate, ...]:
+        """What was compiled by now; first the step as given."""
+        return tuple(self._compiler.compiled)
+
+    @property
+    def best(self) -> CompiledCandidate | None:
+        """The best that was compiled by now; None where nothing fits."""
+        if self._search is not None:
+            return self._search.best
+        return next((c for c in self.compiled if c.fits), None)
+
+    @property
+    def alternatives(self) -> Alternatives:
+        """The table of what was looked at by now."""
+        passed = () if self._search is None else tuple(self._search.passed_over())
+        return alternatives(
+            self.compiled, passed, self._asked, self._factory.target, self.best
+        )
+
+    def plan(self) -> Plan:
+        """The best that was found by now.
+
+        Raises:
+          aot.DoesNotFitError: Nothing that was compiled fits.
+        """
+        best = self.best
+        self._compiler.with_parts(self._facts, self._sizes)
+        compiled = self.compiled
+        target, asked = self._factory.target, self._asked
+        if best is None:
+            raise NothingFitsError(target, asked.budget, compiled, self.alternatives)
+        after = next(c for c in compiled if c.variant == best.variant)
+        assert after.variant is not None
+        return Plan(
+            target=target,
+            budget_bytes=asked.budget.device_bytes,
+            host_memory_bytes=None
+            if asked.budget.host_bytes is None
+            else asked.budget.host_bytes * target.devices_per_host,
+            config=self._config(after.variant),
+            moved=self._states[after.variant.encoded].selected(after.variant.state),
+            encoded=self._states[after.variant.encoded].encoded,
+            before=compiled[0],
+            after=after,
+            compiled=compiled,
+            alternatives=self.alternatives,
+            environment=environment(target, after.used_bytes, after.host_bytes),
+            outside=self._facts.outside,
+            tokens=self._factory.plain_step().tokens,
+            complete=self.complete,
+        )
+
+    def _config(self, variant: Variant) -> _rules.OffloadConfig:
+        state = self._states[variant.encoded]
+        config = state.training(variant.state, variant.parameters, variant.options)
+        if variant.window_bytes is None:
+            return config
+        return dataclasses.replace(config, window_bytes=variant.window_bytes)
+
+    def _movable(self, codec: _rules.CodecName | None) -> MovableState:
+        recorded = record(self._factory, self._given, codec)
+        return movable_state(recorded, self._given, self._factory.target.device_count)
+
+    def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
+        return self._compiler(variant, self._facts, self._sizes, left)
+
+    def _try(self, variant: Variant, left: int) -> CompiledCandidate | Failed:
+        """A way, which may be none of a step that is right as it is.
+
+        As of one that does with its parameters what cannot be done by rows: the error
+        says what, and other ways may do.
+        """
+        try:
+            return self._compile(variant, left)
+        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            return Failed(f"{type(error).__name__}: {error}".partition("\n")[0])
+
+    def _trace(self) -> None:
+        """Notes what can move, and what tracing the step with all of it moved tells."""
+        codec: Any = self._asked.codec
+        if codec is not None:
+            self._states[True] = self._movable(codec)
+        state = self._states[False]
+        options = Options(late_gradients="recompute", residuals="host")
+        most = Variant(state.everything, False, "all", options)
+        self._facts = facts(self._factory, state, most)
+        for encoded, each in self._states.items():
+            self._states[encoded] = each.with_rows(self._facts.row_arguments)
+        self._sizes = _sizes(self._states)
+
+    def _searching(self, plain: CompiledCandidate) -> Search:
+        chip = self._factory.target.chip
+        link = self._asked.link_bytes_per_second or chip.link.bytes_per_second
+        computed = self._facts.flops / chip.flops_per_second
+        if plain.time is not None:
+            computed = plain.time.compute_seconds
+        self._outlook = Outlook(
+            self._facts, self._sizes, plain.used_bytes, computed, link
+        )
+        found = variants(self._facts, self._sizes, self._asked.codec is not None)
+        found += [less for v in found if (less := self._within_host(v)) is not None]
+        search = Search(found, self._outlook, self._try, self._asked.budget)
+        search.ask(Variant())
+        return search
+
+    def _within_host(self, variant: Variant) -> Variant | None:
+        """A way that moves as much of its state as the host has room for, not all."""
+        host_bytes = self._asked.budget.host_bytes
+        if host_bytes is None or not variant.state:
+            return None
+        left = host_bytes - self._outlook(variant).host_bytes
+        if left >= 0:
+            return None
+        sizes = self._sizes.patterns[variant.encoded]
+        left += sum(sizes[i] for i in variant.state)
+        kept: set[int] = set()
+        for i in sorted(variant.state):
+            if sizes[i] <= left:
+                left -= sizes[i]
+                kept.add(i)
+        return dataclasses.replace(variant, state=frozenset(kept)) if kept else None
+
+    def _move_less(self) -> None:
+        """Moves less of the state where that can be faster."""
+        assert self._search is not None
+        search, best = self._search, self._search.best
+        if best is None or best.variant is None or not best.variant.state:
+            return
+        whole = best.variant
+        budget_bytes = self._asked.budget.device_bytes
+        # What has room on the device again, of what waits for the link.
+        share = min((budget_bytes - best.used_bytes) / max(best.moved_bytes, 1), 1.0)
+        waiting = best.step_seconds - self._outlook.least_seconds(whole)
+        if share * waiting < best.step_seconds * GAIN_OF_LESS_STATE:
+            return
+
+        def used(selection: Selection) -> int:
+            variant = dataclasses.replace(whole, state=selection)
+            if not selection:
+                return search.predicted(variant)
+            found = search.ask(variant)
+            return budget_bytes + 1 if found is None else found.used_bytes
+
+        smallest_that_fits(
+            self._sizes.patterns[whole.encoded],
+            used,
+            budget_bytes,
+            LESS_STATE_ATTEMPTS if best.seconds > QUICK_SECONDS else None,
+        )
+
+
+def _sizes(states: dict[bool, MovableState]) -> Sizes:
+    plain = states[False]
+
+    which: tuple[Parameters, ...] = ("device", "rows", "all")
+    return Sizes(
+        state={e: s.state_bytes for e, s in states.items()},
+        given_state={e: s.moved_bytes(frozenset()) for e, s in states.items()},
+        patterns={
+            e: tuple(p.nbytes_per_device for p in s.patterns) for e, s in states.items()
+        },
+        parameters={
+            w: sum(x.leaf.nbytes_per_device for x in plain.resting(w)) for w in which
+        },
+        all_parameters=plain.parameter_bytes,
     )

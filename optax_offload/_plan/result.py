@@ -1,4 +1,4 @@
-"""A plan: its rules, peaks and cost; as a file, as a picture; and where none fits."""
+"""A plan: its rules, peaks and times; as a file; and the error where none fits."""
 
 from __future__ import annotations
 
@@ -6,48 +6,54 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from optax_offload import _offload, _rules, aot
-from optax_offload._plan.cost import Cost
-from optax_offload._plan.search import STATE_AT_ONCE, CompiledCandidate
+from optax_offload._plan.alternatives import Alternatives
+from optax_offload._plan.candidates import (
+    STATE_AT_ONCE,
+    THE_REST,
+    Budget,
+    CompiledCandidate,
+)
 from optax_offload._plan.state import LeafPattern
-from optax_offload._units import GIB, Printed, size_text
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from optax_offload._step_options import Options
+from optax_offload._units import Printed, milliseconds, size_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """The rules by which a step fits, what they save and what they cost.
+    """What a step has to be told to fit, what that saves and what it costs.
 
     ``str()`` of it is the same for a person.
 
     Attributes:
       target: The chips that it was compiled for.
       budget_bytes: What the step may take on each device.
-      config: The rules. If nothing is to be moved, one that keeps all on the device.
-      moved: The leaves that the plan moves, beside what was given: for each of its
-        rules the ``pattern`` and the ``leaves``.
+      config: What a training needs: the rules of state for `offload` (one that keeps
+        all on the device, if none moves), the rules of ``parameters`` for `place`, and
+        the options of ``step`` for `jit`.
+      moved: The leaves of state that the plan moves, beside what was given: for each of
+        its rules the ``pattern`` and the ``leaves``.
       encoded: The leaves that it encodes, whether they move or not.
       before: The step as the given rules have it: the plain one if there are none.
-      after: The step with the plan; the same if nothing is to be moved. The ``parts``
-        of both are of parameters, gradients, activations (with all else that is
-        temporary), state, state loaded at once (of the host's, where something joins
-        all of it), and other arguments and results; parameters and state are those of
-        the arguments, gradients count as much as parameters, less those that never
-        exist, as far as the temporaries reach.
+      after: The step with the plan; the same if nothing is to be done. Its ``time`` is
+        the modelled one, and ``parts`` what fills the device: parameters, state,
+        gradients (as much as parameters, less those that never exist), residuals (what
+        scans keep for their backward pass), state loaded at once (of the host's, where
+        something joins all of it), the rest of what is temporary, and other arguments
+        and results. Each counts as far as the compiled program has room for it.
       compiled: All candidates that were compiled, in order.
-      cost: The time that a step takes longer for its transfers.
+      alternatives: The table of them, and why each was not chosen.
       environment: The variables to set for the process that trains.
-      fused: The step as the given rules have it, with its updates in the backward pass
-        (`stream`) and nothing more moved. None if it fits without, if nothing of
-        it can be fused, or if it is jitted. ``after.fused`` says whether the plan's
-        step is fused.
+      host_memory_bytes: What the step may take of each host; None where that was not
+        bounded.
       outside: Why gradients are left outside of the backward pass, a line for each
         reason; nothing where that was not tried.
+      tokens: The tokens of a step, on all devices; None where that was not told.
+      complete: Whether all was looked at that should be; otherwise it is the best that
+        was found.
     """
 
     target: aot.Target
@@ -57,11 +63,13 @@ class Plan(Printed):
     before: CompiledCandidate
     after: CompiledCandidate
     compiled: tuple[CompiledCandidate, ...]
-    cost: Cost
+    alternatives: Alternatives
     environment: Mapping[str, str]
-    fused: CompiledCandidate | None = None
     encoded: tuple[LeafPattern, ...] = ()
+    host_memory_bytes: int | None = None
     outside: tuple[str, ...] = ()
+    tokens: int | None = None
+    complete: bool = True
 
     @property
     def empty(self) -> bool:
@@ -93,6 +101,11 @@ class Plan(Printed):
         kept = [p for p in self.encoded if p not in self.moved]
         return rule_file_text(self.config, self.moved, kept, self._summary())
 
+    @property
+    def host_bytes(self) -> int:
+        """The host memory that the step needs of each host."""
+        return self.after.host_bytes * self.target.devices_per_host
+
     def _summary(self) -> list[str]:
         took = sum(c.seconds for c in self.compiled)
         before, after = self.before.used_bytes, self.after.used_bytes
@@ -100,34 +113,51 @@ class Plan(Printed):
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device",
             f"peak as given: {size_text(before)}"
             + (", fits: nothing is moved" if self.before.fits else ""),
-            *self.fusing(),
         ]
-        if self.moved:
-            moved = self.after.moved_bytes
-            lines.append(
-                f"peak with these rules: {size_text(after)}, with {size_text(moved)} "
-                "of state in host memory"
-            )
+        if not self.before.fits:
+            lines.append(f"chosen: {self.after.what}")
+            lines.append(f"peak of it: {size_text(after)}")
+        lines += self.host()
+        lines += self.timing()
         lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
+        if not self.complete:
+            lines.append("interrupted: the best that was found by then")
         lines += self.numerics()
+        lines += [] if self.before.fits else self.outside
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
 
-    def fusing(self) -> list[str]:
-        """Lines on what updates in the backward pass bring, if they were tried."""
-        lines: list[str] = []
-        if self.fused is not None:
-            lines.append(
-                "peak with updates in the backward pass, before anything is moved: "
-                f"{size_text(self.before.used_bytes)} -> "
-                f"{size_text(self.fused.used_bytes)}"
-                + (", fits: nothing is moved" if self.fused.fits else "")
-            )
-        if self.after.fused:
-            lines.append(
-                "the plan is for updates in the backward pass: train with "
-                "oo.jit(step), or jit oo.stream(step)"
-            )
-        return [*lines, *self.outside]
+    def host(self) -> list[str]:
+        """A line on the host memory that is needed, if any is."""
+        if not self.after.host_bytes:
+            return []
+        line = f"host memory: {size_text(self.host_bytes)} of each host"
+        if self.target.devices_per_host > 1:
+            line += f", of its {self.target.devices_per_host} devices together"
+        if self.host_memory_bytes is not None:
+            return [f"{line}, of {size_text(self.host_memory_bytes)}"]
+        return [f"{line} (--host-memory, host_memory_bytes, says what it has)"]
+
+    def timing(self) -> list[str]:
+        """Lines on the modelled time of a step; none where the compiler tells none."""
+        time, plain = self.after.time, self.before.time
+        if time is None:
+            return []
+        line = f"modelled step: {milliseconds(time.seconds)}"
+        if plain is not None and self.after is not self.before and plain.seconds:
+            line += f", {time.seconds / plain.seconds:.2f} times the step as given"
+        line += f", {time.waiting_share:.0%} of it waiting for the link"
+        if self.tokens and time.seconds:
+            line += f"; {self.tokens / time.seconds:,.0f} tokens a second"
+        return [line]
+
+    def training(self, file: str = "rules.toml") -> list[str]:
+        """The lines that a training script needs, for a file of this plan."""
+        lines = [f'config = oo.load_config("{file}")']
+        if not self.empty:
+            lines.append("tx = oo.offload(optimizer, config)")
+        if self.config.parameters:
+            lines.append("params = oo.place(params, config.parameters)")
+        return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
         """What the codec does to the numbers, and where that was measured."""
@@ -144,17 +174,20 @@ class Plan(Printed):
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs: what `optax-offload fit --json` prints."""
-        rules = [
-            {
-                "pattern": rule.regex,
-                "memory_kind": rule.memory_kind,
-                "min_bytes": rule.min_bytes,
-                "slice_axis": rule.slice_axis,
-                "optional": rule.optional,
-                "codec": rule.codec,
-            }
-            for rule in self.config.rules
-        ]
+        rules, parameters = (
+            [
+                {
+                    "pattern": rule.regex,
+                    "memory_kind": rule.memory_kind,
+                    "min_bytes": rule.min_bytes,
+                    "slice_axis": rule.slice_axis,
+                    "optional": rule.optional,
+                    "codec": rule.codec,
+                }
+                for rule in some
+            ]
+            for some in (self.config.rules, self.config.parameters)
+        )
         moved = [
             {
                 "pattern": pattern.pattern,
@@ -168,14 +201,19 @@ class Plan(Printed):
             "budget_bytes": self.budget_bytes,
             "empty": self.empty,
             "rules": rules,
+            "parameters": parameters,
+            "step": dict(**self.config.step),
+            "window_bytes": self.config.window_bytes,
             "moved": moved,
             "before": self.before.as_dict(),
-            "fused": None if self.fused is None else self.fused.as_dict(),
             "outside": list(self.outside),
             "after": self.after.as_dict(),
             "compiled": [c.as_dict() for c in self.compiled],
-            "cost": self.cost.as_dict(),
+            "alternatives": self.alternatives.as_dict(),
+            "host_bytes": self.host_bytes,
+            "host_memory_bytes": self.host_memory_bytes,
             "environment": dict(self.environment),
+            "complete": self.complete,
         }
 
     def _headline(self) -> str:
@@ -191,13 +229,16 @@ class Plan(Printed):
         moved = [
             f"  {size_text(p.nbytes_per_device):>10}  {p.pattern}" for p in self.moved
         ]
+        width = max(map(len, [*before, *after]), default=0)
         parts = [
-            f"  {part:<12} {size_text(before.get(part, 0)):>10} -> "
+            f"  {part:<{width}} {size_text(before.get(part, 0)):>10} -> "
             f"{size_text(after.get(part, 0)):>10}"
             for part in dict.fromkeys([*before, *after])
         ]
         head, *rest = self._summary()
-        return "\n".join([head, *rest, *parts, *moved, *self.cost.lines()])
+        assumed = [f"assumed {a}" for a in self.alternatives.assumptions]
+        table = str(self.alternatives).splitlines()
+        return "\n".join([head, *rest, *parts, *moved, *table, *assumed])
 
 
 def rule_file_text(
@@ -218,6 +259,7 @@ def rule_file_text(
     lines = [_commented(line) for line in head]
     if config.window_bytes is not None:
         lines += ["", f"window_bytes = {config.window_bytes}"]
+    lines += _step(config.step)
     given = len(config.rules) - len(moved) - len(kept)
     comments = [["Given."] if moved or len(config.rules) > 1 else []] * given
     if not moved and config.rules == (_rules.Rule(".*", "device"),):
@@ -229,7 +271,25 @@ def rule_file_text(
     ]
     for rule, comment in zip(config.rules, comments, strict=True):
         lines += ["", *map(_commented, comment), "[[rules]]", *_keys(rule)]
+    for position, rule in enumerate(config.parameters):
+        comment = [] if position else [_commented(_PLACE)]
+        lines += ["", *comment, "[[parameters]]", *_keys(rule)]
     return "\n".join(lines) + "\n"
+
+
+_PLACE = "Parameters: params = oo.place(params, config.parameters)."
+
+
+def _step(options: Options) -> list[str]:
+    """The table of what a step is jitted with, where that is not what `jit` does."""
+    default = Options()
+    given = [
+        f"{name} = {_value(options[name])}"
+        for name in options.keys()  # noqa: SIM118 (it is no mapping but for `**`)
+        if options[name] != default[name]
+    ]
+    comment = "# What the step is jitted with: oo.jit(train_step, **config.step)."
+    return ["", comment, "[step]", *given] if given else []
 
 
 def _commented(line: str) -> str:
@@ -281,116 +341,106 @@ def _value(value: Any) -> str:
     return json.dumps("none" if value is None else value)
 
 
-def does_not_fit(
-    target: aot.Target,
-    budget_bytes: int,
-    everything: CompiledCandidate,
-    state_bytes: int,
-) -> aot.DoesNotFitError:
-    """The error: by how much it is short, what takes the memory, what would help.
+class NothingFitsError(aot.DoesNotFitError):
+    """No way of training fits.
 
-    Args:
-      target: The chips that the step was compiled for.
-      budget_bytes: What the step may take on each device.
-      everything: The step with all state moved that may move.
-      state_bytes: The bytes of all state on each device, without offload.
+    Attributes:
+      alternatives: The table of what was tried, the nearest of them marked.
     """
-    short = everything.used_bytes - budget_bytes
-    parts = {name: n for name, n in everything.parts.items() if n}
+
+    def __init__(
+        self,
+        target: aot.Target,
+        budget: Budget,
+        compiled: Sequence[CompiledCandidate],
+        table: Alternatives,
+    ):
+        """Says by how much, what takes the memory and what would help.
+
+        Args:
+          target: The chips that the step was compiled for.
+          budget: What the step may take.
+          compiled: All that was compiled.
+          table: The table of it.
+        """
+        on_device = [c for c in compiled if c.used_bytes <= budget.device_bytes]
+        if on_device:
+            found = min(on_device, key=lambda c: c.host_bytes)
+            message = _host_is_short(target, budget, found)
+        else:
+            found = min(compiled, key=lambda c: c.used_bytes)
+            message = _device_is_short(target, budget, found)
+        super().__init__(
+            message,
+            used_bytes=found.used_bytes,
+            limit_bytes=budget.device_bytes,
+            peak=found.peak,
+        )
+        self.alternatives = table
+
+
+def _host_is_short(target: aot.Target, budget: Budget, least: CompiledCandidate) -> str:
+    devices = target.devices_per_host
+    have, need = (n * devices for n in (budget.host_bytes or 0, least.host_bytes))
+    return (
+        f"host memory is too small for {target.name!r}: what fits the device needs "
+        f"{size_text(need)} of each host ({least.what}), which has {size_text(have)}. "
+        "What would help:\n- a host with more memory, or more hosts that share the "
+        "state\n- fewer bits: --allow int8 (codec='int8') for moments, "
+        "oo.master_weights for parameters in bfloat16"
+    )
+
+
+def _device_is_short(
+    target: aot.Target, budget: Budget, least: CompiledCandidate
+) -> str:
+    budget_bytes = budget.device_bytes
+    short = least.used_bytes - budget_bytes
+    parts = {name: n for name, n in least.parts.items() if n}
     needs = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items())
-    stays = state_bytes - everything.moved_bytes
-    weights = parts.get("parameters", 0) + parts.get("gradients", 0)
-    activations = parts.get("activations", 0)
-    help_with = []
-    if state_bytes and stays > short:
-        help_with.append(
-            f"rules that let go of the {size_text(stays)} of state that stays"
+    text = (
+        f"does not fit on {target.name!r}, whatever is moved: short by "
+        f"{size_text(short)} of {size_text(budget_bytes)} on each device. What was "
+        f"found to need least ({least.what}) needs {size_text(least.used_bytes)}: "
+        f"{needs}."
+    )
+    if budget.host_bytes is not None:
+        text += (
+            f" What needs more of a host than its "
+            f"{size_text(budget.host_bytes * target.devices_per_host)} was not tried."
         )
-    at_once = parts.get(STATE_AT_ONCE, 0)
+    lines = [*_what_helps(target, budget_bytes, least, short), *least.outside]
+    return text + " What would help:\n" + "\n".join(lines)
+
+
+def _what_helps(
+    target: aot.Target, budget_bytes: int, least: CompiledCandidate, short: int
+) -> Iterator[str]:
+    """A line for each part of the peak that is more than what is missing."""
+    parts = least.parts
+    if parts.get("state", 0) > short:
+        yield (
+            f"- rules that let go of the {size_text(parts['state'])} of state that "
+            "stays"
+        )
+    at_once = sum(n for name, n in parts.items() if name.startswith(STATE_AT_ONCE))
     if at_once > short:
-        help_with.append(
-            f"an optimizer that nothing joins all state of: {size_text(at_once)} of it "
-            "is loaded at once, as for a norm of accumulated gradients (a warning says "
-            "what joins it, and what to write instead)"
+        yield (
+            f"- an optimizer that nothing joins all state of: {size_text(at_once)} of "
+            "it is loaded at once, as for a norm of accumulated gradients (a warning "
+            "says what joins it, and what to write instead)"
         )
-    if activations > short:
-        help_with.append(
-            f"a smaller batch, or remat (jax.checkpoint, nn.remat): activations and "
-            f"all else that is temporary would have to go to "
-            f"{size_text(activations - short)}"
+    temporary = parts.get("residuals", 0) + parts.get(THE_REST, 0)
+    if temporary > short:
+        yield (
+            "- a smaller batch, or remat (jax.checkpoint, nn.remat): residuals and the "
+            "rest of what is temporary would have to go to "
+            f"{size_text(temporary - short)}"
         )
-    if weights // 2 > short:
-        help_with.append("bfloat16 parameters, if they are float32: half of both")
-    fused = " and updates in the backward pass" if everything.fused else ""
-    ratio = everything.used_bytes / budget_bytes
-    more = math.ceil(target.device_count * ratio)
-    help_with.append(
-        f"more devices: parameters, gradients and batch sharded over at least {more}"
-        f" (now {target.device_count}), or larger ones"
+    if (parts.get("parameters", 0) + parts.get("gradients", 0)) // 2 > short:
+        yield "- bfloat16 parameters, if they are float32: half of both"
+    more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
+    yield (
+        "- more devices: parameters, gradients and batch sharded over at least "
+        f"{more} (now {target.device_count}), or larger ones"
     )
-    return aot.DoesNotFitError(
-        f"does not fit on {target.name!r} even with all state moved{fused}: short by "
-        f"{size_text(short)} of {size_text(budget_bytes)} on each device. It needs "
-        f"{size_text(everything.used_bytes)}: {needs}. What would help:"
-        + "".join(f"\n- {line}" for line in help_with)
-        + "".join(f"\n{line}" for line in everything.outside),
-        used_bytes=everything.used_bytes,
-        limit_bytes=budget_bytes,
-        peak=everything.peak,
-    )
-
-
-COLORS = {
-    "parameters": "#4269d0",
-    "gradients": "#efb118",
-    "activations": "#6cc5b0",
-    "state": "#ff725c",
-    STATE_AT_ONCE: "#a463f2",
-    "other": "#9c9c9c",
-}
-
-
-def check_can_plot() -> type[Figure]:
-    """What draws a figure; asked for before what takes long.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "a plan is drawn with matplotlib: pip install 'optax-offload[plot]'"
-        ) from error
-    return Figure
-
-
-def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Writes the peaks before and after as stacked bars, beside the budget, as PNG.
-
-    Args:
-      plan: What planning found.
-      path: The picture.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
-    figure_class = check_can_plot()
-    figure = figure_class(figsize=(5, 4.5), layout="constrained")
-    axes = figure.subplots()
-    bars = {"as given": plan.before.parts, "with the plan": plan.after.parts}
-    bottoms = [0.0] * len(bars)
-    for part, color in COLORS.items():
-        heights = [parts.get(part, 0) / GIB for parts in bars.values()]
-        if part == STATE_AT_ONCE and not any(heights):
-            continue
-        axes.bar(list(bars), heights, 0.6, bottoms, label=part, color=color)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    for x, total in enumerate(bottoms):
-        axes.annotate(f"{total:.1f}", (x, total), ha="center", va="bottom")
-    budget = plan.budget_bytes / GIB
-    axes.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
-    axes.set(ylabel="peak of each device (GiB)", title=plan.target.name)
-    axes.set_ylim(0, 1.1 * max(*bottoms, budget))
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=150)

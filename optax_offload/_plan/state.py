@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -15,9 +15,12 @@ from jax.sharding import Sharding
 from optax_offload import _memory, _offload, _rules, _trees, aot
 from optax_offload._low_bit import encoded_parts, low_bit, moments
 from optax_offload._plan.step import StepFactory
+from optax_offload._step_options import Options
 
 # Positions of patterns.
 Selection = frozenset[int]
+# Which parameters rest on the host: none, those that scans take row by row, or all.
+Parameters = Literal["device", "rows", "all"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +115,31 @@ def leaf_patterns(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a step, and whether it may rest on the host.
+
+    Attributes:
+      leaf: Its path as the optimizer sees it, and its bytes.
+      argument: Its path among the arguments of the step.
+      by_rows: Whether scans take it row by row; any other use loads all of it.
+      given: Where the given rules have it; None where none of them matches.
+    """
+
+    leaf: Leaf
+    argument: str
+    by_rows: bool = False
+    given: str | None = None
+
+    def rests(self, which: Parameters) -> bool:
+        """Whether it rests on the host, with such parameters moved."""
+        if self.given is not None:
+            return self.given != "device"
+        if (self.leaf.nbytes or 0) < _rules.DEFAULT_MIN_BYTES:
+            return False
+        return which == "all" or (which == "rows" and self.by_rows)
+
+
 class RecordedOptimizer(NamedTuple):
     """An optimizer that a step factory gave to its ``offload``.
 
@@ -119,10 +147,12 @@ class RecordedOptimizer(NamedTuple):
       state: The leaves of the optimizer's state.
       parameter_bytes: The bytes on each device of the parameters that it was
         initialised with.
+      parameters: The leaves of these that are arguments of the step.
     """
 
     state: tuple[Leaf, ...]
     parameter_bytes: int
+    parameters: tuple[Parameter, ...] = ()
 
 
 def record(
@@ -173,16 +203,47 @@ def record(
     for path, x in _trees.leaves_with_paths(step.args):
         for end in _trees.tails(path):
             arguments.setdefault((end, getattr(x, "shape", ())), x)
+    made = [call for call in calls if call is not None]
+    state_paths = {path for _, state, _ in made for path, _ in state}
+    free = _no_state(_trees.leaves_with_paths(step.args), state_paths)
     recorded = []
-    for call in calls:
-        assert call is not None
-        params, state, formats = call
+    for params, state, formats in made:
         leaves = [_leaf(path, x, arguments, factory.target) for path, x in state]
         leaves = _joined(leaves, formats, codec)
         weights = [_leaf(path, x, arguments, factory.target) for path, x in params]
         nbytes = sum(leaf.nbytes_per_device for leaf in weights)
-        recorded.append(RecordedOptimizer(tuple(leaves), nbytes))
+        types = [x for _, x in params]
+        found = [
+            Parameter(leaf, at)
+            for leaf, x in zip(weights, types, strict=True)
+            if (at := _argument_of(leaf.path, x, free)) is not None
+        ]
+        recorded.append(RecordedOptimizer(tuple(leaves), nbytes, tuple(found)))
     return tuple(recorded)
+
+
+def _no_state(
+    arguments: Sequence[tuple[str, Any]], state_paths: set[str]
+) -> dict[tuple[str, tuple[int, ...], Any], str]:
+    """The arguments that are no state: the path of each, by its ends, shape and dtype.
+
+    The first of those that are alike.
+    """
+    found: dict[tuple[str, tuple[int, ...], Any], str] = {}
+    for path, x in arguments:
+        ends = _trees.tails(path)
+        if state_paths.intersection(ends):
+            continue
+        for end in ends:
+            key = end, getattr(x, "shape", ()), getattr(x, "dtype", None)
+            found.setdefault(key, path)
+    return found
+
+
+def _argument_of(
+    path: str, aval: Any, free: Mapping[tuple[str, tuple[int, ...], Any], str]
+) -> str | None:
+    return free.get((path, aval.shape, aval.dtype))
 
 
 def _codecs(
@@ -261,6 +322,7 @@ class MovableState:
       patterns: The patterns of the leaves that no given rule matches, in the order in
         which they should be moved. A `Selection` has positions in it.
       device_count: The number of devices of the target.
+      parameters: The parameters of the step.
     """
 
     given: _rules.OffloadConfig | None
@@ -268,6 +330,33 @@ class MovableState:
     moved_by_given: tuple[Leaf, ...]
     patterns: tuple[LeafPattern, ...]
     device_count: int
+    parameters: tuple[Parameter, ...] = ()
+
+    def resting(self, which: Parameters) -> tuple[Parameter, ...]:
+        """The parameters that rest on the host, with such of them moved."""
+        return tuple(x for x in self.parameters if x.rests(which))
+
+    def with_rows(self, arguments: Collection[str]) -> MovableState:
+        """The same, where it is known which arguments scans take row by row."""
+        known = [
+            dataclasses.replace(x, by_rows=x.argument in arguments)
+            for x in self.parameters
+        ]
+        return dataclasses.replace(self, parameters=tuple(known))
+
+    def parameter_rules(self, which: Parameters) -> tuple[_rules.Rule, ...]:
+        """The given rules of parameters, and one for each pattern of what is moved."""
+        rules = list(self.given.parameters) if self.given else []
+        chosen = [x for x in self.resting(which) if x.given is None]
+        stays = {x.leaf.path for x in self.parameters if not x.rests(which)}
+        for path in dict.fromkeys(x.leaf.path for x in chosen):
+            rule = _rules.Rule(pattern_of(path))
+            # Paths may differ in numbers only, and scans take rows of some.
+            if any(rule.matches(other) for other in stays):
+                rule = _rules.Rule(re.escape(path))
+            if rule not in rules:
+                rules.append(rule)
+        return tuple(rules)
 
     @property
     def everything(self) -> Selection:
@@ -322,6 +411,16 @@ class MovableState:
             self.given and self.given.window_bytes,
         )
 
+    def training(
+        self, selection: Selection, which: Parameters, options: Options
+    ) -> _rules.OffloadConfig:
+        """All that a training is told: `config`, parameters, and the step's options."""
+        return dataclasses.replace(
+            self.config(selection),
+            parameters=self.parameter_rules(which),
+            step=options,
+        )
+
     def _rule(self, pattern: LeafPattern) -> _rules.Rule:
         # What the library would find by itself need not be written: on one device, and
         # for stacked leaves on several, the leading axis.
@@ -356,5 +455,26 @@ def movable_state(
         undecided = [x for x, p in placements if p.rule is None]
         moved = [x for x, p in placements if p.memory_kind != "device"]
     return MovableState(
-        given, optimizers, tuple(moved), tuple(leaf_patterns(undecided)), device_count
+        given,
+        optimizers,
+        tuple(moved),
+        tuple(leaf_patterns(undecided)),
+        device_count,
+        _parameters(optimizers, given),
+    )
+
+
+def _parameters(
+    optimizers: Sequence[RecordedOptimizer], given: _rules.OffloadConfig | None
+) -> tuple[Parameter, ...]:
+    """The parameters of all optimizers, each once, and where given rules have them."""
+    found = list({x.argument: x for o in optimizers for x in o.parameters}.values())
+    if given is None or not given.parameters:
+        return tuple(found)
+    config = _rules.as_config(given.parameters)
+    sizes = [(x.leaf.path, x.leaf.nbytes) for x in found]
+    placements = _rules.place(config, sizes)
+    return tuple(
+        x if p.rule is None else dataclasses.replace(x, given=p.memory_kind)
+        for x, p in zip(found, placements, strict=True)
     )

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import jax
 
 from optax_offload import aot
-from optax_offload._schedule import Options
-from optax_offload._stream import stream, traced
 
 
 class Step(NamedTuple):
@@ -23,7 +21,7 @@ class Step(NamedTuple):
       donate_argnums: The arguments to donate, as in `jax.jit`.
       out_shardings: The shardings of the results, as in `jax.jit`.
       tokens: The number of tokens that a step trains on, on all devices; a plan uses it
-        to tell the cost for other batches.
+        to tell how many a second are modelled.
     """
 
     fn: Callable[..., Any]
@@ -82,53 +80,3 @@ def compile_step(step: Step, target: aot.Target) -> jax.stages.Compiled:
         donate_argnums=step.donate_argnums,
         out_shardings=step.out_shardings,
     )
-
-
-class Fused(NamedTuple):
-    """A step under `stream`, and what that means on each device.
-
-    Attributes:
-      step: The step; None where nothing of it can be fused.
-      gradient_bytes: The bytes of gradients that never exist.
-      stored_bytes: Of these, the bytes that wait in host memory.
-      flops_again: The operations of backward passes that run a second time.
-      outside: Why gradients are left outside.
-      state_at_once_bytes: The bytes of state that is loaded at once, as something joins
-        it.
-    """
-
-    step: Step | None
-    gradient_bytes: int
-    stored_bytes: int
-    flops_again: float
-    outside: tuple[str, ...]
-    state_at_once_bytes: int
-
-
-def fused(step: Step, target: aot.Target) -> Fused | None:
-    """The step as `stream` makes it.
-
-    None for a jitted step, which is compiled as it is: one of `jit` is fused already.
-    """
-    if hasattr(step.fn, "trace"):
-        return None
-    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
-        found, *_ = traced(step.fn, step.args, {}, Options())
-    return Fused(
-        step._replace(fn=stream(step.fn)) if found.scans else None,
-        found.gradient_bytes,
-        found.stored_bytes,
-        found.flops_again,
-        found.reasons(),
-        found.state_at_once_bytes,
-    )
-
-
-def state_at_once(step: Step, target: aot.Target) -> int:
-    """The bytes of state that a step loads at once, as it is: see `Fused`."""
-    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
-        its_own = getattr(step.fn, "schedule", None)
-        if its_own is not None:
-            return its_own(*step.args).state_at_once_bytes
-        found, *_ = traced(step.fn, step.args, {}, Options(fuse=False))
-        return found.state_at_once_bytes

@@ -2,13 +2,7 @@
 
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
-from optax_offload._schedule.fused_step import (
-    FusedScan,
-    FusedStep,
-    LateGradients,
-    Options,
-    Residuals,
-)
+from optax_offload._schedule.fused_step import FusedScan, FusedStep
 from optax_offload._schedule.group import Group, Part
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.order import (
@@ -36,16 +30,13 @@ __all__ = [
     "FusedScan",
     "FusedStep",
     "Group",
-    "LateGradients",
     "Loop",
-    "Options",
     "Outer",
     "OverWindow",
     "Part",
     "Phased",
     "Place",
     "RemainingUpdate",
-    "Residuals",
     "Scan",
     "Schedule",
     "Straight",

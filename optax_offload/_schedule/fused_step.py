@@ -17,33 +17,10 @@ from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.unfused import Unfused, gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
+from optax_offload._step_options import Options
 from optax_offload._units import Printed, size_text
 
-LateGradients = Literal["auto", "host", "recompute", "device"]
-Residuals = Literal["device", "host"]
 Way = Literal["host", "recompute"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What is asked for of a step.
-
-    Attributes:
-      fuse: Whether updates are moved into the backward pass.
-      late_gradients: What is done with gradients whose update needs all of them first.
-      residuals: Where what the forward pass keeps for the backward pass rests.
-    """
-
-    fuse: bool = True
-    late_gradients: LateGradients = "auto"
-    residuals: Residuals = "device"
-
-    def __post_init__(self) -> None:
-        for name, of in (("late_gradients", LateGradients), ("residuals", Residuals)):
-            given, allowed = getattr(self, name), get_args(of)
-            if given not in allowed:
-                listed = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name} is {given!r}; it must be one of {listed}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +85,7 @@ class FusedStep(Printed):
     step: Step
     scans: tuple[FusedScan, ...]
     unfused: tuple[Unfused, ...]
-    asked: Options = Options()
+    asked: Options = dataclasses.field(default_factory=Options)
     streaming: tuple[FusedScan, ...] = ()
 
     @functools.cached_property

@@ -25,8 +25,6 @@ from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import (
     FusedScan,
     FusedStep,
-    LateGradients,
-    Options,
     Way,
     candidates,
     passes_of,
@@ -35,6 +33,7 @@ from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
 from optax_offload._schedule.unfused import Unfused, gradients, in_bodies
+from optax_offload._step_options import LateGradients, Options
 
 
 def plan(step: Step, asked: Options) -> FusedStep:

@@ -2,6 +2,7 @@
 
 from optax_offload.aot.chips import CHIPS, GPUS_PER_HOST, Chip
 from optax_offload.aot.compile import compile, mesh_of
+from optax_offload.aot.measured import Measured, measure
 from optax_offload.aot.peak import DoesNotFitError, Peak, peak
 from optax_offload.aot.step_times import Assumption, StepTime, step_time
 from optax_offload.aot.targets import Target
@@ -13,12 +14,14 @@ __all__ = [
     "Assumption",
     "Chip",
     "DoesNotFitError",
+    "Measured",
     "Peak",
     "StepTime",
     "Target",
     "Transfer",
     "compile",
     "host_computations",
+    "measure",
     "mesh_of",
     "peak",
     "step_time",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 from optax_offload.aot._hlo import Computation, Instruction, Module
+
+_NARROW_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,11 +25,35 @@ class _Axis:
     kernel_dilation: int
 
 
-def flops(module: Module, computation: Computation, i: Instruction) -> int:
+class Flops(NamedTuple):
+    """Operations of matrix products, by what they multiply.
+
+    Attributes:
+      wide: Products of which a factor has more than 16 bits.
+      narrow: Products of factors of 16 bits or less, at a chip's bfloat16 rate.
+    """
+
+    wide: int = 0
+    narrow: int = 0
+
+
+def flops(module: Module, computation: Computation, i: Instruction) -> Flops:
     """The multiply-adds, two operations each, of matrix products and convolutions."""
     inner = module.called(i)
     if inner is not None:
-        return sum(flops(module, inner, j) for j in inner)
+        found = [flops(module, inner, j) for j in inner]
+        return Flops(sum(f.wide for f in found), sum(f.narrow for f in found))
+    count = _flops(computation, i)
+    if not count:
+        return Flops()
+    factors = [computation.instructions[o].arrays[0] for o in i.operands[:2]]
+    # A TPU's compiler has float32 factors rounded where it multiplies them: the rate of
+    # a chip for float32 at JAX's default precision says that.
+    narrow = all(f.nbytes <= _NARROW_BYTES * f.size for f in factors)
+    return Flops(narrow=count) if narrow else Flops(wide=count)
+
+
+def _flops(computation: Computation, i: Instruction) -> int:
     if i.opcode == "dot":
         left = computation.instructions[i.operands[0]].arrays[0]
         contracted = i.integers("lhs_contracting_dims")

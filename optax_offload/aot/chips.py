@@ -64,6 +64,8 @@ class Tpu(Chip):
       dimensions: Axes of the grid that the chips of a slice are.
       devices_per_chip: JAX's devices on each chip.
       topology_options: What libtpu has to be told beside the name of a slice.
+      one_host_chips: The chips of the largest slice that has one host
+        (cloud.google.com/tpu/docs: machine types).
     """
 
     platform: ClassVar[str] = "tpu"
@@ -71,6 +73,7 @@ class Tpu(Chip):
     dimensions: int
     devices_per_chip: int = 1
     topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    one_host_chips: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +139,7 @@ _ALL_TPUS = (
     Tpu(
         name="v5e",
         dimensions=2,
+        one_host_chips=8,
         memory_bytes=16 * GIB - 258 * MIB,
         memory_source=_LIBTPU,
         link=Link(15e9, LINK.latency_seconds),
@@ -162,6 +166,7 @@ _ALL_TPUS = (
     Tpu(
         name="v6e",
         dimensions=2,
+        one_host_chips=8,
         memory_bytes=31 * GIB + 248 * MIB,  # 31.5 GiB less 264 MiB
         memory_source=_LIBTPU,
         link=Link(32e9, LINK.latency_seconds),

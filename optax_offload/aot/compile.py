@@ -83,6 +83,31 @@ def compile(  # noqa: PLR0913
         "donate_argnums": donate_argnums,
         "static_argnums": static_argnums,
     }
+    lowered = lower(fn, args, target, options, mesh)
+    compiled = compile_lowered(lowered, target, dict(compiler_options or {}))
+    if target.platform == "gpu":
+        check_fit(target, peak(compiled))
+    return compiled
+
+
+def lower(  # noqa: PLR0913
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    target: Target,
+    options: Mapping[str, Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    jit: Callable[..., Any] = jax.jit,
+) -> jax.stages.Lowered:
+    """What `compile` compiles.
+
+    Args:
+      fn: As of `compile`.
+      args: As of `compile`.
+      target: As of `compile`.
+      options: Those of `jax.jit`, by name; None where one is not given.
+      mesh: As of `compile`.
+      jit: What a function that is not jitted is jitted with.
+    """
     options = {k: v for k, v in options.items() if v is not None}
     if not jax.sharding.get_mesh().empty:
         raise ValueError(
@@ -99,6 +124,7 @@ def compile(  # noqa: PLR0913
     static = options.get("static_argnums", ())
     static = {static} if isinstance(static, int) else set(static)
     tree = {i: x for i, x in enumerate(args) if not static & {i, i - len(args)}}
+    out_shardings = options.get("out_shardings")
     if mesh is None:
         mesh = mesh_of((tree, out_shardings), target)
     elif mesh.size != target.device_count:
@@ -115,16 +141,17 @@ def compile(  # noqa: PLR0913
         options["out_shardings"] = jax.tree.map(
             lambda leaf: _output(leaf, mesh), out_shardings
         )
-    lowered = _lower(fn if jitted else jax.jit(fn, **options), args, mesh, target)
-    compiled = _compile(lowered, target, dict(compiler_options or {}))
-    if target.platform == "gpu":
-        check_fit(target, peak(compiled))
-    return compiled
+    return _lower(fn if jitted else jit(fn, **options), args, mesh, target)
 
 
-def _compile(
+def compile_lowered(
     lowered: jax.stages.Lowered, target: Target, compiler_options: dict[str, Any]
 ) -> jax.stages.Compiled:
+    """Compiles what `lower` made.
+
+    Raises:
+      DoesNotFitError: A TPU's compiler refuses it.
+    """
     if target.platform == "gpu":
         # There is no GPU to tune kernels on; trying costs as much time again.
         compiler_options.setdefault("xla_gpu_autotune_level", 0)

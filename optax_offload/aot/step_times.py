@@ -9,10 +9,10 @@ The model is deliberately simple:
   is computed beside it.
 - The device carries out the schedule in order. A `-start` begins a transfer and goes
   on, its `-done` waits. A transfer without them is waited for at once.
-- Any other operation takes the longer of its matrix products over the peak rate of the
-  chip, and the bytes it touches in device memory over the bandwidth of that. Moves
-  within the device that have a `-start`, and VMEM, are free; collectives count as the
-  bytes they touch. So computation is a little faster than it is, and hides less.
+- Any other operation takes the longer of its matrix products over the chip's peak rate
+  for what they multiply, and the bytes it touches in device memory over its bandwidth.
+  Moves within the device that have a `-start`, and VMEM, are free; collectives count as
+  the bytes they touch. So computation is a little faster than it is, and hides less.
 - Loops are carried out iteration by iteration. Of the branches of a conditional the one
   that moves most is taken.
 """
@@ -190,6 +190,11 @@ def _assumptions(
         Assumption(
             "matrix products of float32",
             f"{model.flops_per_second / 1e12:.0f} TFLOP/s",
+            chip.flops_source,
+        ),
+        Assumption(
+            "matrix products of 16 bits",
+            f"{model.narrow_flops_per_second / 1e12:.0f} TFLOP/s",
             chip.flops_source,
         ),
         Assumption(

@@ -17,6 +17,8 @@ from optax_offload._units import MIB, size_text
 from optax_offload.aot import compilers
 from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS, Chip, Gpu, Tpu
 
+# Of slices that have several hosts (cloud.google.com/tpu/docs: machine types -4t).
+_TPU_CHIPS_PER_HOST = 4
 _NAME = re.compile(r"(?P<chip>[\w-]+)(:(?P<size>\d+(x\d+)*))?")
 # Less device memory than this is taken for another unit than bytes.
 _LEAST_MEMORY_BYTES = MIB
@@ -95,6 +97,22 @@ class Target:
     def chip(self) -> Chip:
         """What is known of its chip."""
         return CHIPS[self.name.partition(":")[0]]
+
+    @property
+    def devices_per_host(self) -> int:
+        """How many of its devices share a host, and so that host's memory.
+
+        Of GPUs up to eight; of TPUs those of four chips, or all of a slice that one
+        host can have.
+        """
+        chip = self.chip
+        most = GPUS_PER_HOST
+        if isinstance(chip, Tpu):
+            whole = chip.one_host_chips * chip.devices_per_chip
+            if self.device_count <= whole:
+                return self.device_count
+            most = _TPU_CHIPS_PER_HOST * chip.devices_per_chip
+        return min(self.device_count, most)
 
     @property
     def devices(self) -> tuple[Any, ...]:

@@ -36,8 +36,9 @@ from optax_offload.cli.diagnosis import NO_GAIN, diagnosis_of, print_diagnosis
 from optax_offload.cli.errors import error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
+from optax_offload.cli.interrupts import leave, until_interrupted
 
-BAD_INPUT, DOES_NOT_FIT, IDLE_RULE = 2, 3, 4
+DOES_NOT_FIT, BAD_INPUT, IDLE_RULE, INTERRUPTED = 1, 2, 4, 130
 
 
 def _examples(*lines: str) -> str:
@@ -48,15 +49,15 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Which optimizer state to keep in host memory so that a step fits, and what "
-    "that costs.",
+    help="What to keep in host memory so that a training step fits, and what that "
+    "costs.",
     epilog=_examples(
         "fit my_steps:make_step --target h100 --out rules.toml",
         "explain rules.toml --step my_steps:make_step",
         "report runs/1/checkpoints",
     )
-    + "\n\nExit codes: 0 it fits, or all is well; 2 the input is wrong; 3 it does not "
-    "fit with all state moved; 4 (explain) a rule decides nothing.",
+    + "\n\nExit codes: 0 it fits, or all is well; 1 nothing fits; 2 the input is "
+    "wrong; 4 (explain) a rule decides nothing; 130 (fit) it was interrupted.",
 )
 _traceback = False
 _out, _err = Console(), Console(stderr=True)
@@ -108,7 +109,8 @@ def main_options(
     epilog=_examples(
         "fit my_steps:make_step --target h100",
         "fit my_steps:make_step --target v5e:2x4 --budget 14GiB --out rules.toml",
-        "fit my_steps:make_step --target rtx4090 --allow int8 --set layers=24",
+        "fit my_steps:make_step --target rtx4090 --allow int8 --host-memory 64GiB",
+        "fit my_steps:make_step --target h100 --set layers=24",
     )
 )
 def fit(  # noqa: PLR0913 - each parameter is an option
@@ -121,43 +123,67 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             "10 % on a GPU, 2 % on a TPU."
         ),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="What each host has for this: 64GiB. Without it, what is needed is "
+            "said."
+        ),
+    ] = None,
     rules: Annotated[
         pathlib.Path | None,
         typer.Option(help="A rule file of what has to go, and what has to stay."),
     ] = None,
     allow: Annotated[
         str | None,
-        typer.Option(
-            help="A codec in which moments may be kept, such as int8, before any moves."
-        ),
+        typer.Option(help="A codec in which moments may be kept, such as int8."),
     ] = None,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="Write the rule file here.")
     ] = None,
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Draw the peak as bars, as PNG.")
+        pathlib.Path | None, typer.Option(help="Draw peaks and times, as PNG.")
     ] = None,
     set_: SetOption = None,
     measure_link: Annotated[
         bool, typer.Option(help="Measure the link of the device that is attached.")
     ] = False,
+    cache: Annotated[
+        bool,
+        typer.Option(
+            help="Keep what is compiled in the user's cache, and do not compile it "
+            "again."
+        ),
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Finds the least state to move for a step to fit, by compiling it."""
+    """Finds the fastest way to train a step that fits, by compiling it."""
     with _errors():
         _check_can_write(out, plot)
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
+        if allow is not None:
+            _rules.Rule(".*", codec=cast("_rules.CodecName", allow))
+        chips = Target(target)
+        asked = _plan.Asked(
+            _plan.checked_budget(
+                None if budget is None else parse_size(budget),
+                None if host_memory is None else parse_size(host_memory),
+                chips,
+            ),
+            codec=allow,
+            link_bytes_per_second=link,
+            folder=_cache_folder() if cache else None,
+        )
+        given = None if rules is None else _rule_files.load_config(rules)
         with _progress() as progress:
-            plan = _plan.plan(
-                make_step,
-                target=Target(target),
-                budget_bytes=None if budget is None else parse_size(budget),
-                rules=None if rules is None else _rule_files.load_config(rules),
-                codec=cast("_rules.CodecName | None", allow),
-                link_bytes_per_second=link,
-                progress=progress,
+            planner = _plan.Planner(
+                _plan.StepFactory(make_step, chips), asked, given, progress
             )
+            complete = until_interrupted(planner.run)
+        if not complete:
+            _say_what_was_found(planner)
+        plan = planner.plan()
     # Before the files: what took minutes to find is not lost if one of them fails.
     if as_json:
         _print_json(plan.as_dict())
@@ -168,13 +194,32 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             plan.save(out)
         if plot is not None:
             _plan.save_plot(plan, plot)
-    if as_json:
+    if not as_json:
+        for path in (out, plot):
+            if path is not None:
+                _out.print(f"wrote {path}", highlight=False)
+        tables.print_training(_out, plan, out)
+    if not complete:
+        # The compiler may still be at work in its thread, and cannot be stopped.
+        _out.file.flush()
+        leave(INTERRUPTED)
+
+
+def _say_what_was_found(planner: _plan.Planner) -> None:
+    """Ends the process where nothing that fits was found before Ctrl-C."""
+    if planner.best is not None:
+        _err.print("interrupted: this is the best that was found", style="bold")
         return
-    for path in (out, plot):
-        if path is not None:
-            _out.print(f"wrote {path}", highlight=False)
-    if out is None and not plan.empty:
-        _out.print("--out FILE writes the rules, for optax_offload.load_config")
+    _err.print("interrupted: nothing that was compiled fits", style="bold")
+    if planner.compiled:
+        tables.print_alternatives(_err, planner.alternatives)
+    leave(INTERRUPTED)
+
+
+def _cache_folder() -> pathlib.Path:
+    """Where peaks and times are kept between runs, as other programs keep theirs."""
+    root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(root) / "optax_offload" / "compiled"
 
 
 def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> None:
@@ -333,7 +378,7 @@ def _progress() -> Generator[_plan.Progress, None, None]:
             if isinstance(what, str):
                 status.update(what)
             else:
-                _err.print(f"compiled with {what}", highlight=False)
+                _err.print(f"compiled: {what}", highlight=False, markup=False)
 
         yield show
 
@@ -348,6 +393,8 @@ def _errors() -> Generator[None, None, None]:
         yield
     except aot.DoesNotFitError as error:
         code, shown = DOES_NOT_FIT, error
+        if isinstance(error, _plan.NothingFitsError):
+            tables.print_alternatives(_err, error.alternatives)
     except typer.Exit:
         raise
     except Exception as error:

@@ -35,27 +35,26 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
-    """Prints a plan: what moves, what that saves, what it costs."""
-    if plan.before.fits:
-        fits = "fits as it is: nothing is moved"
-    elif not plan.moved:
-        how = "moments encoded" if plan.encoded else "its updates in the backward pass"
-        fits = f"fits with {how}: nothing is moved"
-    else:
-        fits = "fits with this plan"
+    """Prints a plan: what is chosen, what fills the device, what else there is."""
+    fits = "fits as it is: nothing is moved"
+    if not plan.before.fits:
+        fits = f"fits with {plan.after.what}"
     console.print(
         f"[bold]{plan.target.name}[/bold], {size_text(plan.budget_bytes)} on each "
         f"device: [bold]{fits}[/bold]"
     )
-    for line in (*plan.fusing(), *plan.numerics()):
+    for line in (*plan.host(), *plan.timing(), *plan.numerics()):
         console.print(line, highlight=False, soft_wrap=True)
     if plan.moved:
         moved = [
             (p.pattern, len(p.leaves), size_text(p.nbytes_per_device))
             for p in plan.moved
         ]
-        columns = ("moved to host memory", "leaves ", "each device ")
+        columns = ("state moved to host memory", "leaves ", "each device ")
         console.print(table("", columns, moved))
+    for rule in plan.config.parameters:
+        line = f"parameters moved to host memory: {rule.regex}"
+        console.print(line, highlight=False, markup=False)
     before, after = plan.before, plan.after
     parts = [
         (
@@ -68,27 +67,36 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     peaks = ("peak", size_text(before.used_bytes), size_text(after.used_bytes))
     columns = ("each device", "as given ", "with the plan ")
     console.print(table("", columns, [*parts, peaks]))
-    for line in plan.cost.lines():
-        console.print(f"[dim]-[/dim] {line}", highlight=False)
-    if plan.moved:
-        console.print(_slowdowns(plan))
+    if not plan.before.fits:
+        print_alternatives(console, plan.alternatives)
+        for line in plan.outside:
+            console.print(line, highlight=False, soft_wrap=True)
     for name, value in plan.environment.items():
         console.print(f"set [bold]{name}={value}[/bold]", highlight=False)
 
 
-def _slowdowns(plan: _plan.Plan) -> Table:
-    tokens = plan.cost.tokens
+def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
+    """Prints what was looked at, the chosen one marked, and what times assume."""
     rows = [
-        (
-            f"{scale:.0f}x" if tokens is None else f"{tokens * scale:,.0f}",
-            f"{now:.2f}",
-            f"{hidden:.2f}",
-        )
-        for scale, now, hidden in plan.cost.table()
+        (("-> " if row.chosen else "   ") + cells[0], *cells[1:])
+        for row, cells in zip(found.rows, found.cells(), strict=True)
     ]
-    first = "this batch " if tokens is None else "tokens in a step "
-    now = "at most " if plan.cost.fused else "now "
-    return table("times as long as without", (first, now, "if hidden "), rows)
+    console.print(table("", _plan.HEADERS, rows))
+    for line in found.not_compiled:
+        console.print(line, highlight=False, soft_wrap=True)
+    if found.assumptions:
+        console.print("times are modelled, not measured, of compiled programs:")
+    for assumption in found.assumptions:
+        console.print(f"[dim]-[/dim] {assumption}", highlight=False)
+
+
+def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
+    """Prints the lines that a training script needs, for the file if one is written."""
+    if plan.before.fits:
+        return
+    console.print("in the training script:" if file else "with --out FILE:")
+    for line in plan.training(str(file or "FILE")):
+        console.print(f"  {line}", highlight=False, markup=False)
 
 
 def print_explanation(console: Console, title: str, found: Explanation) -> None:

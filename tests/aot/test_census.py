@@ -138,6 +138,7 @@ def test_model_of_a_target():
     assert model.link is target.chip.link
     assert model.memory_bytes_per_second == target.chip.memory_bytes_per_second
     assert model.flops_per_second == target.chip.float32_flops_per_second
+    assert model.narrow_flops_per_second == target.chip.flops_per_second
     assert model_of(target, 50.0, 10.0).link == Link(50e9, 1e-5)
     assert model_of(target, latency_us=20.0).link == Link(
         target.chip.link.bytes_per_second, 2e-5
@@ -167,6 +168,28 @@ rhs_contracting_dims={0}
     assert found.seconds == pytest.approx(2 * 512 * 1024 * 256 / 1e12)
     assert found.efficiency is found.both_ways is None
     assert found.places == []
+
+
+def test_matrix_products_of_16_bits():
+    """At the chip's rate for these; one wide factor makes a product wide."""
+    rates = {"flops_per_second": 1e12, "narrow_flops_per_second": 2e12}
+    model = Model(memory_bytes_per_second=1e18, **rates)
+    for left, right, rate in (
+        ("bf16", "bf16", 2e12),
+        ("f32", "bf16", 1e12),
+        ("f8e4m3fn", "bf16", 2e12),
+    ):
+        text = f"""HloModule jit_step, is_scheduled=true
+
+ENTRY %main (a: {left}[512,1024], b: {right}[1024,256]) -> f32[512,256] {{
+  %a = {left}[512,1024]{{1,0}} parameter(0)
+  %b = {right}[1024,256]{{1,0}} parameter(1)
+  ROOT %c = f32[512,256]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, \
+rhs_contracting_dims={{0}}
+}}
+"""
+        found = census(text, model)
+        assert found.seconds == pytest.approx(2 * 512 * 1024 * 256 / rate)
 
 
 def test_text_that_is_not_scheduled():
@@ -235,7 +258,7 @@ def test_compiled_matrix_products():
         struct = jax.ShapeDtypeStruct((8, 512, 512), jnp.bfloat16)
         compiled = aot.compile(lambda a, b: a @ b, struct, struct, target=target)
         text = compiled.as_text() or ""
-        slow = Model(flops_per_second=1e9)  # such that only the products count
+        slow = Model(narrow_flops_per_second=1e9)  # such that only the products count
         products.append(census(text, slow).seconds * 1e9)
         assert re.search(r"dot\(|convolution\(|gemm", text), text
     assert products == pytest.approx([2 * 8 * 512**3] * 2, rel=0.01)

@@ -4,8 +4,11 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +18,10 @@ from typer.testing import CliRunner
 
 import optax_offload as oo
 from optax_offload import _plan, aot
-from optax_offload._plan.cost import Cost
+from optax_offload._plan.alternatives import Alternatives
 from optax_offload.aot import targets
 from optax_offload.cli import command as cli
+from optax_offload.cli import interrupts
 
 FACTORY = """
 import jax, jax.numpy as jnp, optax
@@ -45,6 +49,9 @@ def broken_otherwise(offload, target):
 def broken_in_the_step(offload, target):
     step = make_step(offload, target, width=64)
     return step._replace(fn=lambda *args: 1 / 0)
+
+def no_optimizer(offload, target):
+    return oo.Step(lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))
 
 other = 3
 """
@@ -91,7 +98,7 @@ def rules(tmp_path):
 def test_help(invoke):
     """The exit codes are in it."""
     text = invoke("--help").output
-    for word in ("fit", "explain", "report", "targets", "Exit codes", "3 it does not"):
+    for word in ("fit", "explain", "report", "targets", "Exit codes", "1 nothing fits"):
         assert word in text
     assert "--out" in re.sub(r"\x1b\[[\d;]*m", "", invoke("fit", "--help").output)
 
@@ -230,7 +237,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         (
             ("fit", "my_steps:stepp", "--target", "h100"),
             "my_steps has no function 'stepp'; it has make_step, broken, "
-            "broken_otherwise, broken_in_the_step",
+            "broken_otherwise, broken_in_the_step, no_optimizer",
         ),
         (("fit", "my_steps:other", "--target", "h100"), "has no function 'other'"),
         (("fit", "my_steps:make_step", "--target", "h10"), "names no chip"),
@@ -241,6 +248,18 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--budget", "100GiB"),
             "at most what 'h100' has",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--host-memory", "all"),
+            "'all' is no size; write it as 70GiB",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--allow", "int3"),
+            "codec is 'int3'; it must be one of 'int8'",
+        ),
+        (
+            ("fit", "my_steps:no_optimizer", "--target", "h100"),
+            "does not call its first argument: what it makes has to be in the step",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth=3"),
@@ -296,15 +315,24 @@ def given_plan(monkeypatch, prepare=lambda: None):
         before=compiled,
         after=compiled,
         compiled=(compiled,),
-        cost=Cost(0, 1.0, "", 1.0, 1.0, ""),
+        alternatives=Alternatives((), (), ()),
         environment={},
     )
 
-    def find(*args, **kwargs):
-        prepare()
-        return plan
+    class Planner:
+        """Finds it at once."""
 
-    monkeypatch.setattr(_plan, "plan", find)
+        def __init__(self, *args):
+            prepare()
+
+        def run(self):
+            """Has nothing to do."""
+
+        def plan(self):
+            """What is given."""
+            return plan
+
+    monkeypatch.setattr(_plan, "Planner", Planner)
     return plan
 
 
@@ -404,24 +432,31 @@ def compilers():
 
 @pytest.mark.aot
 @pytest.mark.usefixtures("compilers")
-def test_fit(invoke, tmp_path):
+def test_fit(invoke, tmp_path, monkeypatch):
     """From a budget to a rule file, a picture, tables and JSON."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     args = ["fit", "my_steps:make_step", "--target", "h100", "--budget", "241MiB"]
-    args += ["--out", "my.toml", "--plot", "my.png"]
+    args += ["--out", "my.toml", "--plot", "my.png", "--host-memory", "1GiB"]
     result = invoke(*args)
-    assert result.stderr.count("compiled with") >= 3
-    assert "fits with this plan" in result.stdout
+    assert result.stderr.count("compiled: ") >= 3
+    assert "fits with" in result.stdout
+    assert "of 1.00 GiB" in result.stdout
     assert re.search(r"\\d\+/(mu|nu)/w +1 +64\.00 MiB", result.stdout)
-    assert "times as long as without" in result.stdout
+    assert "-> 64.00 MiB of 128.00 MiB of state" in result.stdout
+    assert "step = oo.jit(train_step, **config.step)" in result.stdout
     config = oo.load_config(tmp_path / "my.toml")
     assert [r.regex for r in config.rules] == [r"\d+/mu/w"]
     assert (tmp_path / "my.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads(invoke(*args, "--json").stdout)
+    again = invoke(*args, "--json")
+    assert again.stderr.count("kept from before") == again.stderr.count("compiled: ")
+    found = json.loads(again.stdout)
     assert found["after"]["used_bytes"] <= found["budget_bytes"] == 241 * 2**20
     assert found["before"]["used_bytes"] > found["budget_bytes"]
     assert [r["pattern"] for r in found["rules"]] == [r"\d+/mu/w"]
     assert sum(found["after"]["parts"].values()) == found["after"]["used_bytes"]
-    assert found["cost"]["bytes_each_way"] == 64 * 2**20
+    assert found["host_bytes"] == 64 * 2**20
+    (chosen,) = (r for r in found["alternatives"]["rows"] if r["why"] == "chosen")
+    assert chosen["step_seconds"] == found["after"]["time"]["seconds"]
     assert len(found["compiled"]) >= 3
     explained = invoke("explain", "my.toml", "--step", "my_steps:make_step")
     assert "pinned_host: 64.00 MiB" in explained.stdout
@@ -440,15 +475,60 @@ def test_a_step_that_raises_when_it_is_traced(invoke):
 @pytest.mark.aot
 @pytest.mark.usefixtures("compilers")
 def test_fit_needs_nothing_or_cannot(invoke):
-    """It fits as it is: 0. It does not fit at all: 3, and what would help."""
+    """It fits as it is: 0. It does not fit at all: 1, a table, and what would help."""
     args = ("fit", "my_steps:make_step", "--target", "h100", "--set", "optimizer=sgd")
     found = json.loads(invoke(*args, "--json").stdout)
     assert found["empty"]
     assert found["moved"] == []
-    result = invoke(*args, "--budget", "9MiB", code=3)
-    assert "does not fit on 'h100' even with all state moved" in result.stderr
+    result = invoke(*args, "--budget", "9MiB", "--no-cache", code=1)
+    error = " ".join(result.stderr.split())
+    assert "does not fit on 'h100', whatever is moved" in error
+    assert "nearest: " in error
     assert "What would help" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_what_is_found_before_ctrl_c_is_told(monkeypatch):
+    """At once, whatever the other thread does; and errors are the caller's."""
+    started = threading.Event()
+
+    def work():
+        started.set()
+        time.sleep(30)
+
+    monkeypatch.setattr(
+        threading.Thread, "join", lambda self, timeout: signal.raise_signal(2)
+    )
+    assert interrupts.until_interrupted(work) is False
+    monkeypatch.undo()
+    assert interrupts.until_interrupted(lambda: None) is True
+    with pytest.raises(ZeroDivisionError):
+        interrupts.until_interrupted(lambda: 1 / 0)
+
+
+def interrupted(monkeypatch, best, compiled):
+    """Ctrl-C is pressed when so much was found; gives the code of the process."""
+    plan = given_plan(monkeypatch)
+    _plan.Planner.best, _plan.Planner.compiled = best, compiled
+    _plan.Planner.alternatives = plan.alternatives
+    monkeypatch.setattr(cli, "until_interrupted", lambda work: False)
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "leave", leave)
+
+
+def test_ctrl_c_prints_the_best_found(invoke, monkeypatch):
+    """And writes its file; where nothing fits, it says so."""
+    args = ("fit", "my_steps:make_step", "--target", "h100", "--out", "my.toml")
+    interrupted(monkeypatch, best=3, compiled=(3,))
+    result = invoke(*args, code=130)
+    assert "interrupted: this is the best that was found" in result.stderr
+    assert "wrote my.toml" in result.stdout
+    interrupted(monkeypatch, best=None, compiled=(3,))
+    result = invoke(*args, code=130)
+    assert "interrupted: nothing that was compiled fits" in result.stderr
 
 
 def test_the_command_is_installed_by_this_name():

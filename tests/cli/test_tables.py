@@ -5,8 +5,9 @@ import io
 from rich.console import Console
 
 import optax_offload as oo
-from optax_offload import _plan
-from optax_offload._plan.cost import Cost
+from optax_offload import _plan, aot
+from optax_offload._plan.alternatives import alternatives
+from optax_offload._plan.variants import Variant
 from optax_offload.aot import Target
 from optax_offload.cli import tables
 from optax_offload.cli.checkpoint import SavedLeaf
@@ -57,30 +58,49 @@ def test_targets_have_sources():
         assert row["link_source"][:30] in text
 
 
-def test_updates_in_the_backward_pass():
-    """What they bring alone, and that the step has to be trained so."""
+def test_a_plan(tmp_path):
+    """What is chosen, what fills the device, and what else there is."""
     parts = {"parameters": 2**30}
-    sizes = [
-        _plan.CompiledCandidate(0, n * 2**30, None, n < 6, 1.0, parts, n < 8)
+    time = aot.StepTime(1.0, 0.5, 0, 0, 0, 2**30, 2**30, 0.0, (aot.Assumption(*"abc"),))
+    before, after = (
+        _plan.CompiledCandidate(
+            moved_bytes=0,
+            used_bytes=n * 2**30,
+            peak=None,
+            fits=n < 6,
+            seconds=1.0,
+            parts=parts,
+            what=f"way {n}",
+            time=time,
+            variant=Variant(window_bytes=n),
+            host_bytes=(8 - n) * 2**30,
+        )
         for n in (8, 5)
-    ]
+    )
+    asked = _plan.Asked(_plan.Budget(6 * 2**30))
+    target = Target("h100")
     plan = oo.Plan(
-        target=Target("h100"),
+        target=target,
         budget_bytes=6 * 2**30,
-        config=oo.OffloadConfig([oo.Rule(".*", "device")]),
+        config=oo.OffloadConfig([oo.Rule(".*", "device")], parameters=["layers/.*"]),
         moved=(),
-        before=sizes[0],
-        after=sizes[1],
-        compiled=tuple(sizes),
-        cost=Cost(0, 1.0, "", 1.0, 1.0, ""),
+        before=before,
+        after=after,
+        compiled=(before, after),
+        alternatives=alternatives((before, after), (), asked, target, after),
         environment={},
-        fused=sizes[1],
         outside=("1 gradient of 2.00 MiB left outside: the step returns it",),
     )
     text = " ".join(shown(tables.print_plan, plan).split())
-    assert "fits with its updates in the backward pass: nothing is moved" in text
-    assert "before anything is moved: 8.00 GiB -> 5.00 GiB, fits" in text
-    assert "train with oo.jit(step), or jit oo.stream(step)" in text
+    assert "6.00 GiB on each device: fits with way 5" in text
+    assert "parameters moved to host memory: layers/.*" in text
+    assert "-> way 5" in text
+    assert "2.00 GiB more than each device has" in text
+    assert "modelled, not measured" in text
+    assert "- a: b (c)" in text
     assert "left outside: the step returns it" in text
-    assert plan.as_dict()["fused"]["used_bytes"] == 5 * 2**30
     assert plan.as_dict()["outside"] == list(plan.outside)
+    text = shown(tables.print_training, plan, tmp_path / "my.toml")
+    assert "in the training script:" in text
+    assert "params = oo.place(params, config.parameters)" in text
+    assert "tx = " not in text, "its state stays as it is"

@@ -15,7 +15,8 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 import optax_offload as oo
 from optax_offload import _compat, _memory, aot
 from optax_offload._program import at_rest
-from optax_offload._schedule import Options, order
+from optax_offload._schedule import order
+from optax_offload._step_options import Options
 from optax_offload._stream import plan_of
 
 BOUND = 32

@@ -3,12 +3,15 @@
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_offload as oo
 from optax_offload import _rules
+from optax_offload._step_options import Options
 
 CONFIGS = sorted(
     (pathlib.Path(__file__).parent.parent.parent / "configs").glob("*.toml")
@@ -198,6 +201,9 @@ def test_every_config_in_the_repository_loads(path):
     assert path.read_text().startswith("# For ")
 
 
+RULE = "[[rules]]\npattern = 'a'\n"
+
+
 def test_load_config(tmp_path):
     """Every key there is."""
     file = tmp_path / "c.toml"
@@ -216,6 +222,43 @@ def test_load_config(tmp_path):
     )
 
 
+def test_load_config_of_a_whole_training(tmp_path):
+    """Parameters at rest, and what the step is jitted with."""
+    file = tmp_path / "c.toml"
+    rules = "[[rules]]\npattern = '.*'\n"
+    file.write_text(
+        "[step]\nlate_gradients = 'recompute'\nresiduals = 'host'\n"
+        + rules
+        + "[[parameters]]\npattern = 'layers/.*'\nmin_bytes = 0\n"
+    )
+    config = oo.load_config(file)
+    assert config.parameters == (oo.Rule("layers/.*", min_bytes=0),)
+    assert dict(**config.step) == {
+        "fuse": True,
+        "late_gradients": "recompute",
+        "residuals": "host",
+    }
+    params = {"layers": {"w": jnp.ones((4, 8))}, "head": jnp.ones((8, 8))}
+    placed = oo.place(params, config.parameters)
+    kinds = jax.tree.map(lambda x: x.sharding.memory_kind, placed)
+    assert kinds == {"layers": {"w": "pinned_host"}, "head": "device"}
+    file.write_text(rules)
+    config = oo.load_config(file)
+    assert config.parameters == ()
+    assert config.step == Options()
+    assert oo.place(params, config.parameters) is params
+    step = oo.jit(lambda x: x + 1, **config.step)
+    assert step(1.0) == 2.0
+
+
+def test_step_options_are_a_mapping():
+    """Of names that `jit` takes, and of no others."""
+    with pytest.raises(KeyError, match="window"):
+        Options()["window"]
+    with pytest.raises(TypeError, match=r"step is \{\}; it must be what load_config"):
+        oo.OffloadConfig([".*"], step={})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -224,6 +267,23 @@ def test_load_config(tmp_path):
         ("rules = 3", r"rules is 3; the file needs one"),
         ("rules = []", "rules is empty"),
         ("windows = 5", "unknown key windows; allowed are rules, window_bytes"),
+        ("[rules]\na = 3", r"rules is \{'a': 3\}; the file needs one"),
+        ("step = 3\n" + RULE, r"step is 3; write a \[step\] table"),
+        ("[step]\nfused = true\n" + RULE, r"unknown key step\.fused; allowed are fuse"),
+        ("[step]\nfuse = 'no'\n" + RULE, r"step\.fuse is 'no'; it must be a bool"),
+        (
+            "[step]\nresiduals = 'disk'\n" + RULE,
+            r"step\.residuals is 'disk'; it must be one of 'device', 'host'",
+        ),
+        ("parameters = 3\n" + RULE, r"parameters is 3; write \[\[parameters\]\]"),
+        (
+            RULE + "[[parameters]]\nmin_bytes = 3",
+            r"parameters\[0\] has no pattern",
+        ),
+        (
+            RULE + "[[parameters]]\npattern = 'w'\ncodec = 'int8'",
+            r"parameters has a codec in the rule of 'w': .* Leave the codec out",
+        ),
         (
             "[[rules]]\npatern = 'a'",
             r"unknown key rules\[0\].patern; allowed are pattern, memory_kind, min_byt",

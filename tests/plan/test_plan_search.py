@@ -1,223 +1,231 @@
-"""Which selections are compiled, and what is kept of them."""
+"""Which ways are compiled, in which order, and which are passed over."""
 
 import dataclasses
-import functools
-import itertools
 
-import jax
-import jax.numpy as jnp
-import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from step_factories import HEAD, STACK, adam_step
 
 from optax_offload import aot
-from optax_offload._plan import search
-from optax_offload._plan.state import movable_state, record
-from optax_offload._plan.step import StepFactory
-
-
-class Oracle:
-    """A peak from which each position takes a share of its size."""
-
-    def __init__(self, fixed, sizes, saved):
-        """Nothing has been asked yet."""
-        self.fixed, self.sizes, self.saved = fixed, sizes, saved
-        self.asked = []
-
-    def __call__(self, selection):
-        """The peak with a selection moved."""
-        assert selection not in self.asked, "nothing is compiled twice"
-        self.asked.append(selection)
-        gone = sum(self.sizes[i] * self.saved[i] // 100 for i in selection)
-        return self.fixed + sum(self.sizes) - gone
-
-
-@given(
-    fixed=st.integers(0, 1000),
-    budget=st.integers(0, 3000),
-    shares=st.lists(st.tuples(st.integers(1, 100), st.integers(50, 150)), max_size=40),
+from optax_offload._plan.candidates import Budget, CompiledCandidate
+from optax_offload._plan.search import Failed, Search
+from optax_offload._plan.variants import (
+    Facts,
+    Outlook,
+    Sizes,
+    Variant,
+    host_bytes,
+    link_bytes,
+    variants,
 )
-def test_smallest_that_fits(fixed, budget, shares):
-    """Nothing if it fits; else no more than the shortest prefix, in few compiles."""
-    shares.sort(reverse=True)
-    sizes = [size for size, _ in shares]
-    used = Oracle(fixed, sizes, [saved for _, saved in shares])
-    selection = search.smallest_that_fits(sizes, used, budget)
+from optax_offload._step_options import Options
 
-    def peak(positions):
-        oracle = Oracle(used.fixed, used.sizes, used.saved)
-        return oracle(frozenset(positions))
-
-    n = len(sizes)
-    prefixes = [k for k in range(n + 1) if peak(range(k)) <= budget]
-    if not prefixes:
-        assert selection is None
-        assert len(used.asked) <= 2
-        return
-    shortest = prefixes[0]
-    assert selection is not None
-    assert selection in used.asked, "what is chosen has been compiled"
-    assert peak(selection) <= budget
-    assert sum(sizes[i] for i in selection) <= sum(sizes[:shortest])
-    assert selection == frozenset(range(shortest)) or selection >= frozenset(
-        range(shortest - 1)
-    )
-    if shortest == 0:
-        assert len(used.asked) == 1
-    assert len(used.asked) <= 2 + 3 * n.bit_length() + 2
+GIB = 2**30
+# 8 GiB of parameters, of which 7 are scanned, 16 of state (4 in a codec), gradients
+# that a norm needs first, and 2 GiB of residuals.
+FACTS = Facts(
+    gradient_bytes=7 * GIB,
+    late_bytes=7 * GIB,
+    flops=3e12,
+    flops_again=2e12,
+    residual_bytes=2 * GIB,
+)
+SIZES = Sizes(
+    state={False: 16 * GIB, True: 4 * GIB},
+    given_state={False: 0, True: 0},
+    patterns={False: (8 * GIB, 8 * GIB), True: (2 * GIB, 2 * GIB)},
+    parameters={"device": 0, "rows": 7 * GIB, "all": 8 * GIB},
+    all_parameters=8 * GIB,
+)
+PLAIN_BYTES = 36 * GIB
 
 
-def test_a_straight_line_takes_four():
-    """Interpolation hits at once, and the one before it is the proof."""
-    sizes = [7] * 9 + [2] * 9
-    used = Oracle(31, sizes, [100] * 18)
-    selection = search.smallest_that_fits(sizes, used, 31 + sum(sizes) - 42)
-    assert selection == frozenset(range(6))
-    assert len(used.asked) == 4
+class Machine:
+    """What compiling would give: what is expected, and half a GiB of rows more."""
 
+    def __init__(self, link=64e9, compute=1.0, rows=GIB // 2):
+        """Nothing is compiled yet."""
+        self.outlook = Outlook(FACTS, SIZES, PLAIN_BYTES, compute, link)
+        self.rows = rows
+        self.compiled = []
 
-def test_smaller_ones_stand_in_for_the_last():
-    """Where 3 are missing, two of 2 are moved and not one of 7."""
-    sizes = [7] * 9 + [2] * 9
-    used = Oracle(31, sizes, [100] * 18)
-    selection = search.smallest_that_fits(sizes, used, 31 + sum(sizes) - 45)
-    assert selection == frozenset([*range(6), 9, 10])
+    def search(self, device_bytes, host=None, codec=False):
+        """A search on it, with the plain step compiled."""
+        self.budget = Budget(device_bytes, host)
+        ways = variants(FACTS, SIZES, codec)
+        search = Search(ways, self.outlook, self, self.budget)
+        search.ask(Variant())
+        return search
 
-
-def test_stand_ins_that_do_not_suffice():
-    """What saves less than its size is made up for once, or given up."""
-    saved = [100] * 3 + [90] * 6
-    sizes = [2000] * 3 + [500, 400, 300, 200, 200, 100]
-    used = Oracle(0, sizes, saved)
-    found = search.smallest_that_fits(sizes, used, sum(sizes) - 2500)
-    assert found == frozenset([0, 3, 8])
-    hopeless = Oracle(0, sizes, [100] * 3 + [10] * 6)
-    assert search.smallest_that_fits(sizes, hopeless, sum(sizes) - 2500) == frozenset(
-        [0, 1]
-    )
-
-
-def test_least_is_exact_among_few():
-    """The smallest sum in the range, of up to three."""
-    sizes = [50, 11, 7, 5, 3]
-    for least, below in itertools.product(range(1, 24), (10, 20, 40)):
-        sums = [
-            sum(c)
-            for n in (1, 2, 3)
-            for c in itertools.combinations(sizes[1:], n)
-            if least <= sum(c) < below
-        ]
-        found = search.least_sum(sizes, range(1, 5), least, below)
-        assert sum(sizes[i] for i in found or ()) == min(sums, default=0)
-
-
-TARGET = aot.Target("h100")
-PARAMETERS = STACK + HEAD
-
-
-@pytest.fixture
-def said():
-    """What the compiler tells of its progress."""
-    return []
-
-
-@pytest.fixture
-def compiler(said):
-    """Of a step with Adam, that may take all but its state."""
-    factory = StepFactory(adam_step, TARGET)
-    state = movable_state(record(factory), None, 1)
-    return search.CandidateCompiler(factory, state, 3 * PARAMETERS, said.append)
-
-
-def test_a_refusal_counts_as_what_the_compiler_says(compiler, said, monkeypatch):
-    """All that is neither parameters nor state (a count: 4 bytes) is temporary."""
-
-    def refuse(step, target):
-        raise aot.DoesNotFitError("no", used_bytes=4 * PARAMETERS + 7, limit_bytes=1)
-
-    monkeypatch.setattr(search, "compile_step", refuse)
-    found = compiler.candidate(frozenset())
-    assert found.used_bytes == 4 * PARAMETERS + 7
-    assert compiler.compiled == [found]
-    assert not found.fits
-    assert found.peak is None
-    assert sum(found.parts.values()) == found.used_bytes
-    assert found.parts["gradients"] == PARAMETERS
-    assert found.parts["activations"] == 7 - 4
-    assert said[0] == "compiling with 0 B of state moved"
-    assert said[1] is found
-
-
-def test_updates_in_the_backward_pass(compiler, said, monkeypatch):
-    """Gradients that wait for a norm are left where no state moves: compiled once."""
-
-    def refuse(step, target):
-        raise aot.DoesNotFitError("no", used_bytes=4 * PARAMETERS, limit_bytes=1)
-
-    monkeypatch.setattr(search, "compile_step", refuse)
-    nothing, everything = frozenset(), frozenset(range(4))
-    left = compiler.candidate(nothing, fuse=True)
-    assert "needs all gradients first" in " ".join(left.outside)
-    assert dataclasses.replace(left, outside=()) == compiler.candidate(nothing)
-    assert not compiler.fusing_lowers_the_peak(nothing)
-    found = compiler.candidate(everything, fuse=True)
-    assert found.fused
-    assert found.parts["gradients"] == HEAD
-    assert found.flops_again or found.stored_bytes == STACK
-    assert not compiler.fusing_lowers_the_peak(everything)
-    assert [c.fused for c in compiler.compiled] == [False, True, False]
-    assert said[2] == (
-        "compiling with 160.00 MiB of state moved, updates in the backward pass"
-    )
-
-
-def test_what_is_selected_is_moved(compiler, monkeypatch):
-    """The step is made with `offload`, or with the optimizer as it is."""
-    steps = []
-
-    def refuse(step, target):
-        steps.append(step)
-        raise aot.DoesNotFitError("no", used_bytes=1, limit_bytes=1)
-
-    monkeypatch.setattr(search, "compile_step", refuse)
-    for selection in (frozenset(), frozenset([0]), frozenset(range(4))):
-        compiler.candidate(selection)
-    states = [step.args[1][1][0] for step in steps]
-    kinds = [state.mu["layers"].sharding.memory_kind for state in states]
-    assert kinds == ["device", "pinned_host", "pinned_host"]
-    assert [c.moved_bytes for c in compiler.compiled] == [
-        0,
-        STACK,
-        2 * PARAMETERS,
-    ]
-    assert all(c.fits for c in compiler.compiled)
-
-
-def test_state_that_is_loaded_at_once_is_no_activation(monkeypatch):
-    """As for a median of accumulated gradients."""
-
-    def refuse(step, target):
-        raise aot.DoesNotFitError("no", used_bytes=9 * PARAMETERS, limit_bytes=1)
-
-    monkeypatch.setattr(search, "compile_step", refuse)
-
-    def by_median(updates, state, params=None):
-        leaves = map(jnp.ravel, jax.tree.leaves(updates))
-        middle = jnp.median(jnp.concatenate([*leaves]))
-        return jax.tree.map(lambda u: u / middle, updates), state
-
-    divided = optax.GradientTransformation(lambda p: optax.EmptyState(), by_median)
-    inner = optax.chain(divided, optax.adam(1e-3))
-    accumulated = functools.partial(adam_step, optimizer=optax.MultiSteps(inner, 4))
-    for make_step, at_once in ((accumulated, 3 * PARAMETERS), (adam_step, None)):
-        factory = StepFactory(make_step, TARGET)
-        state = movable_state(record(factory), None, 1)
-        compiler = search.CandidateCompiler(
-            factory, state, 3 * PARAMETERS, lambda said: None
+    def __call__(self, variant, left):
+        """Compiles a way."""
+        assert variant not in self.compiled, "nothing is compiled twice"
+        self.compiled.append(variant)
+        expected = self.outlook(variant)
+        used = expected.device_bytes + self.rows * (not variant.is_plain)
+        return CompiledCandidate(
+            moved_bytes=SIZES.moved_state(variant),
+            parameter_bytes=SIZES.parameters[variant.parameters],
+            used_bytes=used,
+            host_bytes=expected.host_bytes,
+            peak=None,
+            fits=self.budget.holds(used, expected.host_bytes),
+            seconds=1.0,
+            parts={},
+            variant=variant,
+            time=time_of(1.05 * expected.seconds),
         )
-        assert "state loaded at once" not in compiler.candidate(frozenset()).parts
-        found = compiler.candidate(state.everything)
-        assert found.parts.get("state loaded at once") == at_once
-        assert sum(found.parts.values()) == found.used_bytes
+
+
+def time_of(seconds):
+    """A modelled time."""
+    return aot.StepTime(seconds, seconds, 0, 0, 0, 0, 0, 0, ())
+
+
+def brute_force(machine, device_bytes, host=None, codec=False):
+    """The least time of all ways that fit."""
+    other = Machine(rows=machine.rows)
+    other.outlook = machine.outlook
+    other.budget = Budget(device_bytes, host)
+    found = [other(v, 0) for v in variants(FACTS, SIZES, codec)]
+    return min((c.step_seconds for c in found if c.fits), default=None)
+
+
+@pytest.mark.parametrize("codec", [False, True])
+@pytest.mark.parametrize("host", [None, 40, 22, 12, 3])
+@pytest.mark.parametrize("link", [6.4e9, 64e9])
+def test_the_fastest_that_fits_is_found(link, host, codec):
+    """Within what is not worth a compilation, and without compiling all."""
+    host = host and host * GIB
+    ways = variants(FACTS, SIZES, codec)
+    for device in (35, 28, 20, 12, 6, 2):
+        machine = Machine(link)
+        search = machine.search(device * GIB, host, codec)
+        search.run()
+        expected = brute_force(machine, device * GIB, host, codec)
+        if expected is None:
+            assert search.best is None
+            continue
+        assert search.best is not None
+        assert search.best.step_seconds <= 1.1 * expected
+        assert len(machine.compiled) <= 2 + len(ways) // 2
+        assert search.best.host_bytes <= (host or 2**60)
+
+
+def test_what_is_never_compiled():
+    """What the host has no room for, and what moves more than one that fits."""
+    machine = Machine()
+    search = machine.search(12 * GIB, host=20 * GIB)
+    search.run()
+    passed = {p.variant: p.reason for p in search.passed_over()}
+    for variant in machine.compiled[1:]:
+        assert machine.outlook(variant).host_bytes <= 20 * GIB
+    for variant, reason in passed.items():
+        if machine.outlook(variant).host_bytes > 20 * GIB:
+            assert reason == "host"
+    assert not set(machine.compiled) & set(passed)
+    assert set(machine.compiled) | set(passed) == set(variants(FACTS, SIZES, False))
+
+
+def test_a_way_that_moves_more_is_passed_over():
+    """If what moves less fits, and nothing else differs."""
+    options = Options(late_gradients="recompute")
+    every = frozenset([0, 1])
+    machine = Machine()
+    search = machine.search(14 * GIB)
+    asked = search.ask(Variant(every, options=options))
+    assert asked is not None
+    assert asked.fits
+    reasons = {p.variant: p.reason for p in search.passed_over()}
+    more = Variant(every, parameters="rows", options=options)
+    assert reasons[more] == "more"
+    kept = dataclasses.replace(options, residuals="host")
+    assert reasons[Variant(every, options=kept)] == "more"
+    assert Variant(options=options) not in reasons or (
+        reasons[Variant(options=options)] != "more"
+    )
+
+
+def test_predictions_learn():
+    """The difference of one way's peak is added to those that are like it."""
+    machine = Machine(rows=3 * GIB)
+    search = machine.search(GIB)
+    options = Options(late_gradients="recompute")
+    every = frozenset([0, 1])
+    one = Variant(every, parameters="rows", options=options)
+    like = dataclasses.replace(one, options=Options(late_gradients="host"))
+    before = search.predicted(like)
+    search.ask(one)
+    assert search.predicted(like) == before + 3 * GIB
+    assert search.predicted(one) == machine.outlook(one).device_bytes + 3 * GIB
+
+
+def test_where_nothing_fits_what_needs_least_is_compiled():
+    """With smaller windows too, before it is given up."""
+    machine = Machine()
+    search = machine.search(GIB // 4)
+    search.run()
+    assert search.best is None
+    assert any(v.window_bytes for v in machine.compiled)
+    assert any(v.parameters == "all" for v in machine.compiled)
+    assert len(machine.compiled) <= 5
+
+
+def test_a_way_that_fails_is_passed_over():
+    """With the error; the others are looked at all the same."""
+    machine = Machine()
+
+    def never_waiting(variant, left):
+        if variant.options.late_gradients == "host":
+            return Failed("ValueError: a row is missing")
+        return machine(variant, left)
+
+    machine.budget = Budget(12 * GIB)
+    ways = variants(FACTS, SIZES, codec=False)
+    search = Search(ways, machine.outlook, never_waiting, machine.budget)
+    search.ask(Variant())
+    search.run()
+    assert search.best is not None
+    assert search.best.variant not in search.failed
+    failed = [p for p in search.passed_over() if p.reason == "failed"]
+    assert failed
+    assert {p.error for p in failed} == {"ValueError: a row is missing"}
+
+
+def test_what_ways_move():
+    """By hand: each parameter three times up where the backward pass runs twice."""
+    every = frozenset([0, 1])
+    twice = Options(late_gradients="recompute", residuals="host")
+    way = Variant(every, parameters="rows", options=twice)
+    assert host_bytes(way, FACTS, SIZES) == (16 + 7 + 2) * GIB
+    assert link_bytes(way, FACTS, SIZES) == ((16 + 21 + 2) * GIB, 25 * GIB)
+    waits = dataclasses.replace(way, options=Options(late_gradients="host"))
+    assert host_bytes(waits, FACTS, SIZES) == (16 + 7 + 7) * GIB
+    assert link_bytes(waits, FACTS, SIZES) == ((16 + 14 + 7) * GIB, 30 * GIB)
+    machine = Machine(link=1e18, compute=3.0)
+    assert machine.outlook(way).seconds == pytest.approx(5.0)
+    assert machine.outlook(waits).seconds == pytest.approx(3.0)
+    assert machine.outlook(Variant()).device_bytes == PLAIN_BYTES
+    gone = 16 + 7 + 7 + 2
+    assert machine.outlook(way).device_bytes == PLAIN_BYTES - gone * GIB
+
+
+def test_ways_of_a_step_that_is_jitted():
+    """Only its state can move."""
+    facts = dataclasses.replace(FACTS, can_stream=False)
+    found = variants(facts, SIZES, codec=False)
+    assert found == [Variant(), Variant(frozenset([0, 1]))]
+
+
+def test_words():
+    """What each does, as a table has it."""
+    every = frozenset([0, 1])
+    assert Variant().text(None) == "as given"
+    fused = Options(late_gradients="host", residuals="host")
+    way = Variant(every, True, "rows", fused, 2**28)
+    assert way.text("int8") == (
+        "state, parameters, residuals on the host; fused, late gradients on the host; "
+        "int8 moments; window 256.00 MiB"
+    )
+    assert Variant(frozenset([0])).text(None, SIZES) == (
+        "8.00 GiB of 16.00 GiB of state on the host"
+    )
+    assert Variant(options=Options()).text(None) == "nothing moved; fused"

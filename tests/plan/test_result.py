@@ -10,9 +10,12 @@ from hypothesis import strategies as st
 import optax_offload as oo
 from optax_offload import _plan, aot
 from optax_offload._plan import state
-from optax_offload._plan.cost import Cost
-from optax_offload._plan.result import does_not_fit, rule_file_text
-from optax_offload._plan.search import CompiledCandidate
+from optax_offload._plan.alternatives import Alternatives, alternatives
+from optax_offload._plan.candidates import Asked, Budget, CompiledCandidate
+from optax_offload._plan.result import NothingFitsError, rule_file_text
+from optax_offload._plan.search import PassedOver
+from optax_offload._plan.variants import Variant
+from optax_offload._step_options import Options
 
 MIB, GIB = 2**20, 2**30
 
@@ -27,10 +30,26 @@ RULES = st.builds(
 )
 
 
-@given(st.lists(RULES, min_size=1, max_size=4), st.none() | st.integers(1, 2**40), TEXT)
-def test_rule_files_are_read_as_written(tmp_path_factory, rules, window_bytes, text):
+OPTIONS = st.builds(
+    Options,
+    st.booleans(),
+    st.sampled_from(["auto", "host", "recompute", "device"]),
+    st.sampled_from(["device", "host"]),
+)
+
+
+@given(
+    st.lists(RULES, min_size=1, max_size=4),
+    st.none() | st.integers(1, 2**40),
+    TEXT,
+    st.lists(RULES, max_size=2),
+    OPTIONS,
+)
+def test_rule_files_are_read_as_written(
+    tmp_path_factory, rules, window_bytes, text, parameters, options
+):
     """Whatever the rules, and whatever is said about them."""
-    config = oo.OffloadConfig(rules, window_bytes)
+    config = oo.OffloadConfig(rules, window_bytes, parameters, options)
     file = tmp_path_factory.mktemp("rules") / "rules.toml"
     summary = [" ".join(text.split())]
     file.write_text(rule_file_text(config, (), (), summary), encoding="utf-8")
@@ -60,72 +79,206 @@ def test_each_rule_has_a_comment():
 H100 = aot.Target("h100")
 
 
-def error(state=0, used=100, **parts):
-    """The error of a step that needs so many GiB of 80, with all state moved."""
+def candidate(used, host=0, seconds=1.0, variant=None, **parts):
+    """A candidate of so many GiB, that fits 80, and a host of 100."""
     named = {name: n * GIB for name, n in parts.items()}
-    everything = CompiledCandidate(0, used * GIB, None, False, 1.0, named)
-    return does_not_fit(H100, 80 * GIB, everything, state * GIB)
+    time = aot.StepTime(seconds, seconds, 0, 0, 0, host * GIB, 0, 0.0, ())
+    return CompiledCandidate(
+        moved_bytes=host * GIB,
+        host_bytes=host * GIB,
+        used_bytes=used * GIB,
+        peak=None,
+        fits=used <= 80 and host <= 100,
+        seconds=1.0,
+        parts=named,
+        what=f"{used} GiB",
+        time=time,
+        variant=variant or Variant(window_bytes=used),
+    )
+
+
+NO_TABLE = Alternatives((), (), ())
+
+
+def error(*compiled, host=None):
+    """The error where the device has 80 GiB."""
+    budget = Budget(80 * GIB, host and host * GIB)
+    return NothingFitsError(H100, budget, compiled, NO_TABLE)
 
 
 def test_numbers():
     """By how much, of how much, and of what it is made."""
-    found = error(parameters=20, gradients=20, activations=60, state=0)
-    assert "on 'h100' even with all state moved: short by 20.00 GiB of 80.00" in str(
+    parts = {"parameters": 20, "gradients": 20, "residuals": 60}
+    found = error(candidate(120), candidate(100, **parts))
+    assert "on 'h100', whatever is moved: short by 20.00 GiB of 80.00" in str(found)
+    assert "(100 GiB) needs 100.00 GiB: parameters 20.00 GiB, gradients 20.00" in str(
         found
     )
-    assert "It needs 100.00 GiB: parameters 20.00 GiB, gradients 20.00" in str(found)
     assert (found.used_bytes, found.limit_bytes) == (100 * GIB, 80 * GIB)
+    assert found.alternatives is NO_TABLE
+    assert "not tried" not in str(found)
+    assert "more of a host than its 64.00 GiB was not tried" in str(
+        error(candidate(100), host=64)
+    )
 
 
 def test_only_what_is_enough_is_proposed():
     """More devices always are; the rest where they free more than is missing."""
     devices = "- more devices: parameters, gradients and batch sharded over at least 2"
-    few = str(error(parameters=10, gradients=10, activations=10))
+    few = str(error(candidate(100, parameters=10, gradients=10, residuals=10)))
     assert few.split("What would help:\n")[1].startswith(devices)
-    remat = str(error(activations=60))
+    remat = str(error(candidate(100, residuals=60)))
     assert "would have to go to 40.00 GiB" in remat
     assert "bfloat16 parameters" not in remat
-    assert "- bfloat16 parameters" in str(error(parameters=30, gradients=30))
-    assert "rules that let go of the 30.00 GiB of state" in str(error(state=30))
-    assert "rules that let go" not in str(error(state=10))
+    weights = candidate(100, parameters=30, gradients=30)
+    assert "- bfloat16 parameters" in str(error(weights))
+    assert "let go of the 30.00 GiB of state" in str(error(candidate(100, state=30)))
+    assert "rules that let go" not in str(error(candidate(100, state=10)))
 
 
 def test_state_that_is_loaded_at_once():
     """It is no activation, and remat would not help."""
-    text = str(error(**{"state loaded at once": 60}))
+    name = "state loaded at once (by 'concatenate' in f)"
+    text = str(error(candidate(100, **{name: 60})))
     assert "- an optimizer that nothing joins all state of: 60.00 GiB of it is" in text
     assert "remat" not in text
-    assert "joins" not in str(error(**{"state loaded at once": 10}))
+    assert "- an optimizer" not in str(error(candidate(100, **{name: 10})))
 
 
-PARTS = ("parameters", "gradients", "activations", "state", "other")
+def test_host_memory_that_is_too_small():
+    """What fits the device is named, with what it needs of the host."""
+    found = str(error(candidate(100), candidate(70, host=200), host=100))
+    assert "host memory is too small for 'h100': what fits the device needs 200.00" in (
+        found
+    )
+    assert "(70 GiB), which has 100.00 GiB" in found
+    assert "--allow int8" in found
 
 
-def planned():
-    """A plan that brings 15 GiB down to 9."""
-    sizes = dict(zip(PARTS, (3 * GIB, 3 * GIB, 2 * GIB, 6 * GIB, GIB), strict=True))
-    before = _plan.CompiledCandidate(0, 15 * GIB, None, False, 1.0, sizes)
-    less = sizes | {"state": 0}
-    after = _plan.CompiledCandidate(6 * GIB, 9 * GIB, None, True, 1.0, less)
-    return oo.Plan(
-        target=aot.Target("v5e:2x2"),
-        budget_bytes=10 * GIB,
-        config=oo.OffloadConfig([oo.Rule(".*")]),
-        moved=(),
-        before=before,
-        after=after,
-        compiled=(before, after),
-        cost=Cost(6 * GIB, 1e9, "", 1.0, 1.0, ""),
-        environment={},
+def table(*compiled, passed=(), best=None):
+    """The alternatives of these, with a device of 80 GiB and a host of 100."""
+    asked = Asked(Budget(80 * GIB, 100 * GIB))
+    return alternatives(compiled, passed, asked, H100, best)
+
+
+def test_alternatives_say_why_they_are_not_chosen():
+    """From what needs most to what needs least, the chosen one marked."""
+    plain = candidate(120, seconds=2.0, variant=Variant())
+    best, slow, host = (
+        candidate(70, 50, 2.5),
+        candidate(30, 60, 5.0),
+        candidate(60, 110, 2.2),
+    )
+    found = table(plain, slow, best, host, best=best)
+    assert [(row.what, row.chosen, row.why) for row in found.rows] == [
+        ("120 GiB", False, "40.00 GiB more than each device has"),
+        ("70 GiB", True, "chosen"),
+        ("60 GiB", False, "10.00 GiB more than each host has"),
+        ("30 GiB", False, "fits; 2.00 times the chosen"),
+    ]
+    assert [row.over_plain for row in found.rows] == [1.0, 1.25, 1.1, 2.5]
+    assert found.rows[1].link_bytes == 50 * GIB
+    assert [line.startswith("-> ") for line in str(found).splitlines()] == [
+        row.chosen for row in found.rows
+    ]
+    assert found.cells()[1][:6] == (
+        "70 GiB",
+        "70.00 GiB",
+        "50.00 GiB",
+        "50.00 GiB",
+        "2500 ms",
+        "1.25",
     )
 
 
-def test_the_picture_has_parts_peaks_and_the_budget(tmp_path):
+def test_the_nearest_is_marked_where_nothing_fits():
+    """By the larger of what is missing, as a share."""
+    found = table(candidate(160), candidate(100), candidate(60, 150))
+    assert [row.why for row in found.rows] == [
+        "80.00 GiB more than each device has",
+        "nearest: 20.00 GiB more than each device has",
+        "50.00 GiB more than each host has",
+    ]
+
+
+def test_what_was_not_compiled_is_told():
+    """A line for each reason, with the one that comes nearest."""
+    every = Variant(frozenset([0]))
+    passed = [
+        PassedOver(every, "host", 0, 150 * GIB, 1.0),
+        PassedOver(every, "host", 0, 120 * GIB, 1.0),
+        PassedOver(every, "peak", 90 * GIB, 0, 1.0),
+        PassedOver(every, "slower", 0, 0, 3.0),
+        PassedOver(every, "more", 0, 0, 3.0),
+    ]
+    best = candidate(70, variant=Variant())
+    found = table(best, passed=passed, best=best)
+    assert found.not_compiled == (
+        "not compiled: 2 ways of more host memory than the 100.00 GiB of each host, at "
+        "least 120.00 GiB (state on the host)",
+        "not compiled: 1 way predicted to need 90.00 GiB of each device or more "
+        "(state on the host)",
+        "not compiled: 1 way moving more than one that fits (state on the host)",
+        "not compiled: 1 way predicted to be no faster than the chosen, the fastest "
+        "3000 ms (state on the host)",
+    )
+
+
+PARTS = ("parameters", "state", "gradients", "residuals", "the rest")
+
+
+def planned(**options):
+    """A plan that brings 150 GiB down to 70."""
+    before = candidate(150, seconds=2.0, parameters=100, state=50, variant=Variant())
+    after = candidate(70, 80, 2.5, parameters=50, residuals=20)
+    compiled = (before, after)
+    return oo.Plan(
+        target=aot.Target("h100:8"),
+        budget_bytes=80 * GIB,
+        config=oo.OffloadConfig([oo.Rule(".*")], parameters=["layers/.*"]),
+        moved=(),
+        before=before,
+        after=after,
+        compiled=compiled,
+        alternatives=table(*compiled, best=after),
+        environment={"NAME": "1"},
+        tokens=5000,
+        **options,
+    )
+
+
+def test_a_plan_is_told():
+    """What it does, needs and takes; and the lines of a training script."""
+    text = str(planned())
+    for line in (
+        "peak as given: 150.00 GiB",
+        "chosen: 70 GiB",
+        "host memory: 640.00 GiB of each host, of its 8 devices together (--host-mem",
+        "modelled step: 2500 ms, 1.25 times the step as given, 0% of it waiting",
+        "2,000 tokens a second",
+        "set NAME=1",
+        "-> 70.00 GiB of each device",
+    ):
+        assert line in text, line
+    assert "of 700.00 GiB" in str(planned(host_memory_bytes=700 * GIB))
+    assert "interrupted" in str(planned(complete=False))
+    assert planned().training("my.toml") == [
+        'config = oo.load_config("my.toml")',
+        "tx = oo.offload(optimizer, config)",
+        "params = oo.place(params, config.parameters)",
+        "step = oo.jit(train_step, **config.step)",
+    ]
+    assert "[[parameters]]\npattern = 'layers/.*'" in planned().rule_file()
+
+
+def test_the_picture_has_parts_peaks_times_and_the_budget(tmp_path):
     """In a format that can be read back."""
     pytest.importorskip("matplotlib")
     _plan.save_plot(planned(), tmp_path / "peak.svg")
     drawn = (tmp_path / "peak.svg").read_text()
-    for text in (*PARTS, "budget", "as given", "with the plan", "15.0", "9.0", "v5e"):
+    for text in (*PARTS, "budget", "as given", "with the plan", "150.0", "70.0"):
+        assert text in drawn, text
+    for text in ("modelled step (ms)", "150 GiB", "70 GiB", "h100:8"):
         assert text in drawn, text
     _plan.save_plot(planned(), tmp_path / "peak.png")
     assert (tmp_path / "peak.png").read_bytes().startswith(b"\x89PNG")

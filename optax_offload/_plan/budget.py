@@ -1,0 +1,79 @@
+"""The memory that a step may take, and what its process has to be told of it."""
+
+from __future__ import annotations
+
+import math
+
+from optax_offload import _host_memory
+from optax_offload._plan.candidates import Budget
+from optax_offload._units import size_text
+from optax_offload.aot import Target
+
+# The share of a device's memory that a program cannot have. A GPU's: CUDA's context,
+# modules, NCCL's buffers, fragmentation, batches on their way. A TPU's: batches and
+# what else the process keeps; `memory_bytes` is less the compiler's own reserve.
+RESERVES = {"gpu": 0.10, "tpu": 0.02}
+# The share of a GPU's memory that JAX takes unless it is told otherwise
+# (docs.jax.dev/en/latest/gpu_memory_allocation.html).
+GPU_DEFAULT_FRACTION = 0.75
+# The share that is asked for above the peak: an allocator finds no perfect fit.
+GPU_FRACTION_MARGIN = 0.02
+# More of a GPU than this cannot be asked for: CUDA's own context has to fit beside it.
+GPU_LARGEST_FRACTION = 0.97
+
+
+def default_budget_bytes(target: Target) -> int:
+    """The memory of each device less the reserve."""
+    return int(target.memory_bytes * (1 - RESERVES[target.platform]))
+
+
+def checked_budget(
+    budget_bytes: int | None, host_memory_bytes: int | None, target: Target
+) -> Budget:
+    """The budgets of a user, or the default one of the device where there is none.
+
+    Args:
+      budget_bytes: Of each device; None takes the default.
+      host_memory_bytes: Of each host; None does not bound it.
+      target: The chips.
+
+    Raises:
+      ValueError: A budget is not positive, or more than the target has.
+    """
+    if budget_bytes is None:
+        budget_bytes = default_budget_bytes(target)
+    elif not 0 < budget_bytes <= target.memory_bytes:
+        raise ValueError(
+            f"budget_bytes is {budget_bytes}; it must be at least 1 and at most what "
+            f"{target.name!r} has, {target.memory_bytes} "
+            f"({size_text(target.memory_bytes)})"
+        )
+    if host_memory_bytes is None:
+        return Budget(budget_bytes)
+    if host_memory_bytes < 0:
+        raise ValueError(
+            f"host_memory_bytes is {host_memory_bytes}; it must be the bytes that each "
+            "host has for this, such as 64 * 2**30, or None for no bound"
+        )
+    return Budget(budget_bytes, host_memory_bytes // target.devices_per_host)
+
+
+def environment(target: Target, used_bytes: int, host_bytes: int) -> dict[str, str]:
+    """The variables to set for a process that trains on GPUs; none for TPUs.
+
+    Args:
+      target: The chips that it trains on.
+      used_bytes: The peak on each device.
+      host_bytes: The host memory that a step needs for each device.
+    """
+    if target.platform != "gpu":
+        return {}
+    found = {}
+    share = used_bytes / target.memory_bytes
+    if share > GPU_DEFAULT_FRACTION - GPU_FRACTION_MARGIN:
+        fraction = min(
+            math.ceil(share * 100) / 100 + GPU_FRACTION_MARGIN, GPU_LARGEST_FRACTION
+        )
+        found["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.2f}"
+    pinned_bytes = host_bytes * target.devices_per_host
+    return found | _host_memory.gpu_plugin_settings(pinned_bytes)

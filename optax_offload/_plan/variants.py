@@ -1,0 +1,276 @@
+"""The ways in which a step can be trained, and what is expected of each beforehand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+
+from optax_offload._plan.state import Parameters, Selection
+from optax_offload._step_options import LateGradients, Options, Residuals
+from optax_offload._units import size_text
+
+# Windows that are tried where nothing else fits: rows of more bytes are then updated in
+# parts, and less is loaded ahead.
+SMALL_WINDOWS = (2**28, 2**23)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to train a step: what rests on the host, and how it is streamed.
+
+    Attributes:
+      state: The patterns of state that rest on the host, as positions.
+      encoded: Whether moments are kept in the codec that is allowed.
+      parameters: Which parameters rest on the host: none, those that scans take row by
+        row, or all.
+      options: What the step is jitted with.
+      window_bytes: The window of the update; None where the library chooses.
+    """
+
+    state: Selection = frozenset()
+    encoded: bool = False
+    parameters: Parameters = "device"
+    options: Options = dataclasses.field(default_factory=lambda: Options(fuse=False))
+    window_bytes: int | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is done that the given step does not do."""
+        return self == Variant()
+
+    def text(self, codec: str | None, sizes: Sizes | None = None) -> str:
+        """What it does, in a few words.
+
+        Args:
+          codec: The codec that is allowed, if one is.
+          sizes: What the step holds, to tell how much of the state moves.
+        """
+        words = ["state"] * bool(self.state)
+        if words and sizes and len(self.state) < len(sizes.patterns[self.encoded]):
+            moved, whole = sizes.moved_state(self), sizes.state[self.encoded]
+            words = [f"{size_text(moved)} of {size_text(whole)} of state"]
+        words += {"device": [], "rows": ["parameters"], "all": ["all parameters"]}[
+            self.parameters
+        ]
+        words += ["residuals"] * (self.options.residuals == "host")
+        parts = [f"{', '.join(words)} on the host" if words else "nothing moved"]
+        if self.options.fuse:
+            waits = {
+                "auto": "",
+                "device": ", late gradients on the device",
+                "host": ", late gradients on the host",
+                "recompute": ", backward twice",
+            }
+            parts.append("fused" + waits[self.options.late_gradients])
+        if self.encoded and codec:
+            parts.append(f"{codec} moments")
+        if self.window_bytes:
+            parts.append(f"window {size_text(self.window_bytes)}")
+        return "; ".join(parts) if not self.is_plain else "as given"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What tracing a step tells before anything is compiled; bytes on each device.
+
+    Attributes:
+      gradient_bytes: Gradients that never exist where all that can be fused is.
+      late_bytes: Of these, the gradients whose update needs all of them first.
+      flops: Matrix products of a step, in operations.
+      flops_again: Matrix products of a backward pass that runs a second time.
+      residual_bytes: What forward scans keep for backward scans.
+      row_arguments: The arguments that scans take row by row, by path.
+      outside: Why gradients are left outside of the backward pass.
+      state_at_once_bytes: State that something joins, so that all of it is loaded.
+      joined_by: What joins it; "" where nothing does.
+      can_stream: Whether the step can be jitted anew, with other options.
+    """
+
+    gradient_bytes: int = 0
+    late_bytes: int = 0
+    flops: float = 0.0
+    flops_again: float = 0.0
+    residual_bytes: int = 0
+    row_arguments: frozenset[str] = frozenset()
+    outside: tuple[str, ...] = ()
+    state_at_once_bytes: int = 0
+    joined_by: str = ""
+    can_stream: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The bytes on each device of what a step holds between its runs.
+
+    Attributes:
+      state: All state, by whether moments are encoded.
+      given_state: State that the given rules move already.
+      patterns: The bytes of each pattern of state, by whether moments are encoded.
+      parameters: The bytes of all parameters that can move, and of those by rows.
+      all_parameters: The bytes of all parameters.
+    """
+
+    state: Mapping[bool, int]
+    given_state: Mapping[bool, int]
+    patterns: Mapping[bool, tuple[int, ...]]
+    parameters: Mapping[Parameters, int]
+    all_parameters: int
+
+    def moved_state(self, variant: Variant) -> int:
+        """The state of a variant that rests on the host."""
+        patterns = self.patterns[variant.encoded]
+        chosen = sum(patterns[i] for i in variant.state)
+        return self.given_state[variant.encoded] + chosen
+
+    def device_state(self, variant: Variant) -> int:
+        """The state of a variant that rests on the device."""
+        return self.state[variant.encoded] - self.moved_state(variant)
+
+
+def late_bytes_left(variant: Variant, facts: Facts) -> int:
+    """The bytes of gradients that a variant leaves on the device, of those it fuses."""
+    if not variant.options.fuse:
+        return facts.gradient_bytes
+    waits = variant.options.late_gradients in ("host", "recompute")
+    return 0 if waits else facts.late_bytes
+
+
+def host_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> int:
+    """The host memory that a variant needs for each device."""
+    options = variant.options
+    late = facts.late_bytes if options.fuse and options.late_gradients == "host" else 0
+    residuals = facts.residual_bytes if options.residuals == "host" else 0
+    moved = sizes.moved_state(variant) + sizes.parameters[variant.parameters]
+    return moved + late + residuals
+
+
+def link_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> tuple[int, int]:
+    """The bytes that a variant loads and stores in a step, on each device, at least."""
+    options = variant.options
+    state = sizes.moved_state(variant)
+    parameters = sizes.parameters[variant.parameters]
+    twice = options.fuse and options.late_gradients == "recompute" and facts.late_bytes
+    rest = host_bytes(variant, facts, sizes) - state - parameters
+    passes = 3 if twice else 2
+    return state + passes * parameters + rest, state + parameters + rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What is expected of a variant before it is compiled.
+
+    Attributes:
+      seconds: The least time of a step; not fused, its updates' transfers come after.
+      device_bytes: Its peak on each device, if what it moves is all gone from it.
+      host_bytes: The host memory that it needs for each device.
+      moved_bytes: The bytes that cross the link in a step, both ways together.
+    """
+
+    seconds: float
+    device_bytes: int
+    host_bytes: int
+    moved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """From what a variant does to what is expected of it.
+
+    Attributes:
+      facts: What tracing told.
+      sizes: What the step holds.
+      plain_bytes: The peak of the step as given.
+      compute_seconds: The time of its computation.
+      link_bytes_per_second: Bandwidth of the link, each way.
+    """
+
+    facts: Facts
+    sizes: Sizes
+    plain_bytes: int
+    compute_seconds: float
+    link_bytes_per_second: float
+
+    def __call__(self, variant: Variant) -> Expectation:
+        """What is expected of a variant."""
+        facts, sizes, options = self.facts, self.sizes, variant.options
+        loaded, stored = link_bytes(variant, facts, sizes)
+        gone = sizes.state[False] - sizes.device_state(variant)
+        gone -= sizes.given_state[False]
+        gone += sizes.parameters[variant.parameters]
+        gone += facts.gradient_bytes - late_bytes_left(variant, facts)
+        gone += facts.residual_bytes * (options.residuals == "host")
+        return Expectation(
+            seconds=self._seconds(variant, loaded, stored),
+            device_bytes=max(self.plain_bytes - gone, 0),
+            host_bytes=host_bytes(variant, facts, sizes),
+            moved_bytes=loaded + stored,
+        )
+
+    def least_seconds(self, variant: Variant) -> float:
+        """The time of a variant if its transfers took none."""
+        facts, options = self.facts, variant.options
+        again = options.fuse and options.late_gradients == "recompute"
+        share = facts.flops_again / facts.flops if facts.flops and again else 0.0
+        return self.compute_seconds * (1 + share)
+
+    def _seconds(self, variant: Variant, loaded: int, stored: int) -> float:
+        compute = self.least_seconds(variant)
+        link = max(loaded, stored) / self.link_bytes_per_second
+        if variant.options.fuse:
+            return max(compute, link)
+        # Loads of parameters for the forward and the backward pass lie beside these.
+        late = stored / self.link_bytes_per_second
+        return max(compute, link - late) + late
+
+
+def variants(facts: Facts, sizes: Sizes, codec: bool) -> list[Variant]:
+    """All ways that differ, but for how much of the state moves: the plain one first.
+
+    Args:
+      facts: What tracing told.
+      sizes: What the step holds.
+      codec: Whether moments may be encoded.
+    """
+    found: list[Variant] = [Variant()]
+    for encoded in (False, True) if codec else (False,):
+        every = frozenset(range(len(sizes.patterns[encoded])))
+        states = [frozenset[int](), every] if every else [every]
+        for state, parameters, options in itertools.product(
+            states, _parameters(facts, sizes), _options(facts)
+        ):
+            # Of each parameter more state leaves the device for fewer bytes moved.
+            if parameters != "device" and every and not state:
+                continue
+            found.append(Variant(state, encoded, parameters, options))
+    return list(dict.fromkeys(found))
+
+
+def small_windows(variant: Variant) -> list[Variant]:
+    """A variant whose updates take less at once."""
+    return [dataclasses.replace(variant, window_bytes=n) for n in SMALL_WINDOWS]
+
+
+def _parameters(facts: Facts, sizes: Sizes) -> Iterator[Parameters]:
+    yield "device"
+    if facts.can_stream:
+        if sizes.parameters["rows"]:
+            yield "rows"
+        if sizes.parameters["all"] > sizes.parameters["rows"]:
+            yield "all"
+
+
+def _options(facts: Facts) -> Iterator[Options]:
+    places: tuple[Residuals, ...] = ("device",)
+    if facts.can_stream and facts.residual_bytes:
+        places += ("host",)
+    ways: list[LateGradients] = []
+    if facts.can_stream and facts.gradient_bytes:
+        late: tuple[LateGradients, ...] = ("recompute", "host")
+        ways += late if facts.late_bytes else ("auto",)
+        if 0 < facts.late_bytes < facts.gradient_bytes:
+            ways.append("device")
+    for residuals in places:
+        yield Options(fuse=False, residuals=residuals)
+        for way in ways:
+            yield Options(late_gradients=way, residuals=residuals)

@@ -1,0 +1,48 @@
+"""What is asked for of a train step, by `stream`, by `jit` and in a rule file."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal, get_args
+
+LateGradients = Literal["auto", "host", "recompute", "device"]
+Residuals = Literal["device", "host"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is asked for of a step. ``**options`` are the arguments of `jit`.
+
+    Attributes:
+      fuse: Whether updates are moved into the backward pass.
+      late_gradients: What is done with gradients whose update needs all of them first.
+      residuals: Where what the forward pass keeps for the backward pass rests.
+
+    Example:
+      >>> dict(**Options(residuals="host"))
+      {'fuse': True, 'late_gradients': 'auto', 'residuals': 'host'}
+    """
+
+    fuse: bool = True
+    late_gradients: LateGradients = "auto"
+    residuals: Residuals = "device"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fuse, bool):
+            raise ValueError(f"fuse is {self.fuse!r}; it must be a bool")
+        for name, of in (("late_gradients", LateGradients), ("residuals", Residuals)):
+            given, allowed = getattr(self, name), get_args(of)
+            if given not in allowed:
+                listed = ", ".join(map(repr, allowed))
+                raise ValueError(f"{name} is {given!r}; it must be one of {listed}")
+
+    def keys(self) -> Iterator[str]:
+        """The names of the arguments, as a mapping has them."""
+        return (field.name for field in dataclasses.fields(self))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of an argument."""
+        if name not in self.keys():
+            raise KeyError(name)
+        return getattr(self, name)

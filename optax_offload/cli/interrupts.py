@@ -1,0 +1,51 @@
+"""Work that Ctrl-C ends at once, although a compiler does not listen to it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+
+
+def until_interrupted(work: Callable[[], None]) -> bool:
+    """Runs something in a thread of its own, until it ends or Ctrl-C is pressed.
+
+    A compiler holds the thread that called it until it is done; so that is not the main
+    one, which Ctrl-C interrupts.
+
+    Args:
+      work: What is run. It is left running after Ctrl-C: see `leave`.
+
+    Returns:
+      Whether it ended by itself.
+
+    Raises:
+      Exception: What the work raised.
+    """
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        # A wait without an end is not interrupted on every platform.
+        while thread.is_alive():
+            thread.join(0.2)
+    except KeyboardInterrupt:
+        return False
+    if raised:
+        raise raised[0]
+    return True
+
+
+def leave(code: int) -> None:
+    """Ends the process, whatever its threads are doing."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
