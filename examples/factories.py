@@ -136,13 +136,10 @@ def in_nnx(
     def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
         model, optimizer = nnx.merge(graph, state)
 
-        # `nnx.value_and_grad` would hand the parameters through the scan.
-        model_graph, params = nnx.split(model)
+        def loss_fn(model: NnxStack) -> jax.Array:
+            return jnp.mean(model(x) ** 2)
 
-        def loss_fn(params: Any) -> jax.Array:
-            return jnp.mean(nnx.merge(model_graph, params)(x) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
+        loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer)), loss
 

@@ -138,6 +138,27 @@ def within(e: jex.JaxprEqn) -> Iterator[jex.JaxprEqn]:
             yield from within(inner)
 
 
+def handed_through(body: jex.Jaxpr) -> dict[int, int]:
+    """Returns which arguments results of a body are, through checkpoints and calls."""
+    known = {v: i for i, v in enumerate(body.invars)}
+    for e in body.eqns:
+        if e.primitive.name not in _CALLS:
+            continue
+        (inner,) = nested(e)
+        for k, i in handed_through(inner).items():
+            operand = e.invars[len(e.invars) - len(inner.invars) + i]
+            if isinstance(operand, jex.Var) and operand in known:
+                known[e.outvars[k]] = known[operand]
+    return {
+        k: known[a]
+        for k, a in enumerate(body.outvars)
+        if isinstance(a, jex.Var) and a in known
+    }
+
+
+_CALLS = {"jit", "pjit", "remat2", "custom_jvp_call"}
+
+
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     """The atoms that are no literals."""
     return [a for a in atoms if isinstance(a, jex.Var)]

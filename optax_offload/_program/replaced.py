@@ -11,7 +11,13 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._program.build import flatten
 from optax_offload._program.call import called
-from optax_offload._program.graph import Program, needed, shape, variables
+from optax_offload._program.graph import (
+    Program,
+    handed_through,
+    needed,
+    shape,
+    variables,
+)
 
 # What leads from an argument to what replaces it: most add something to it.
 _ADDING = {
@@ -117,7 +123,11 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
     else:
         first = e.params["cond_nconsts"] + e.params["body_nconsts"]
     k = e.outvars.index(v)
-    return variables([e.invars[first + k]]) if k < carried else []
+    if k < carried:
+        return variables([e.invars[first + k]])
+    # What it stacks may be what it took rows of.
+    through = handed_through(e.params["jaxpr"].jaxpr)
+    return variables(e.invars[i] for i in [through.get(k, 0)] if i >= first + carried)
 
 
 def _before_branches(

@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._program.build import flatten
-from optax_offload._program.graph import Program, variables
+from optax_offload._program.graph import Program, handed_through, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,14 @@ def made_of_rows(
         for v, x, keep in zip(program.invars[first:], xs, kept, strict=True)
         if rests(x) and not isinstance(x, RowValue) and not keep
     }
-    found: dict[jex.Var, Any] = {}
+    through = handed_through(e.params["jaxpr"].jaxpr)
+    found: dict[jex.Var, Any] = {
+        e.outvars[k]: source[program.invars[i]]
+        for k, i in through.items()
+        if k >= carried and program.invars[i] in source
+    }
     for v, a in zip(e.outvars[carried:], program.outvars[carried:], strict=True):
-        if not isinstance(a, jex.Var) or not source:
-            continue
-        if a in source:
-            found[v] = source[a]
+        if not isinstance(a, jex.Var) or not source or v in found:
             continue
         positions = _of_rows(program, a, source)
         if positions is None:

@@ -21,7 +21,13 @@ from optax_offload._program.branches import as_zero
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import Call, called
 from optax_offload._program.conds import split
-from optax_offload._program.graph import Atom, Program, live, variables
+from optax_offload._program.graph import (
+    Atom,
+    Program,
+    handed_through,
+    live,
+    variables,
+)
 from optax_offload._program.update import Update
 
 
@@ -357,12 +363,12 @@ def _split(what: Call) -> Call:
 
 def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
     """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
-    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
     consts, carried = _compat.scan_counts(e.params)
-    first = consts + carried
-    xs = dict(zip(body.invars[first:], e.invars[first:], strict=True))
-    stacked = zip(e.outvars[carried:], body.outvars[carried:], strict=True)
-    return {v: xs[a] for v, a in stacked if isinstance(a, jex.Var) and a in xs}
+    return {
+        e.outvars[k]: e.invars[i]
+        for k, i in handed_through(e.params["jaxpr"].jaxpr).items()
+        if k >= carried and i >= consts + carried
+    }
 
 
 def _is_key(a: Atom) -> bool:
