@@ -443,7 +443,9 @@ def test_a_replaced_init_keeps_the_schedule():
     """And a replaced update is said to be unknown."""
     tx = oo.offload(optax.adam(1e-3))
     assert str(tx._replace(init=tx.init).schedule(PARAMS)) == str(tx.schedule(PARAMS))
-    with pytest.raises(TypeError, match=r"was replaced by .* Ask the one that offload"):
+    with pytest.raises(
+        TypeError, match=r"was replaced by .* Call schedule of the one that"
+    ):
         tx._replace(update=optax.adam(1e-3).update).schedule(PARAMS)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload import _memory
 from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.replacements import (
@@ -14,6 +15,8 @@ from optax_offload._schedule.replacements import (
     replacements,
     with_replacements,
 )
+from optax_offload._schedule.update import schedule
+from optax_offload._schedule.window import MOST_WINDOW_BYTES
 
 
 class RemainingUpdate(NamedTuple):
@@ -53,11 +56,23 @@ def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Out
     is: that of an update, and what it takes, is evaluated in its place in the step, and
     not by what is left of the update.
     """
+    found = _rest(step, scans, fused, ())
+    whole = [v for node in found if node.left for v in _made_whole(step, node.left)]
+    return _rest(step, scans, fused, whole) if whole else found
+
+
+def _rest(
+    step: Step,
+    scans: Collection[int],
+    fused: Sequence[Fused],
+    apart: Collection[jex.Var],
+) -> list[Outer]:
+    """Returns the rest, with some replacements made outside of updates."""
     program = step.program
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
     known = {v for i in sums for v in program.equations[i].outvars}
-    replacing = {x.result: x for x in replacements(step)}
+    replacing = {x.result: x for x in replacements(step) if x.result not in apart}
     # By the position of the last equation of the update that makes them.
     here: dict[int, list[Replacement]] = {}
     needed = {v for v in variables(program.outvars) if v not in results}
@@ -111,3 +126,26 @@ def _left(
     results = (*found.values(), *(x.result for x in made))
     left = RemainingUpdate(inlined, results, update, tuple(operands))
     return Outer(inlined.positions[-1], tuple(variables(operands)), left)
+
+
+def _made_whole(step: Step, left: RemainingUpdate) -> Iterator[jex.Var]:
+    """The replacements that would be loaded with state that is on the device whole."""
+    arguments = {v for v in step.program.invars if _memory.on_host(v.aval)}
+    made = {
+        k: v
+        for k, (v, output) in enumerate(
+            zip(left.results, left.update.outputs, strict=True)
+        )
+        if output.is_update
+        and output.alias is not None
+        and left.operands[output.alias] in arguments
+    }
+    if not made:
+        return
+    asked = left.inlined.what.caller.window_bytes
+    for update, straight in schedule(left.update, asked).updates(left.update):
+        for group in straight.whole:
+            if group.nbytes > (asked or MOST_WINDOW_BYTES):
+                for k in group.outputs:
+                    if update.outputs[k].is_update and k in made:
+                        yield made[k]

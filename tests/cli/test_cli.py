@@ -435,6 +435,7 @@ def compilers():
 def test_fit(invoke, tmp_path, monkeypatch):
     """From a budget to a rule file, a picture, tables and JSON."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "150")
     args = ["fit", "my_steps:make_step", "--target", "h100", "--budget", "241MiB"]
     args += ["--out", "my.toml", "--plot", "my.png", "--host-memory", "1GiB"]
     result = invoke(*args)
