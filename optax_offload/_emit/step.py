@@ -130,7 +130,7 @@ class _Run:
         return body.InScan(ordered, delayed, sums, kept, waiting, like, ahead, loaded)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
-        """What a gradient is to be sharded like: its state, else its parameter."""
+        """Returns the state, else the parameter, that a gradient is sharded like."""
         fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
         return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
 
@@ -231,7 +231,7 @@ class _Run:
         return list(node.left.results)
 
     def _run_remaining(self, left: RemainingUpdate) -> None:
-        """Carries out what is left of an update."""
+        """Carries out the part of an update that no scan has taken over."""
         inlined, results, update, operands = left
         args = [read(a, self._env.__getitem__) for a in operands]
         sharded = {

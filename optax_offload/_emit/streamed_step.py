@@ -29,8 +29,8 @@ class _Call:
     """A step that is called.
 
     Attributes:
-      plan: What of it is fused. It closes over no traced value.
-      operands: What stands for each operand of the equation in the step.
+      plan: The plan of the step. It closes over no traced value.
+      operands: The value that stands for each operand of the equation in the step.
     """
 
     plan: FusedStep

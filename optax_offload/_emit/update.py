@@ -110,7 +110,7 @@ def _over_window(
 
 
 def _instead(update: Update, over: OverWindow) -> str:
-    """What to write where some leaves join the state of all, as a norm of them does."""
+    """The advice where some leaves join the state of all, as a norm of them does."""
     if not over.joined:
         return ""
     found = (
@@ -129,7 +129,7 @@ def _instead(update: Update, over: OverWindow) -> str:
 
 
 class _Around(NamedTuple):
-    """What is known outside of an update that is a version of another.
+    """Facts about an update that come from outside, where it is a version of another.
 
     Attributes:
       known: The values of further variables.
