@@ -18,7 +18,7 @@ _LATER_ENCODING = 128 / 130
 
 
 def is_wsl(version: str) -> bool:
-    """Whether the kernel of a ``/proc/version`` is that of WSL2.
+    """Returns whether the kernel of a ``/proc/version`` is that of WSL2.
 
     Example:
       >>> is_wsl("Linux version 5.15.167.4-microsoft-standard-WSL2 (root@f9c8) ...")
@@ -106,7 +106,7 @@ def driver_version(version: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SmiRow:
-    """What nvidia-smi says of one GPU.
+    """One GPU's row in the output of nvidia-smi.
 
     Attributes:
       address: Its PCI address, as the kernel writes it.
