@@ -40,7 +40,7 @@ class Alternative:
 
     @property
     def chosen(self) -> bool:
-        """Whether it is the plan's."""
+        """True if this is the way that the plan has chosen."""
         return self.why == CHOSEN
 
 
@@ -193,7 +193,7 @@ def _shortages(found: CompiledCandidate, budget: Budget, target: Target) -> list
 def _nearest(
     compiled: Sequence[CompiledCandidate], budget: Budget
 ) -> CompiledCandidate:
-    """What is over its budgets by the smallest factor."""
+    """The candidate that is over its budgets by the smallest factor."""
 
     def over(found: CompiledCandidate) -> float:
         device = found.used_bytes / budget.device_bytes

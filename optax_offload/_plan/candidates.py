@@ -102,7 +102,7 @@ Progress = Callable[[str | CompiledCandidate], None]
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a step may take.
+    """The memory that a step may take.
 
     Attributes:
       device_bytes: Device memory, on each device.
@@ -113,17 +113,17 @@ class Budget:
     host_bytes: int | None = None
 
     def holds(self, used_bytes: int, host_bytes: int) -> bool:
-        """Whether both are within the budget."""
+        """Returns whether device and host memory are both within the budget."""
         on_host = self.host_bytes is None or host_bytes <= self.host_bytes
         return used_bytes <= self.device_bytes and on_host
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a plan was asked for, beside its step.
+    """The request to `plan`, beside the step.
 
     Attributes:
-      budget: What a step may take.
+      budget: The memory that a step may take.
       codec: The codec that moments may be kept in; None for none.
       link_bytes_per_second: Bandwidth of the link; None takes the documented one.
       folder: Where what was compiled is kept; None keeps nothing.
@@ -237,7 +237,7 @@ def _parts(
     peak: aot.Peak | None,
     used_bytes: int,
 ) -> dict[str, int]:
-    """What fills the device, by name: each at most what is left beside the others."""
+    """The bytes on each device by what they hold, such as parameters; see `Plan`."""
     parameters = sizes.all_parameters - sizes.parameters[variant.parameters]
     state = sizes.device_state(variant)
     beside = max(used_bytes - parameters - state, 0)

@@ -64,7 +64,11 @@ def _shortest_sequence(
     budget_bytes: int,
     attempts: int | None,
 ) -> int:
-    """How many of the first fit, where none do not and all do."""
+    """The least number of items, from the first on, with which the step fits.
+
+    With none of them it does not fit, and with all of them it does. If the attempts
+    run out, the result is the least number that was found to fit, or all.
+    """
     total = [0, *itertools.accumulate(sizes)]
     low, high = 0, len(sizes)
     attempt = 0

@@ -24,7 +24,7 @@ COLORS = {
 
 
 def check_can_plot() -> type[Figure]:
-    """What draws a figure; asked for before what takes long.
+    """Returns the class that draws a figure. Call it before the work that takes long.
 
     Raises:
       ImportError: matplotlib is not installed.

@@ -91,8 +91,8 @@ def plan(  # noqa: PLR0913 - keyword-only options
 
     Returns:
       A `Plan`. If the step fits as it is, it moves nothing, and its ``offload`` returns
-      the optimizer itself. Its ``config`` is what a training needs: rules of state for
-      `offload`, of parameters for `place`, and the options of `jit`.
+      the optimizer itself. Its ``config`` is all that a train script needs: rules of
+      state for `offload`, of parameters for `place`, and the options of `jit`.
 
     Raises:
       aot.DoesNotFitError: Nothing fits. Says by how much, what takes the memory and
@@ -185,7 +185,7 @@ class Planner:
 
     @property
     def compiled(self) -> tuple[CompiledCandidate, ...]:
-        """What was compiled by now; first the step as given."""
+        """The candidates that were compiled so far; the first is the step as given."""
         return tuple(self._compiler.compiled)
 
     @property

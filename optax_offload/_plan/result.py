@@ -24,16 +24,16 @@ from optax_offload._units import Printed, milliseconds, size_text
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What a step has to be told to fit, what that saves and what it costs.
+    """A plan: the settings with which a step fits, what they save and what they cost.
 
     ``str()`` of it is the same for a person.
 
     Attributes:
       target: The chips that it was compiled for.
       budget_bytes: What the step may take on each device.
-      config: What a training needs: the rules of state for `offload` (one that keeps
-        all on the device, if none moves), the rules of ``parameters`` for `place`, and
-        the options of ``step`` for `jit`.
+      config: The settings for a train script: the rules of state for `offload` (one
+        that keeps all on the device, if none moves), the rules of ``parameters`` for
+        `place`, and the options of ``step`` for `jit`.
       moved: The leaves of state that the plan moves, beside what was given: for each of
         its rules the ``pattern`` and the ``leaves``.
       encoded: The leaves that it encodes, whether they move or not.
@@ -73,7 +73,7 @@ class Plan(Printed):
 
     @property
     def empty(self) -> bool:
-        """Whether all state stays on the device, as it is."""
+        """True if all state stays on the device, as it is."""
         return all(
             rule.memory_kind == "device" and rule.codec is None
             for rule in self.config.rules
@@ -151,7 +151,7 @@ class Plan(Printed):
         return [line]
 
     def training(self, file: str = "rules.toml") -> list[str]:
-        """The lines that a training script needs, for a file of this plan."""
+        """The lines that a train script needs, for a file of this plan."""
         lines = [f'config = oo.load_config("{file}")']
         if not self.empty:
             lines.append("tx = oo.offload(optimizer, config)")
@@ -160,7 +160,7 @@ class Plan(Printed):
         return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
-        """What the codec does to the numbers, and where that was measured."""
+        """Lines on what the codec does to the numbers, and where that was measured."""
         codec = next((p.codec for p in self.encoded), None)
         if codec is None:
             return []

@@ -98,7 +98,7 @@ class Search:
         )
 
     def ask(self, variant: Variant, left: int = 0) -> CompiledCandidate | None:
-        """What comes of a way, which is compiled unless it was; None if it fails."""
+        """Returns the result of compiling a way, now or before; None if it fails."""
         if variant not in self.known and variant not in self.failed:
             found = self._compile(variant, left)
             if isinstance(found, Failed):
@@ -124,7 +124,7 @@ class Search:
                     self._variants.append(variant)
 
     def least(self) -> Variant | None:
-        """What needs least, of what was not compiled and the host has room for."""
+        """The untried way of the least predicted peak that the host has room for."""
         ways = [
             v
             for v in self._variants
@@ -210,7 +210,7 @@ _MORE_PARAMETERS = ("device", "rows", "all")
 
 
 def _moves_more(one: Variant, other: Variant) -> bool:
-    """Whether a way moves all that another moves, and more, and is the same else."""
+    """Returns whether one way differs from another only in that it moves more."""
     same = (
         one.options.fuse == other.options.fuse
         and one.options.late_gradients == other.options.late_gradients
@@ -229,7 +229,7 @@ def _moves_more(one: Variant, other: Variant) -> bool:
 
 
 def _distance(one: Variant, other: Variant) -> int:
-    """How unlike two ways are, in what their peaks depend on."""
+    """The distance of two ways, by the settings that their peaks depend on."""
     return (
         8 * (one.options.fuse != other.options.fuse)
         + 4 * (one.parameters != other.parameters)

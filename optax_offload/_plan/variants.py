@@ -36,11 +36,11 @@ class Variant:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is done that the given step does not do."""
+        """True if it does nothing that the given step does not do."""
         return self == Variant()
 
     def text(self, codec: str | None, sizes: Sizes | None = None) -> str:
-        """What it does, in a few words.
+        """Describes it in a few words.
 
         Args:
           codec: The codec that is allowed, if one is.
@@ -72,7 +72,7 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What tracing a step tells before anything is compiled; bytes on each device.
+    """Facts from tracing a step, before anything is compiled; bytes on each device.
 
     Attributes:
       gradient_bytes: Gradients that never exist where all that can be fused is.
@@ -158,7 +158,7 @@ def link_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What is expected of a variant before it is compiled.
+    """The predictions for a variant before it is compiled.
 
     Attributes:
       seconds: The least time of a step; not fused, its updates' transfers come after.
@@ -192,7 +192,7 @@ class Outlook:
     link_bytes_per_second: float
 
     def __call__(self, variant: Variant) -> Expectation:
-        """What is expected of a variant."""
+        """Returns the predictions for a variant."""
         facts, sizes, options = self.facts, self.sizes, variant.options
         loaded, stored = link_bytes(variant, facts, sizes)
         gone = sizes.state[False] - sizes.device_state(variant)
