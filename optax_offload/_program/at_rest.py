@@ -60,12 +60,12 @@ class Resting:
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """What of a step rests on the host.
+    """The values of a step that rest on the host.
 
     Attributes:
-      arguments: The arguments that do.
-      residual_bytes: The bytes on each device of what forward scans keep there for
-        backward scans.
+      arguments: The arguments that rest there.
+      residual_bytes: The bytes on each device of the residuals that forward scans keep
+        on the host for backward scans.
       made_bytes: The bytes on each device of results that scans store row by row.
       positions: How scans move rows: not at all, at positions that count up with their
         iterations, or at others too.
@@ -205,10 +205,10 @@ class _Walk:
         return [x.whole() if isinstance(x, RowValue) else x for x in results]
 
     def _stored(self, jaxpr: jex.Jaxpr) -> Stored:
-        """What a scan stacks row by row in host memory.
+        """The stacked results of scans that are stored in host memory row by row.
 
-        That is what is moved there as a whole, as new parameters are; and, if it was
-        asked for, what only scans take rows of.
+        These are the results that are moved there as a whole, as new parameters are;
+        and, if it was asked for, those that only scans take rows of.
         """
         stacked: set[jex.Var] = set()
         whole = set(variables(jaxpr.outvars))

@@ -125,7 +125,7 @@ def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What the versions of an update have in common.
+    """The facts that the versions of an update have in common.
 
     Attributes:
       predicate: The variable whose value each of them knows.
@@ -144,7 +144,7 @@ def _predicate(
     dependent: Collection[jex.Var],
     stores: Collection[int],
 ) -> jex.Var | None:
-    """What most state depends on: the index of a cond, or what is selected by."""
+    """The predicate, of a cond or a select, on which most of the state depends."""
     stored = set(variables(program.outvars[k] for k in stores))
     found: Counter[jex.Var] = Counter()
     for e in program.equations:

@@ -134,7 +134,7 @@ class Builder:
         return self.inline(closed, operands)
 
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
-        """What an equation calls, with what stands for the arguments; None if none."""
+        """Returns the body to inline for an equation, if it has one, and operands."""
         operands = self.read_all(e.invars)
         if e.primitive.name in ("jit", "pjit"):
             constrained = any(

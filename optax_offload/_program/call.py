@@ -38,7 +38,7 @@ as_on_device = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who calls an update.
+    """The caller of an update.
 
     Attributes:
       window_bytes: The window that was asked for.

@@ -103,7 +103,7 @@ def ancestors(program: Program, v: jex.Var) -> tuple[int, ...]:
 
 
 class Components(Generic[T]):
-    """What belongs together, by what joins it. Each thing is first by itself."""
+    """Disjoint sets of things, which are joined one by one. Each begins by itself."""
 
     def __init__(self) -> None:
         self._parent: dict[T, T] = {}

@@ -144,17 +144,17 @@ class Step:
         return self.at_rest is not None and self.at_rest.positions != "none"
 
     def reads(self, i: int) -> list[jex.Var]:
-        """What an equation takes; with effects, also that those before it are done."""
+        """The variables that an equation takes; with effects, also their tokens."""
         before, _ = self._tokens.get(i, ((), ()))
         return [*variables(self.program.equations[i].invars), *before]
 
     def defines(self, i: int) -> list[jex.Var]:
-        """What an equation defines; with effects, also that it is done."""
+        """The variables that an equation defines; with effects, also its tokens."""
         _, after = self._tokens.get(i, ((), ()))
         return [*self.program.equations[i].outvars, *after]
 
     def tokens(self, i: int) -> Sequence[jex.Var]:
-        """What stands for the effects of an equation; nothing where it has none."""
+        """The variables that stand for the effects of an equation, if it has some."""
         return self._tokens.get(i, ((), ()))[1]
 
     @functools.cached_property
@@ -362,7 +362,7 @@ def _split(what: Call) -> Call:
 
 
 def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
-    """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
+    """The results of a scan that are operands of it again, as in `nnx.scan`."""
     consts, carried = _compat.scan_counts(e.params)
     return {
         e.outvars[k]: e.invars[i]
@@ -387,7 +387,7 @@ _HANDS_ON = {
 
 
 def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
-    """What an equation takes and only hands on, and what it gives for it."""
+    """Yields each variable that an equation only hands on, with the result for it."""
     if e.primitive.name in _HANDS_ON:
         for a, v in zip(e.invars, e.outvars, strict=True):
             if isinstance(a, jex.Var):
