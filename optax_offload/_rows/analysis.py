@@ -62,10 +62,11 @@ class RowLocal:
         outputs: Sequence[jex.Var],
         last: Sequence[jex.Var],
     ) -> tuple[RowLocal, RowLocal]:
-        """What some of the outputs need, and what the last ones need besides.
+        """Splits the equations: for some of the outputs, and for the last ones besides.
 
-        The first has as further outputs what depends on the early inputs and is an
-        input of the other. What does not depend on them is computed by both.
+        The first has as further outputs the values that depend on the early inputs
+        and are inputs of the other. Values that do not depend on them are computed by
+        both.
         """
         first, inputs = self.needed(outputs, ())
         depends = set(early)

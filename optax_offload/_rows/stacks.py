@@ -54,7 +54,7 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
-    """What makes the rows of a stack, if each is made alone."""
+    """The equations that make a row of a stack; None if rows are not made alone."""
     sizes = shape(a)
     at = program.producers.get(a)
     if at is None or len(sizes) < 2 or sizes[0] < 2:

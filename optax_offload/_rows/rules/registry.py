@@ -30,7 +30,7 @@ class Axes(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a rule knows of the analysis that it is a part of."""
+    """The part of an analysis that its rules can see."""
 
     @property
     def count(self) -> int:
@@ -47,11 +47,11 @@ class Rows(Protocol):
 
 
 class Rule:
-    """How equations of a primitive treat rows.
+    """A rule says how equations of a primitive treat rows.
 
     Attributes:
-      arithmetic: Whether what it computes from values that are known is computed again
-        for each slice, rather than whole beforehand and kept.
+      arithmetic: Whether a result of known values is computed again for each slice,
+        rather than whole beforehand and kept.
     """
 
     arithmetic = False
@@ -106,7 +106,7 @@ def rule_of(e: jex.JaxprEqn) -> Rule:
 
 
 def is_arithmetic(e: jex.JaxprEqn) -> bool:
-    """Whether an equation's result is computed again for each slice."""
+    """Returns whether an equation's result is computed again for each slice."""
     return rule_of(e).arithmetic and len(e.outvars) == 1
 
 
