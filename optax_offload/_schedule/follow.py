@@ -1,4 +1,4 @@
-"""What follows from the gradients that a scan stacks: row by row, and not."""
+"""Follows the gradients that a scan stacks: their uses row by row, and all others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Scan:
 
     @property
     def carry(self) -> Sequence[Any]:
-        """What the first iteration takes, and every other from the one before."""
+        """Operands of the first iteration, which the others get from the one before."""
         consts, carried = self._counts
         return self.equation.invars[consts : consts + carried]
 
@@ -149,13 +149,13 @@ class MixesError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RowUses:
-    """What follows from gradients of a scan.
+    """The uses of a scan's gradients.
 
     Attributes:
       rows: The equations that treat every row alone.
-      components: The gradients, by what joins them.
-      late: The variables that depend on the scan otherwise than row by row, or on what
-        does.
+      components: The gradients, grouped by the equations that join them.
+      late: The variables that depend on the scan otherwise than row by row, or on such
+        variables.
       sums: The equations that reduce over rows, as positions.
     """
 

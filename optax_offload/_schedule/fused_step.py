@@ -1,4 +1,4 @@
-"""What of a step is fused into its backward pass, and what is not, as a value."""
+"""A step's plan, as a value: the updates that are fused into its backward pass."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class FusedScan:
 
     @property
     def noun(self) -> str:
-        """What its scan stacks: a forward scan stacks statistics, such as means."""
+        """The word for its results: a forward scan stacks means and the like."""
         return "gradient" if self.scan.is_backward else "stacked result"
 
     def gradients(self, fused: Sequence[Fused]) -> str:
@@ -62,7 +62,7 @@ class FusedScan:
         return None if f.parts is None or stored else f.parts.count
 
     def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
-        """What of these is whole although a row is more than the window asked for."""
+        """Lines on those of which a whole row is more than the window asked for."""
         for f in fused:
             if self.in_parts(f) is None and (f.parts or f.whole_reason):
                 why = f.whole_reason or "its gradient waits in host memory"
@@ -71,13 +71,13 @@ class FusedScan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FusedStep(Printed):
-    """What of a step is fused into its backward pass. Print it.
+    """The updates of a step that are fused into its backward pass. Print it to read it.
 
     Attributes:
       step: The step.
       scans: The scans that updates are moved into, in their order.
       unfused: The gradients of other scans.
-      asked: What was asked for.
+      asked: The options that were asked for.
       streaming: The other scans whose iterations load rows for the next, or store those
         of the one before.
     """
@@ -90,14 +90,14 @@ class FusedStep(Printed):
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
-        """What is evaluated outside of the scans, and these, in order."""
+        """The equations and updates outside of the scans, and the scans, in order."""
         fused = [f for each in self.scans for f in each.fused]
         positions = {each.scan.position for each in self.scans}
         return tuple(rest(self.step, positions, fused))
 
     @functools.cached_property
     def passes(self) -> order.Passes:
-        """How often the rows of gradients that wait are passed over."""
+        """The passes over the rows of gradients that wait."""
         return passes_of(self.step, self.scans)
 
     @property
@@ -233,7 +233,7 @@ def _loaded_whole(
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
-    """How often the rows of what waits in some scans are passed over."""
+    """The passes over the rows of gradients that wait in some scans."""
     positions = candidates(step)
     return order.passes(step, positions, [(x.scan, x.fused) for x in scans])
 

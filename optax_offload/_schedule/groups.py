@@ -220,10 +220,11 @@ def _whole(
 
 
 def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
-    """What to name of the equations that join leaves.
+    """The equations to name of those that join leaves, the first of each primitive.
 
-    A norm joins all by adding up numbers; what is scaled by it joins them once more.
-    Else it is what joins most at a time, as where leaves are concatenated.
+    A norm joins all leaves by adding up numbers, and the leaves that are scaled by it
+    are joined once more: so equations of numbers are named if some are found. Else the
+    equations that join most are named, as where leaves are concatenated.
     """
     times = Counter(map(id, ties))
     most = max(times.values(), default=0)

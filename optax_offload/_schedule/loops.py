@@ -166,14 +166,15 @@ def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
 
 
 def cost(loop: Loop) -> float:
-    """How long a loop takes, in bytes that the link could move in one direction.
+    """The time of a loop, in bytes that the link could move in one direction.
 
-    Whole numbers: of loops that take as long the first is the same on every machine.
+    Costs are whole numbers, so that of loops that take equally long every machine
+    chooses the same.
 
     A part is loaded while the one before is stored, which takes as long as the larger
-    of them; but for the first and the last of an iteration, and for those of a group in
-    one part: it is loaded again when it has been stored. Nothing runs beside what is
-    left when a loop has ended.
+    of them. Exceptions are the first and the last of an iteration, and those of a group
+    in one part, which is loaded again only when it has been stored. Nothing runs beside
+    the rows that remain when a loop has ended.
     """
     updates = [
         nbytes + LINK.latency_bytes * len(group.loads)

@@ -110,7 +110,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
 
 
 def _size(found: RowLocal, loaded: Collection[jex.Var], least: float) -> int:
-    """What a part has along its axis: in at least so many parts, if that can be."""
+    """The size of a part along its axis: at least so many parts, if that can be."""
     unit = max(_tpu_layout.unit(v.aval, found.axes[v]) for v in loaded)
     sizes = [n for n in range(unit, found.rows, unit) if found.rows % n == 0]
     if not sizes:

@@ -68,7 +68,7 @@ def plan(step: Step, asked: Options) -> FusedStep:
 
 
 class _Search:
-    """What of a scan can be fused."""
+    """Searches for the gradients of a scan that can be fused."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Search:
         return FusedScan(scan, (), (), "host", tuple(unfused))
 
     def _checked(self, found: RowUses, unfused: Sequence[Unfused]) -> FusedScan:
-        """What is fused, of what can be followed.
+        """Plans the scan, with all gradients that could be followed.
 
         Raises:
           MixesError: Something cannot be fused.
@@ -331,7 +331,7 @@ def _in_parts(step: Step, fused: Fused) -> Fused:
 
 
 def _row_bytes(fused: Fused) -> int:
-    """What a row of state takes on each device; of codes what they are decoded to."""
+    """The bytes of a row of state on each device; codes count as decoded."""
     codes = {fused.replaced[v] for v in fused.codes}
     loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
     return sum(
@@ -355,10 +355,10 @@ def _type(v: jex.Var) -> tuple[object, ...]:
 
 
 def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
-    """What to warn of: a way of waiting that was asked for by name, and is not had.
+    """Warnings about options that were asked for by name and cannot be had.
 
     Args:
-      found: What is fused of a step.
+      found: The plan of the step.
       paths: The path of each result of the step.
     """
     rest = found.step.at_rest

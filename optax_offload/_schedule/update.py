@@ -97,7 +97,7 @@ class Straight(Printed):
         return ((update, self),)
 
     def over_window(self, asked: int | None) -> tuple[OverWindow, ...]:
-        """What is on the device at once over the window, given the one asked for."""
+        """The groups and slices that exceed the window, given the one asked for."""
         return tuple(self._over_window(asked))
 
     def _over_window(self, asked: int | None) -> Iterator[OverWindow]:
@@ -142,7 +142,7 @@ class Straight(Printed):
         return "\n".join(lines)
 
     def _in_few_bits(self) -> Iterator[str]:
-        """What crosses the link, where it is less than what it is decoded to."""
+        """A line on the bytes that cross the link, if codes make them fewer."""
         coded = [g for g in self.groups if 0 < g.moved_bytes < g.nbytes]
         if coded:
             decoded = size_text(sum(g.nbytes for g in coded))

@@ -1,4 +1,4 @@
-"""What it costs to have gradients wait, by a model: which of two ways is cheaper."""
+"""Chooses the cheaper way to have gradients wait, by a model of its cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much state may be loaded or being stored at once."""
+"""The window: the bytes of state that may be loaded or being stored at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_WINDOW_BYTES = 64 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How much state may be loaded or being stored at once.
+    """The bytes of state that may be loaded or being stored at once.
 
     Attributes:
       nbytes: Bytes on each device.
