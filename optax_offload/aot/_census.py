@@ -48,7 +48,7 @@ class Census:
         return [m for m in found if m.direction == direction and m.runs]
 
     def count(self, direction: str) -> int:
-        """How many are carried out in a step."""
+        """The number of these that are carried out in a step."""
         return sum(t.runs for t in self.moves(direction))
 
     def sizes(self, direction: str) -> list[int]:
@@ -75,7 +75,7 @@ class Census:
 
     @property
     def least_seconds(self) -> float:
-        """What the direction that has more to do would take without any latency."""
+        """The time of the direction that moves more, without any latency."""
         sizes = (sum(self.sizes(d)) for d in ("load", "store"))
         return self.model.least_seconds(max(sizes))
 
@@ -95,7 +95,7 @@ class Census:
 
     @property
     def exposed_seconds(self) -> float:
-        """How much longer the step takes for its transfers."""
+        """The time that transfers add to the step."""
         return self.seconds - self.compute_seconds
 
     @property
@@ -105,7 +105,7 @@ class Census:
         return self.seconds / floor if floor else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """What a row of the table has, for JSON."""
+        """The values of a row of the table, for JSON."""
         row: dict[str, Any] = {"model": dataclasses.asdict(self.model)}
         for direction in ("load", "store", "host copy"):
             sizes = self.sizes(direction)

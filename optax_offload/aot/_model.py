@@ -14,7 +14,7 @@ _H100 = CHIPS["h100"]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What the modelled times are made of.
+    """The rates from which times are modelled.
 
     Attributes:
       link: The link to the host.

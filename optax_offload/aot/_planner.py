@@ -14,7 +14,7 @@ from optax_offload.aot.transfers import Transfer, instruction_transfers
 
 @dataclasses.dataclass(eq=False)
 class Move:
-    """What an instruction moves in one direction; in a loop it runs many times.
+    """A transfer of an instruction in one direction; in a loop it runs many times.
 
     Attributes:
       name: The instruction that starts it.
@@ -40,7 +40,7 @@ class Move:
 
     @property
     def how(self) -> str:
-        """What it is, for a person: `load: sync dynamic-slice kernel`."""
+        """A description for a person, such as `load: sync dynamic-slice kernel`."""
         waited = "" if self.asynchronous else "sync "
         kernel = " kernel" if self.kernel and self.form != "fusion" else ""
         return f"{self.direction}: {waited}{self.form}{kernel}"
@@ -194,7 +194,7 @@ def _moves(transfers: tuple[Transfer, ...]) -> tuple[Move, ...]:
 
 
 def compute_seconds(plan: list[Step]) -> float:
-    """What a plan takes when transfers take no time."""
+    """The time of a plan if transfers take none."""
     total = 0.0
     for step in plan:
         if isinstance(step, Compute):
@@ -205,7 +205,7 @@ def compute_seconds(plan: list[Step]) -> float:
 
 
 def _weight(plan: list[Step]) -> tuple[int, float]:
-    """How much a plan moves, then how long it computes."""
+    """The bytes that a plan moves, and then the seconds that it computes."""
     moved = 0
     for step in plan:
         if isinstance(step, Start):

@@ -23,7 +23,7 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What is known of one device of a chip: what JAX calls a device has all of it.
+    """The figures of one device of a chip, in the sense in which JAX says device.
 
     Attributes:
       platform: JAX's name of it, `"tpu"` or `"gpu"`.
@@ -78,7 +78,7 @@ class Tpu(Chip):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What all GPUs of a compute capability have in common.
+    """The figures that all GPUs of a compute capability have in common.
 
     Attributes:
       capability: The compute capability, major and minor.

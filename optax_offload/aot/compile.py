@@ -98,7 +98,7 @@ def lower(  # noqa: PLR0913
     mesh: Mesh | AbstractMesh | None = None,
     jit: Callable[..., Any] = jax.jit,
 ) -> jax.stages.Lowered:
-    """What `compile` compiles.
+    """Lowers a function for a target, to be compiled by `compile`.
 
     Args:
       fn: As of `compile`.
@@ -106,7 +106,7 @@ def lower(  # noqa: PLR0913
       target: As of `compile`.
       options: Those of `jax.jit`, by name; None where one is not given.
       mesh: As of `compile`.
-      jit: What a function that is not jitted is jitted with.
+      jit: The function that jits a function that is not jitted.
     """
     options = {k: v for k, v in options.items() if v is not None}
     if not jax.sharding.get_mesh().empty:
