@@ -43,7 +43,7 @@ class IdleRule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What rules do with leaves.
+    """The effect of rules on leaves.
 
     Attributes:
       leaves: All leaves, in their order.
@@ -92,7 +92,7 @@ def explanation_of(
 
 
 def _format(path: str, placement: _rules.Placement) -> tuple[str, str]:
-    """What decided, and the format that the leaf is in."""
+    """The reason for a leaf's place, and the format that the leaf is in."""
     codec = placement.rule and placement.rule.codec
     if not codec:
         return placement.why, ""
