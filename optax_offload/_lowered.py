@@ -13,7 +13,7 @@ checkpoint library restored onto one device. That is an attribute too.
 
 Whose buffer a result takes is an attribute of a donated argument. `jax.jit` gives host
 buffers to device results and device buffers to host results (`_jit/donation.py` says
-why, and mends it): on the CPU such a call ends the process, and on a GPU the result is
+why, and fixes it): on the CPU such a call ends the process, and on a GPU the result is
 silently in the other memory. So such a program is refused before it runs.
 """
 

@@ -1,4 +1,4 @@
-"""What is asked for of a train step, by `stream`, by `jit` and in a rule file."""
+"""The options of a train step, as `stream`, `jit` and rule files take them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Residuals = Literal["device", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is asked for of a step. ``**options`` are the arguments of `jit`.
+    """The options of a step. ``**options`` are the arguments of `jit`.
 
     Attributes:
       fuse: Whether updates are moved into the backward pass.

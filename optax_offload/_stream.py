@@ -120,8 +120,8 @@ def traced(
       asked: What is asked for.
 
     Returns:
-      What of it is fused; those leaves of the arguments that are arrays; and the tree
-      of its results.
+      The plan of the step; the leaves of the arguments that are arrays; and the tree of
+      its results.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [i for i, x in enumerate(leaves) if is_array(x)]

@@ -94,7 +94,7 @@ def spread(
     result: Result,
     is_leaf: Callable[[Any], bool] = lambda x: False,
 ) -> list[Any]:
-    """What a prefix tree, the argument ``name``, has for each leaf of a result.
+    """The leaf of a prefix tree, the argument ``name``, for each leaf of a result.
 
     None, and what ``is_leaf`` says, are leaves of the prefix tree.
     """
@@ -249,7 +249,7 @@ def _matched(
     shapes: set[tuple[int, ...]],
     for_part: Callable[[T, tuple[int, ...]], T],
 ) -> list[T | None]:
-    """What matches each leaf; what matches the leaf that it is an encoded part of.
+    """The match of each leaf, else that of the leaf that it is an encoded part of.
 
     Codes and scales have the shape of the leaf but for a shorter last axis.
     """
