@@ -48,7 +48,7 @@ class InScan:
       delayed: The results whose rows are stored in the next iteration.
       sums: The values that are summed up over the rows.
       kept: The stacked results that are made whole, on the device.
-      waiting: Those that wait in host memory.
+      waiting: The stacked results that wait in host memory.
       like: For each gradient that waits for all others, the variable that it is
         sharded like.
       ahead: The variables in host memory whose rows each iteration loads for the next
@@ -73,14 +73,14 @@ def run(
     env: Env,
     sharded: Mapping[jex.Var, Sharded],
 ) -> dict[jex.Var, Any]:
-    """The values of what a scan and the work in it define.
+    """Evaluates a scan with the work in it, and returns the values that these define.
 
     Args:
       program: The step.
       scan: The scan.
-      work: What is done in it.
-      env: The values of what it takes.
-      sharded: How arguments are sharded whose types do not say it.
+      work: The work in it.
+      env: The values of the variables that it takes.
+      sharded: The shardings of arguments whose types do not say it.
     """
     return _Loop(program, scan, work, env, sharded).run()
 
