@@ -353,7 +353,7 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
     Args:
       types: Their types on the device.
-      leaves: Those that are arrays; others are numbers.
+      leaves: The leaves that are arrays; others are numbers.
     """
     found = list(types)
     position = 0
@@ -370,7 +370,7 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises where a donated argument that scans take rows of finds no result there.
 
-    What became of it would be on the device, where it may have no room.
+    Its successor would be on the device, where it may have no room.
     """
     rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
     if rest is None:
