@@ -25,13 +25,13 @@ class Finding:
     """Something that was found out about a machine.
 
     Attributes:
-      topic: What it is about, such as "host memory".
+      topic: The subject, such as "host memory".
       level: Whether anything has to be done: "good", "note", "fix", "stop" (offload
         gains nothing here, or does not work), "unseen" (the machine does not say).
-      seen: What was seen.
-      means: What that means for offloading.
+      seen: The observation.
+      means: The meaning of that for offloading.
       do: Lines to paste into a shell; () where there is nothing to do.
-      sources: Where the meaning is documented, or was measured.
+      sources: The pages or measurements that the meaning is from.
     """
 
     topic: str

@@ -31,7 +31,7 @@ class Device:
     Attributes:
       kind: JAX's name of such a device.
       platform: JAX's name of its platform, as "gpu".
-      count: How many of them this process has.
+      count: The number of them that this process has.
       memory_kinds: The memories that each can address.
       grid: The chips of a TPU's slice along each axis; () for others.
     """

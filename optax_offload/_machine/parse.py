@@ -1,6 +1,6 @@
 """Texts of a machine as values: each function takes a text, and knows one format.
 
-What a text does not say, or says in a way that is not known, is None or missing.
+Facts that a text does not state, or states in an unknown way, are None or missing.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Slot:
     """The PCI Express link of a device.
 
     Attributes:
-      bytes_per_second: What it can carry each way, when the device is at work.
+      bytes_per_second: Its bandwidth each way, when the device is at work.
       lanes: The lanes that it has.
       most_lanes: The lanes that the device could use.
     """

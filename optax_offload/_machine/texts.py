@@ -49,14 +49,14 @@ class Here(Texts):
     """This machine.
 
     Attributes:
-      seen: What was read of it so far, by name.
+      seen: The texts that were read so far, by name.
     """
 
     def __init__(self, root: Path = Path("/")):
         """Reads nothing yet.
 
         Args:
-          root: Where its file system is.
+          root: The root of its file system.
         """
         self._root = root
         self.seen: dict[str, str] = {}
