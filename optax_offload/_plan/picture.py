@@ -45,7 +45,7 @@ def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
     right all that was compiled, the modelled time of a step against its peak.
 
     Args:
-      plan: What planning found.
+      plan: The plan.
       path: The picture.
 
     Raises:

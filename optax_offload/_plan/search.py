@@ -1,4 +1,4 @@
-"""Which way of training is the fastest that fits, in few compilations. Pure."""
+"""Searches for the fastest way of training that fits, in few compilations. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PassedOver:
       used_bytes: The peak that is predicted for it, on each device.
       host_bytes: The host memory that it needs for each device.
       seconds: The time of a step that is predicted.
-      error: Why it failed; "" if it was not tried.
+      error: The reason why it failed; "" if it was not tried.
     """
 
     variant: Variant
@@ -55,14 +55,14 @@ class Failed(NamedTuple):
 
 
 class Search:
-    """The fastest way that fits, found from what is expected and what was compiled.
+    """Searches for the fastest way that fits, by predictions that compilations correct.
 
-    Each compilation corrects what is predicted of the ways that are like it: the
+    Each compilation corrects the predictions for the ways that are like it: the
     difference between its peak and the expected one is added to theirs.
 
     Attributes:
-      known: What was compiled.
-      failed: What could not be, and why.
+      known: The ways that were compiled, with the results.
+      failed: The ways that could not be compiled, with the reasons.
     """
 
     known: dict[Variant, CompiledCandidate]
@@ -75,13 +75,13 @@ class Search:
         compile_variant: Callable[[Variant, int], CompiledCandidate | Failed],
         budget: Budget,
     ):
-        """Asks nothing yet.
+        """Compiles nothing yet.
 
         Args:
-          variants: The ways there are.
-          expect: What is expected of a way, which is cheap.
+          variants: All ways.
+          expect: Returns the expectation of a way, which is cheap.
           compile_variant: Compiles a way, given how many may follow it at most.
-          budget: What a step may take.
+          budget: The memory that a step may take.
         """
         self._variants = list(variants)
         self._expect, self._compile, self._budget = expect, compile_variant, budget
@@ -191,7 +191,7 @@ class Search:
         return sorted(ways, key=order.__getitem__)
 
     def _reason(self, variant: Variant) -> Reason | None:
-        """Why a way need not be compiled; None if it should be."""
+        """Returns the reason not to compile a way; None if it should be compiled."""
         if variant in self.failed:
             return "failed"
         expected, budget = self._expect(variant), self._budget

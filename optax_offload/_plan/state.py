@@ -94,10 +94,10 @@ def leaf_patterns(
 ) -> list[LeafPattern]:
     """Puts leaves under patterns, in the order in which they should be moved.
 
-    What can be sliced comes first (a move takes all of it from the peak; of other
-    leaves a whole one comes back for its update), stacked leaves before matrices, and
-    large before small: fewer rules, in longer transfers. Leaves under ``min_bytes``
-    are left out, as `Rule` does.
+    Leaves that can be sliced come first: a move takes all of them from the peak, while
+    of other leaves a whole one comes back for its update. Stacked leaves come before
+    matrices, and large ones before small, for fewer rules and longer transfers. Leaves
+    under ``min_bytes`` are left out, as `Rule` does.
     """
     by_pattern: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -123,7 +123,7 @@ class Parameter:
       leaf: Its path as the optimizer sees it, and its bytes.
       argument: Its path among the arguments of the step.
       by_rows: Whether scans take it row by row; any other use loads all of it.
-      given: Where the given rules have it; None where none of them matches.
+      given: The memory kind that the given rules name; None where none of them matches.
     """
 
     leaf: Leaf
