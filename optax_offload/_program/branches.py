@@ -115,7 +115,7 @@ def find_branches(update: Update) -> Branches | None:
 def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
     """The updates that are dropped for a value of a predicate, with both.
 
-    Where one program is for both cases, as in a scan, zero has to be chosen.
+    If one program is for both cases, as in a scan, it has to select zero.
     """
     found = find_branches(update)
     if found is None:

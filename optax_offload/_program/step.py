@@ -37,10 +37,10 @@ class InlinedUpdate:
 
     Attributes:
       what: The update.
-      operands: What the step gives it.
-      results: What the step takes from it.
+      operands: The operands that the step gives it.
+      results: The results that the step takes from it.
       positions: The positions of its equations.
-      names: What the step calls the variables of the update.
+      names: The names that the step has for the variables of the update.
     """
 
     what: Call
@@ -82,7 +82,7 @@ class Origin(NamedTuple):
 
     Attributes:
       inlined: The update.
-      output: Which of its outputs it is.
+      output: The position of it among the outputs.
     """
 
     inlined: InlinedUpdate
@@ -94,13 +94,13 @@ class Step:
     """A train step.
 
     Attributes:
-      program: All equations. What is moved to or from the host is an equation too.
+      program: All equations. A transfer to or from the host is an equation too.
       inlined_updates: The offloaded updates whose equations are among them.
       jaxpr: The step as it was traced, of the values of its refs.
       refs: The refs that it closes over. Their values are its last arguments, and the
         new values of all refs are its last results.
-      at_rest: What rests on the host, if it was traced as if all were on the device.
-        Then `jaxpr` is of where values rest.
+      at_rest: The values that rest on the host, if the step was traced as if all were
+        on the device. Then the types in `jaxpr` say where values rest.
     """
 
     program: Program
@@ -216,8 +216,8 @@ def take_apart(
 def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
     """A step of the values of its refs, and the refs that it closes over.
 
-    What is read and written is followed then as other values are, in the order of the
-    program, and no equation is left whose place is all that says what it reads.
+    Values that are read and written are then followed as others are, and no equation
+    remains that reads something else in another place of the program.
     """
     jaxpr = closed.jaxpr
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
