@@ -1,7 +1,7 @@
 """Stacks that are made for the host row by row, where each row is made alone.
 
-What a vmapped initialiser makes would be on the device whole before it is moved. A scan
-makes it instead, whose rows are stored one by one.
+The results of a vmapped initialiser would be on the device whole before they are moved.
+A scan makes them instead, and stores its rows one by one.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class Barrier(Rule):
 
 @rule("concatenate", "sort")
 class AlongDimension(Elementwise):
-    """Of one array or of several, along another axis than that of the rows."""
+    """Arrays are joined or sorted along another axis than that of the rows."""
 
     arithmetic = False
 

@@ -85,7 +85,7 @@ class Iota(Rule):
 
 @rule("gather")
 class Gather(Rule):
-    """From a table that is the same for all rows; or from each row, at its own places.
+    """Gathers from a table that is the same for all rows, or from each row by itself.
 
     Rows of the indices are axes of the results that are not in ``offset_dims``; rows
     of an operand that is taken from whole are among those that are.

@@ -75,7 +75,7 @@ class Rule:
     def resize(
         self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
     ) -> dict[str, Any]:
-        """Those parameters of the equation that are others for so many rows."""
+        """The parameters of the equation that change for so many rows."""
         return {}
 
 
@@ -98,7 +98,7 @@ def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
 def rule_of(e: jex.JaxprEqn) -> Rule:
     """The rule of an equation; of a primitive without one, a rule that refuses.
 
-    So of what has effects: they would be had for every slice.
+    Equations with effects are refused too, since these would happen for every slice.
     """
     if _compat.has_effects(e):
         return _REFUSED
@@ -139,7 +139,7 @@ def arrays(e: jex.JaxprEqn, axis: int) -> list[Axis]:
 
 
 class Unary(Rule):
-    """Of the operands only the first has rows."""
+    """Only the first operand has rows."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         """The axis of the results; None if they have no such rows."""

@@ -94,7 +94,7 @@ class Stack(Rule):
 
 @rule("unstack")
 class Unstack(Unary):
-    """One array for each index along an axis, which goes."""
+    """Makes an array for each index along an axis, which is removed."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         along = e.params["axis"]
