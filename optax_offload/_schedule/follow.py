@@ -111,9 +111,9 @@ class Component:
     Attributes:
       gradients: The gradients.
       results: The results of the step that have rows.
-      sums: What is reduced over the rows.
-      late: Whether results depend on what is known only after the scan.
-      late_sums: Those of the sums that do.
+      sums: The values that are reduced over the rows.
+      late: Whether results depend on values that are known only after the scan.
+      late_sums: The sums that depend on such values.
     """
 
     gradients: tuple[jex.Var, ...]
@@ -173,7 +173,7 @@ def follow(
     Args:
       step: The step.
       scan: The scan.
-      gradients: Those of its stacked results that are followed.
+      gradients: The stacked results of it that are followed.
       later: Scans that cannot be computed before this one, as positions.
 
     Raises:

@@ -29,10 +29,10 @@ class FusedScan:
 
     Attributes:
       scan: The scan.
-      now: What is updated in the iteration that computes its gradient.
-      late: What has to wait for the last gradient.
-      way: How it waits.
-      unfused: What is not fused.
+      now: The updates that run in the iteration that computes their gradient.
+      late: The updates that have to wait for the last gradient.
+      way: The way in which these wait.
+      unfused: The gradients that are not fused.
     """
 
     scan: Scan
@@ -43,7 +43,7 @@ class FusedScan:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """All that is fused."""
+        """The updates that are fused."""
         return (*self.now, *self.late)
 
     @property
@@ -57,7 +57,7 @@ class FusedScan:
         return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
 
     def in_parts(self, f: Fused) -> int | None:
-        """In how many parts a row is updated; None if it is whole."""
+        """The number of parts in which a row is updated; None if it is whole."""
         stored = f in self.late and self.way == "host"
         return None if f.parts is None or stored else f.parts.count
 
@@ -107,7 +107,7 @@ class FusedStep(Printed):
 
     @property
     def stored_bytes(self) -> int:
-        """Of these, the bytes that wait in host memory."""
+        """The bytes of those that wait in host memory, on each device."""
         stored = (each for each in self.scans if each.way == "host")
         return sum(f.gradient_bytes for each in stored for f in each.late)
 
@@ -158,7 +158,7 @@ class FusedStep(Printed):
 
 
 def _at_rest(plan: FusedStep) -> Iterator[str]:
-    """Of what rests on the host, and is no state of an update, how it is taken."""
+    """Lines on the ways in which arguments at rest, other than state, are taken."""
     rest, program = plan.step.at_rest, plan.step.program
     if rest is None:
         return
@@ -216,7 +216,7 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
 def _loaded_whole(
     plan: FusedStep, v: jex.Var, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Of what takes all of an argument at rest, the names of what is evaluated."""
+    """The names of the equations that load all of an argument at rest."""
     program = plan.step.program
     outer = [node for node in plan.rest if node.left is None]
     readers = [program.equations[n.position] for n in outer if v in n.reads]

@@ -66,12 +66,12 @@ class Passes(NamedTuple):
 def passes(
     step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
 ) -> Passes:
-    """Which pass sums up what: as early as what it takes is known.
+    """Assigns each sum to a pass, as early as its operands are known.
 
     Args:
       step: The step.
       scans: All scans of it, as positions.
-      late: What waits, by its scan. A pass takes the scans in this order.
+      late: The updates that wait, by scan. A pass takes the scans in this order.
     """
     gradients = {g for _, some in late for f in some for g in f.component.gradients}
     at = {
@@ -185,10 +185,10 @@ def rows_ahead(
 def _spread(
     scan: Scan, fused: Sequence[Fused], found: Sequence[jex.Var]
 ) -> dict[jex.Var, int]:
-    """Which update is stored after which loads: so that the link is busy all the time.
+    """Assigns each load to the update that is stored after it, to keep the link busy.
 
-    Each where more than half of it fits beside what is computed until then, with the
-    state of the update; a parameter before it is stored itself.
+    A load is placed where more than half of it fits beside the computation until then,
+    with the state of the update; a parameter is loaded before it is stored itself.
     """
     if not fused:
         return dict.fromkeys(found, 0)
@@ -271,12 +271,12 @@ def delayed_rows(
     Gradients come late in an iteration. Without this nothing is stored beside its first
     loads, nor loaded beside its last stores, for which it has to wait. With it the last
     rows are stored while the first of the next iteration are loaded: as many bytes as
-    the first update then stores, or more. What is delayed is on the device an iteration
+    the first update then stores, or more. Delayed rows are on the device an iteration
     longer.
 
     Args:
       scan: The scan.
-      fused: What is updated in it, in order.
+      fused: The updates in it, in order.
       read: The arguments whose rows are loaded ahead, from the buffers that results
         are stored into: none of these is delayed.
     """

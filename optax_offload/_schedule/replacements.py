@@ -39,7 +39,7 @@ class Replacement(NamedTuple):
 
     Attributes:
       inlined: The offloaded update.
-      output: Which of its outputs it takes, as a position.
+      output: The position of the output that it takes.
       positions: The equations that lead to it, as positions.
       takes: The variables of the step that these take besides.
       argument: The argument that it replaces, one of these.
@@ -153,12 +153,12 @@ def with_replacements(
     operands: Sequence[Atom],
     made: Sequence[Replacement],
 ) -> tuple[Update, list[Atom]]:
-    """An update whose last outputs are what replaces arguments of the step.
+    """An update whose last outputs replace arguments of the step.
 
     Args:
       step: The step.
       update: The update. Its last outputs are those that the replacements take.
-      operands: What the step gives it.
+      operands: The operands that the step gives it.
       made: The replacements.
 
     Returns:
@@ -178,7 +178,7 @@ def with_replacements(
 
 
 class _Grown:
-    """An update that goes on."""
+    """An update that grows by equations of the step."""
 
     def __init__(self, update: Update, operands: Sequence[Atom]):
         self._update, self.operands = update, list(operands)

@@ -23,7 +23,7 @@ class RemainingUpdate(NamedTuple):
       inlined: The whole of it.
       results: The variables of the step that its outputs are.
       update: The update for these.
-      operands: What the step gives it.
+      operands: The operands that the step gives it.
     """
 
     inlined: InlinedUpdate

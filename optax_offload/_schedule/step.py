@@ -37,11 +37,11 @@ from optax_offload._step_options import LateGradients, Options
 
 
 def plan(step: Step, asked: Options) -> FusedStep:
-    """Finds what of a step can be fused into its backward pass.
+    """Finds the updates of a step that can be fused into its backward pass.
 
     Args:
       step: The step.
-      asked: What is asked for.
+      asked: The options that are asked for.
     """
     equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
@@ -136,10 +136,11 @@ class _Search:
         return FusedScan(self._scan, now, late, way, tuple(unfused))
 
     def _replaced(self, found: RowUses) -> Mapping[jex.Var, jex.Var | None]:
-        """For each result the argument that it replaces, and no other result does.
+        """The argument that each result replaces, and no other result does.
 
-        That of the same leaf of an offloaded state; of others the next argument of the
-        same type that its update reads, as JAX pairs donated arguments with results.
+        It is that of the same leaf of an offloaded state. Other results take the next
+        argument of the same type that their update reads, as JAX pairs donated
+        arguments with results.
         """
         step, axes = self._step, found.rows.axes
         read = {

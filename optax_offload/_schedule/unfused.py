@@ -29,7 +29,7 @@ class Unfused(NamedTuple):
 
 
 def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
-    """Those that may be of a parameter: residuals, which are not, are stacked too."""
+    """The values that may be gradients: residuals, which are not, are stacked too."""
     sizes = {math.prod(shape(v)) for v in step.program.invars}
     equations = ((i, step.program.equations[i]) for i in step.live)
     found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]

@@ -23,7 +23,7 @@ def cheaper(
     Args:
       scan: The backward pass.
       late: The updates that have to wait.
-      passes: What is summed up first.
+      passes: The passes that sum up over the rows first.
     """
     backward = flops(scan) / FLOPS_PER_BYTE
     gradients = sum(f.gradient_bytes for f in late)

@@ -40,7 +40,7 @@ def window(asked: int | None, state_bytes: int) -> Window:
 
 
 def waits(sizes: Sequence[int], window_bytes: int) -> tuple[int, ...]:
-    """For each of a sequence how many from the first must be gone for it to fit."""
+    """The number of items, from the first, that must be gone for each to fit."""
     found: list[int] = []
     first, inside = 0, 0
     for k, nbytes in enumerate(sizes):
