@@ -18,7 +18,7 @@ class Census:
     """The transfers of a step, and what the model of `step_times.py` makes of them.
 
     Attributes:
-      model: What the times are made of.
+      model: The rates from which times are modelled.
       places: The computations that have transfers.
       seconds: The time of the step.
       compute_seconds: The time of the step with transfers that take none.
@@ -43,7 +43,7 @@ class Census:
     most_in_flight: tuple[int, int, int]
 
     def moves(self, direction: str) -> list[Move]:
-        """Those that run, once each."""
+        """The transfers in one direction that run, once each."""
         found = (m for p in self.places for m in p.moves)
         return [m for m in found if m.direction == direction and m.runs]
 
@@ -81,7 +81,7 @@ class Census:
 
     @property
     def efficiency(self) -> float | None:
-        """Of the link while it is used; None without transfers."""
+        """The efficiency of the link while it is used; None without transfers."""
         return self.least_seconds / self.link_seconds if self.link_seconds else None
 
     @property
@@ -139,7 +139,7 @@ class Census:
 
     @property
     def median_bytes(self) -> float | None:
-        """Of all loads and stores of a step."""
+        """The median size of all loads and stores of a step."""
         sizes = self.sizes("load") + self.sizes("store")
         return statistics.median(sizes) if sizes else None
 

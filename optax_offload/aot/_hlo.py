@@ -157,7 +157,7 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple it takes."""
+        """The index of the element of a tuple that it takes."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
         return int(match[1]) if match else None
 

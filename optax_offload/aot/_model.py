@@ -50,7 +50,7 @@ def model_of(
     """The model of a target, by its chip.
 
     Args:
-      target: What the program was compiled for.
+      target: The target that the program was compiled for.
       gb_per_second: Bandwidth of the link, instead of the documented one.
       latency_us: Latency of the link, instead of the assumed one.
     """

@@ -71,15 +71,15 @@ def measure(  # noqa: PLR0913
       target: As of `compile`.
       out_shardings: As of `compile`.
       donate_argnums: As of `compile`.
-      jit: What a function that is not jitted is jitted with, such as `jit` of the
+      jit: The function that jits a function that is not jitted, such as `jit` of the
         library.
       link_bytes_per_second: As of `step_time`.
-      folder: Where what was read is kept, by a digest of the program, of the target and
-        of the versions of the compilers. A program that is found there is not compiled.
-        None keeps nothing.
+      folder: The folder that keeps the figures, by a digest of the program, the target
+        and the versions of the compilers. A program that is found there is not
+        compiled. None keeps nothing.
 
     Returns:
-      What was read.
+      The figures of the program.
 
     Raises:
       ImportError: The compiler's wheel is not installed; says how to install it.

@@ -177,7 +177,7 @@ def _grid(chip: Tpu, size: str | None, given: str) -> tuple[str, int]:
 
 
 def _gpu_count(count: int, given: str) -> int:
-    """So many GPUs, if hosts of GPUs come in that number."""
+    """Returns a number of GPUs, if hosts of GPUs come in that number."""
     hosts, left = divmod(count, GPUS_PER_HOST)
     if count < 1 or (hosts and left):
         several = ", ".join(str(n * GPUS_PER_HOST) for n in (2, 3))

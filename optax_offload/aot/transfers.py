@@ -29,7 +29,7 @@ class Transfer:
       shape: The shape on one device of the array in host memory, of which a part or
         all is moved.
       nbytes: The bytes that are moved each time, on each device.
-      times: How often it runs in one run of the program: the trip counts of the loops
+      times: The number of runs in one run of the program: the trip counts of the loops
         around it, multiplied.
       times_known: Whether the text tells that. It does not where a loop's trip count is
         not in it (then the loop is counted once), and in a branch of a conditional
