@@ -41,8 +41,8 @@ def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
     """Reads the leaves of a checkpoint.
 
     Args:
-      path: What Orbax saved as one tree, a step that has one, or a folder of steps, of
-        which the last counts.
+      path: A tree that Orbax saved, a step that has one, or a folder of steps, of which
+        the last counts.
 
     Raises:
       FileNotFoundError: there is no checkpoint.

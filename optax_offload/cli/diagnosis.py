@@ -29,7 +29,7 @@ def diagnosis_of(
 
     Args:
       machine: A file that ``--save`` wrote; None for this machine.
-      save: Where to write what was read of this machine.
+      save: The file to write the texts of this machine to; None writes none.
       measure_link: Whether the link of this machine is measured.
 
     Raises:

@@ -17,10 +17,10 @@ from optax_offload.cli.explanation import Explanation
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table whose columns that end in a space are numbers: set to the right.
+    """Makes a table. Columns whose names end in a space are numbers, set to the right.
 
     Args:
-      title: What stands above it; nothing if it is empty.
+      title: The line above it; no line if it is empty.
       columns: The headers.
       rows: The cells, each of which is printed as its `str`.
     """
