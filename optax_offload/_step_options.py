@@ -16,8 +16,9 @@ class Options:
 
     Attributes:
       fuse: Whether updates are moved into the backward pass.
-      late_gradients: What is done with gradients whose update needs all of them first.
-      residuals: Where what the forward pass keeps for the backward pass rests.
+      late_gradients: The treatment of gradients whose update needs all of them first.
+      residuals: The place of the values that the forward pass keeps for the backward
+        pass.
 
     Example:
       >>> dict(**Options(residuals="host"))
