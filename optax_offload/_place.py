@@ -130,7 +130,7 @@ def _by_rules(
 
 
 def _shardings_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, Sharding]:
-    """The shardings of arrays; NumPy's get that of an array like them, or replicate."""
+    """Shardings of arrays. A NumPy array gets a similar one's, or is replicated."""
     arrays = [(i, path, x) for i, (path, x) in enumerate(leaves) if _is_array(x)]
     kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
     nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)

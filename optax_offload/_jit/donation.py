@@ -86,7 +86,7 @@ class Buffer:
       type: Its shape and dtype.
       size: The number of its elements.
       kind: Its memory kind.
-      sharding: How it is sharded over the program's devices; None where XLA decides.
+      sharding: Its sharding over the program's devices; None where XLA decides.
     """
 
     position: int

@@ -112,10 +112,10 @@ class _Blocks(Codec):
     """Codes of values that are divided by the largest magnitude of their block.
 
     Codes have 8 bits, and two of them are a word. In a block without negative values
-    only zero has the code of zero, and what is less than half of the next value has
-    that: a second moment of zero beside a first moment that is none makes an update of
-    any size. It goes by values, and so holds for moments of which nobody said that
-    they are never negative.
+    only zero has the code of zero, and values under half of the next one have the code
+    of that one: a second moment of zero beside a first moment that is not zero makes an
+    update of any size. This depends on values alone, and so holds for moments that no
+    rule declares as never negative.
     """
 
     code_bits = 8

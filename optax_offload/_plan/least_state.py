@@ -30,9 +30,9 @@ def smallest_that_fits(
       sizes: The bytes that each takes from the peak at most, in order of preference.
       used_bytes: Returns the peak with a selection moved, which is expensive. It is
         asked for no selection twice.
-      budget_bytes: The bytes that there are.
-      attempts: How many sequences are tried at most between nothing and all; then what
-        was found is taken, and no stand-in is looked for. None tries on.
+      budget_bytes: The bytes that may be used.
+      attempts: The most sequences to try between nothing and all; then the best one
+        found is taken, and no stand-in is looked for. None sets no limit.
 
     Returns:
       Positions in ``sizes``; None if not even all of them suffice.

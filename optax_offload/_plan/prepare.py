@@ -25,7 +25,7 @@ class Prepared:
 
     Attributes:
       step: The step, whose arguments rest where the variant says.
-      jit: What it is jitted with; None for a step that is jitted.
+      jit: The function that jits it; None for a step that is jitted.
     """
 
     step: Step

@@ -70,8 +70,8 @@ def find_branches(update: Update) -> Branches | None:
     is zero: `optax.MultiSteps` computes and drops it, and its product would be -0.0 or
     NaN where the update is negative or is not finite.
 
-    An update with effects is left as one: they would be had by each version, and beside
-    both.
+    An update with effects is not split, since these would happen in each version, and
+    beside both.
     """
     program, stores = update.program, update.stores
     if any(map(_compat.has_effects, program.equations)):

@@ -52,7 +52,7 @@ class Output:
 
     @property
     def stored(self) -> bool:
-        """Returns whether it goes to host memory."""
+        """Returns whether it is moved to host memory."""
         return self.memory_kind != "device"
 
 

@@ -23,7 +23,7 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """The figures of one device of a chip, in the sense in which JAX says device.
+    """The figures of one device of a chip, as JAX counts devices.
 
     Attributes:
       platform: JAX's name of it, `"tpu"` or `"gpu"`.

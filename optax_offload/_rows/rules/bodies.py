@@ -25,7 +25,7 @@ def _join(a: Sequence[Axis], b: Sequence[Axis]) -> list[Axis]:
 class _Bodies(Rule):
     """Equations with bodies, through which batch axes are carried both ways.
 
-    A carry has the axis of what goes in or of what comes out, whichever has one.
+    A carry has the axis of its operand or of its result, whichever has one.
     """
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
