@@ -42,7 +42,8 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def has_effects(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation does more than to compute its results.
 
-    What reduces over an axis of `jax.shard_map` has that axis as an effect.
+    A reduction over an axis of `jax.shard_map` has that axis as an effect, which does
+    not count.
     """
     return any(not isinstance(effect, NamedAxisEffect) for effect in e.effects)
 

@@ -31,7 +31,7 @@ class OffloadError(RuntimeError):
     """A transfer of a state stopped half way. The message says if anything is lost.
 
     Args:
-      message: What stopped the transfer, and what to do.
+      message: The reason why the transfer stopped, and the fix.
       tree: The whole tree as it is now.
 
     Attributes:

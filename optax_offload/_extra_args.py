@@ -14,7 +14,7 @@ def as_transformation(
     """A transformation that takes extra arguments, or an error.
 
     Args:
-      inner: What a user gave.
+      inner: The transformation that a user gave.
       wrapper: The name of the function that it was given to.
 
     Raises:

@@ -41,7 +41,7 @@ def is_box_of_one(x: Any) -> bool:
 
 
 def of_leaves(tree: Any) -> list[Metadata | None]:
-    """For each leaf of a tree what the box or variable around it says."""
+    """The metadata of the box or variable around each leaf of a tree."""
     nodes = jax.tree.leaves(
         tree, is_leaf=lambda x: _trees.is_linen_box(x) or _trees.is_nnx_variable(x)
     )
@@ -70,7 +70,7 @@ def mesh_axes(
 
     Rules are those given or those of ``nn.logical_axis_rules``, and are applied as Flax
     applies them: the first that fits decides, no mesh axis is used twice, and a logical
-    axis without a rule is not sharded. What names a mesh axis itself stays.
+    axis without a rule is not sharded. Names of mesh axes stay.
     """
     if not rules:
         context = sys.modules.get("flax.core.spmd")

@@ -20,9 +20,9 @@ from optax_offload._program import nested
 def count(fn: Callable[..., Any], *args: Any) -> int:
     """Floating point operations of matrix products and convolutions, on all devices.
 
-    Scans count as often as they run, of the branches of a conditional the one that has
-    most, a while loop once. What a kernel computes that is no equation (cuDNN, Pallas
-    on its grid) is not seen.
+    A scan counts as often as it runs, a conditional as its largest branch, and a while
+    loop once. Kernels that compute without equations (cuDNN, Pallas on its grid) are
+    not seen.
 
     Args:
       fn: A function that JAX can trace.
@@ -32,12 +32,12 @@ def count(fn: Callable[..., Any], *args: Any) -> int:
 
 
 def of_jaxpr(jaxpr: jex.Jaxpr) -> int:
-    """Those of a jaxpr. See `count`."""
+    """The operations of a jaxpr. See `count`."""
     return sum(of_equation(e) for e in jaxpr.eqns)
 
 
 def of_equation(e: jex.JaxprEqn) -> int:
-    """Those of an equation. See `count`."""
+    """The operations of an equation. See `count`."""
     name = e.primitive.name
     if name in ("dot_general", "ragged_dot"):
         contracted = (

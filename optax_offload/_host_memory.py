@@ -31,7 +31,7 @@ class Limit:
     """Something that bounds the host memory of a process.
 
     Attributes:
-      name: What sets the bound: "machine", "cgroup" or "GPU plugin".
+      name: The source of the bound: "machine", "cgroup" or "GPU plugin".
       total_bytes: The bytes that it allows in all.
       free_bytes: The bytes of them that are left.
     """

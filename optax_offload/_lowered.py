@@ -7,14 +7,14 @@ whole again in host memory: host temporaries, or a program that a TPU's compiler
 refuses. When a step is lowered, the sharding is an attribute of its main function's
 argument, and what is stored is constrained to it while it is on the device.
 
-Nor does a type always say where an argument is (F28). What the type has in host memory
-may be on the device, and what it has on the device in host memory, as state is that a
-checkpoint library restored onto one device. That is an attribute too.
+A type does not always say where an argument is (F28). A value of host type may be on
+the device, and a value of device type in host memory, as is state that a checkpoint
+library restored onto one device. The memory is an attribute too.
 
-Whose buffer a result takes is an attribute of a donated argument. `jax.jit` gives host
-buffers to device results and device buffers to host results (`_jit/donation.py` says
-why, and mends it): on the CPU such a call ends the process, and on a GPU the result is
-silently in the other memory. So such a program is refused before it runs.
+An attribute of a donated argument says which result takes its buffer. `jax.jit` gives
+host buffers to device results and device buffers to host results (`_jit/donation.py`
+says why, and fixes it): on the CPU such a call ends the process, and on a GPU the
+result is silently in the other memory. So such a program is refused before it runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Argument:
 
     Attributes:
       on_host: Whether it is in host memory.
-      sharding: How it is sharded; None where nothing says it.
+      sharding: Its sharding; None where nothing says it.
     """
 
     on_host: bool
@@ -80,7 +80,7 @@ def arguments(
     """Finds the arguments of the program among values, and facts about them.
 
     Args:
-      ctx: Of the rule that lowers an equation.
+      ctx: The context of the rule that lowers an equation.
       values: The operands of the equation.
     """
     main: Any = ctx.module_context.symbol_table["main"]
@@ -109,9 +109,9 @@ def lower(
     be wrong (F28).
 
     Args:
-      ctx: Of the rule that lowers the equation.
+      ctx: The context of the rule that lowers the equation.
       fn: The function.
-      found: What the program says of the operands.
+      found: The facts of the program about the operands.
       operands: The operands of the equation.
     """
     types = [
@@ -151,7 +151,7 @@ def constrain(y: jax.Array, like: Sharded | None, axis: int | None) -> jax.Array
 
     Args:
       y: The value, on the device, whole or some of its rows.
-      like: How the argument is sharded; None leaves the value as it is.
+      like: The sharding of the argument; None leaves the value as it is.
       axis: The axis of the rows; None for a whole one.
     """
     return y if like is None else _constrain.bind(y, like=like, axis=axis)
@@ -161,7 +161,7 @@ def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
     """Refuses a program in which a result takes a donated argument of another memory.
 
     Args:
-      ctx: Of the rule that lowers an equation of the program.
+      ctx: The context of the rule that lowers an equation of the program.
 
     Raises:
       MemoryKindError: There is such a pair.

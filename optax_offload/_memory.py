@@ -1,6 +1,6 @@
-"""Where values are: memory kinds, sizes on each device, transfers.
+"""Memory kinds, sizes on each device, and transfers between memories.
 
-The only module that knows JAX's names for memories.
+This is the only module that knows JAX's names for memories.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
 
 
 def positions() -> Callable[[Any], Any]:
-    """What the positions of slices in a loop have to go through; call it before a loop.
+    """Returns a function to pass the positions of slices in a loop through.
+
+    Call this before the loop, and the function that it returns inside.
 
     Before JAX 0.11.1 a GPU's compiler takes any function of a loop's counter, such as
     `7 - i` or `2 * i`, for the counter itself, and copies other rows (U10). It reads no

@@ -130,7 +130,7 @@ class _Asked(NamedTuple):
 
     Attributes:
       config: The rules.
-      on_misplaced: What to do with state that is on the device and should not be.
+      on_misplaced: The treatment of state that is on the device and should not be.
     """
 
     config: _rules.OffloadConfig
@@ -238,7 +238,7 @@ def _called(
       fn: The function.
       args: Its arguments: gradients, and then the state, if there is one.
       state: The state among them; () where there is none.
-      asked: What `offload` was asked for.
+      asked: The request to `offload`.
       known: The extra arguments that it closes over.
     """
     update, structure = trace(fn, asked.config, args, state)
@@ -311,8 +311,8 @@ class _Placed:
     Attributes:
       paths: The path of each leaf of the state, by its position among the arguments.
       planned: The leaves that have to come from host memory, as positions.
-      followed: For leaves of host memory the parameter that they are sharded like.
-      on_misplaced: What to do with what is on the device.
+      followed: The parameter that each leaf of host memory is sharded like.
+      on_misplaced: The treatment of leaves that are on the device.
     """
 
     paths: Mapping[int, str]
@@ -357,7 +357,7 @@ class _Placed:
         """Raises or warns of state that is not where it should be.
 
         Args:
-          found: What the program says of the arguments of the call that are its own.
+          found: The program's facts about those arguments of the call that are its own.
           typed: The arguments whose types are of host memory. Types may be wrong (F28).
         """
         self._tell(
@@ -408,7 +408,7 @@ class _Placed:
 def _followed(
     state: Mapping[int, tuple[str, Any]], args: tuple[Any, ...], first: int
 ) -> dict[int, int]:
-    """For leaves of a state the parameter that each is like, as positions.
+    """The parameter that each leaf of a state is like, as positions.
 
     Args:
       state: Path and value of each, by position.

@@ -17,11 +17,11 @@ class OneMemory:
     """A kind of machine whose host and device share one memory.
 
     Attributes:
-      name: What people call it.
+      name: Its usual name.
       device: A regex of the names that its device alone has, in JAX or in its driver.
       vague: A regex of names that its device shares with others; "" if it has none.
       processor: A regex of its host's processor, which decides where a name is vague.
-      source: Where it is documented that the memory is one.
+      source: The page that documents that the memory is one.
     """
 
     name: str

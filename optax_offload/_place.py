@@ -29,7 +29,7 @@ def place(state: T, like: Any, *, under: str = "") -> T:
 
     Args:
       state: A pytree of arrays, of `jax.Array` or NumPy.
-      like: Where the leaves belong, as one of
+      like: The places where the leaves belong, as one of
 
         - a template, a tree like ``state`` as `eval_shape` makes it, or another state;
         - shardings, a tree or a prefix of it, as `state_shardings` makes it. None
@@ -130,7 +130,7 @@ def _by_rules(
 
 
 def _shardings_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, Sharding]:
-    """Those of arrays; of NumPy's those of an array like it, or replicated."""
+    """Shardings of arrays. A NumPy array gets a similar one's, or is replicated."""
     arrays = [(i, path, x) for i, (path, x) in enumerate(leaves) if _is_array(x)]
     kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
     nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)
@@ -272,7 +272,7 @@ def _differences(path: str, x: Any, example: Any) -> list[str]:
 
 
 def _placed(path: str, x: Any, example: Any) -> jax.Array:
-    """One leaf where it belongs. Waits, so that leaves move one after the other."""
+    """Puts a leaf where it belongs, and waits, so that one leaf moves at a time."""
     is_sharding = isinstance(example, Sharding)
     sharding = example if is_sharding else example.sharding
     kind = _memory.memory_kind_of(sharding) or "device"

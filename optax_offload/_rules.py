@@ -147,11 +147,12 @@ class OffloadConfig:
     Args:
       rules: One or more `Rule`; a regex stands for ``Rule(regex)``. They are of the
         optimizer's state.
-      window_bytes: How many bytes of state may be on the device at once during an
+      window_bytes: The bytes of state that may be on the device at once during an
         update; None lets `offload` choose.
       parameters: Rules of parameters, for `place`: ``place(params, config.parameters)``
         puts on the host what rests there. Their paths begin at the parameters.
-      step: What the step is jitted with, as in ``jit(train_step, **config.step)``.
+      step: The options that the step is jitted with, as in
+        ``jit(train_step, **config.step)``.
 
     Raises:
       TypeError, ValueError: An argument is not as above.

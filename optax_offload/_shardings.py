@@ -28,19 +28,19 @@ def state_shardings(
     of `offload` moves to the host, ``"device"`` for all others, such as leaves smaller
     than the rule's ``min_bytes``. Kinds that the given shardings name do not count.
 
-    How a leaf is sharded is, in this order:
+    A leaf gets its sharding from the first of these that has one:
 
-    - what ``shardings`` says;
-    - what the Flax box or variable around it says, if a mesh is known and the spec
-      fits the leaf's shape;
-    - as in `eval_shape`: like the argument, or the leaf given, whose path ends alike;
-      else replicated.
+    - ``shardings``;
+    - the Flax box or variable around it, if a mesh is known and the spec fits the
+      leaf's shape;
+    - as in `eval_shape`, the argument, or the leaf given, whose path ends alike; else
+      it is replicated.
 
     Args:
       fn: The function that makes the state: the ``init`` of an optimizer, or one that
         makes a whole ``TrainState``.
       *args: Its arguments, pytrees of arrays or `jax.ShapeDtypeStruct`.
-      shardings: What the trainer has: a tree like the result, or a prefix of it, of
+      shardings: The trainer's shardings: a tree like the result, or a prefix of it, of
         shardings, of `PartitionSpec`, of Flax boxes around either, or of arrays and
         structs that have a sharding. None where the library decides.
       mesh: The mesh of specs and metadata. None takes that of `jax.set_mesh`.

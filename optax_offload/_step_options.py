@@ -1,4 +1,4 @@
-"""What is asked for of a train step, by `stream`, by `jit` and in a rule file."""
+"""The options of a train step, as `stream`, `jit` and rule files take them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ Residuals = Literal["device", "host"]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is asked for of a step. ``**options`` are the arguments of `jit`.
+    """The options of a step. ``**options`` are the arguments of `jit`.
 
     Attributes:
       fuse: Whether updates are moved into the backward pass.
-      late_gradients: What is done with gradients whose update needs all of them first.
-      residuals: Where what the forward pass keeps for the backward pass rests.
+      late_gradients: The treatment of gradients whose update needs all of them first.
+      residuals: The place of the values that the forward pass keeps for the backward
+        pass.
 
     Example:
       >>> dict(**Options(residuals="host"))

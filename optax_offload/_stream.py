@@ -117,11 +117,11 @@ def traced(
       step: The step.
       args: Its positional arguments.
       kwargs: Its other arguments.
-      asked: What is asked for.
+      asked: The options that are asked for.
 
     Returns:
-      What of it is fused; those leaves of the arguments that are arrays; and the tree
-      of its results.
+      The plan of the step; the leaves of the arguments that are arrays; and the tree of
+      its results.
     """
     leaves, structure = jax.tree.flatten((args, kwargs))
     positions = [i for i, x in enumerate(leaves) if is_array(x)]
@@ -163,7 +163,7 @@ def traced_at_rest(
       moved: Whether anything rests on the host.
 
     Returns:
-      What the tracing gave, and whether it was as typed.
+      The traced step, and whether it was traced as typed.
     """
     if not moved:
         return trace(*args, **kwargs), True
@@ -205,7 +205,7 @@ def plan_of(
 
     Args:
       closed: The step.
-      asked: What is asked for.
+      asked: The options that are asked for.
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
     """
@@ -224,7 +224,7 @@ def warn_of_refusals(found: FusedStep, results: Any) -> None:
     """Warns where gradients do not wait in the way that was asked for by name.
 
     Args:
-      found: What is fused of a step.
+      found: The plan of a step.
       results: A tree of the step's results, or of what stands for them.
     """
     paths = [path for path, _ in _trees.leaves_with_paths(results)]

@@ -94,7 +94,7 @@ def spread(
     result: Result,
     is_leaf: Callable[[Any], bool] = lambda x: False,
 ) -> list[Any]:
-    """What a prefix tree, the argument ``name``, has for each leaf of a result.
+    """The leaf of a prefix tree, the argument ``name``, for each leaf of a result.
 
     None, and what ``is_leaf`` says, are leaves of the prefix tree.
     """
@@ -162,10 +162,11 @@ def choose(
 def like_those_given(
     leaves: Sequence[tuple[str, Any]], given: Sequence[Sharding | None]
 ) -> list[Sharding | None]:
-    """For each leaf the sharding given for one of the same shape and a like path.
+    """Gives each leaf the sharding given for one of the same shape and a like path.
 
-    ``opt_state/0/mu/dense/kernel`` goes with ``params/dense/kernel``: they share the
-    longest tail, ``dense/kernel``. Where those that share it differ, nothing is said.
+    ``opt_state/0/mu/dense/kernel`` matches ``params/dense/kernel``: they share the
+    longest tail, ``dense/kernel``. If the shardings of those that share it differ, the
+    leaf has none.
     """
     known: dict[tuple[str, tuple[int, ...]], set[Sharding]] = {}
     for (path, aval), sharding in zip(leaves, given, strict=True):
@@ -195,11 +196,11 @@ def _own_sharding(aval: Any, rest: Sharding) -> Sharding | None:
 def shardings_like(
     leaves: Sequence[tuple[str, Any]], args: Sequence[Any]
 ) -> list[Sharding | None]:
-    """Gives each leaf, as (path, type), the sharding of the argument it goes with.
+    """Gives each leaf, as (path, type), the sharding of the argument that it matches.
 
     That is the one of the same shape whose path is the longest tail of the leaf's.
     It is how a moment is matched with its parameter, which a jaxpr does not say:
-    ``zeros_like`` of a traced value is a constant. A scalar goes with none: there is
+    ``zeros_like`` of a traced value is a constant. A scalar matches none: it has
     nothing to shard, and a random key among the arguments says nothing of a counter.
     """
     known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
@@ -216,7 +217,7 @@ def shardings_like(
 def arguments_like(
     leaves: Sequence[tuple[str, Any]], args: Sequence[Any]
 ) -> list[int | None]:
-    """Gives each leaf the argument that it goes with, as a position among all leaves.
+    """Gives each leaf the argument that it matches, as a position among all leaves.
 
     As `shardings_like`, for arguments whose sharding is not known yet.
     """
@@ -249,7 +250,7 @@ def _matched(
     shapes: set[tuple[int, ...]],
     for_part: Callable[[T, tuple[int, ...]], T],
 ) -> list[T | None]:
-    """What matches each leaf; what matches the leaf that it is an encoded part of.
+    """The match of each leaf, else that of the leaf that it is an encoded part of.
 
     Codes and scales have the shape of the leaf but for a shorter last axis.
     """

@@ -1,4 +1,4 @@
-"""How a TPU lays out an array: which of its axes fill the tiles (F23, F24, F25).
+"""The layout of arrays on a TPU: which of their axes fill the tiles (F23, F24, F25).
 
 The last two axes of a layout are tiled, with 8 to 32 rows (sublanes) and 128 columns
 (lanes), and others are free (https://docs.jax.dev/en/latest/pallas/tpu/details.html).

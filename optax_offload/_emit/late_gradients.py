@@ -55,7 +55,7 @@ def over_rows(scan: Scan) -> Scan:
 def _one_update(
     step: Step, fused: Sequence[tuple[Fused, Kernel]]
 ) -> tuple[Update, list[jex.Var], list[jex.Var]]:
-    """One update of all that waits; its arguments and its results in the step."""
+    """One update of all that waits, with its arguments and its results in the step."""
     program = step.program
     equations: dict[int, jex.JaxprEqn] = {}
     sources: dict[jex.Var, jex.Var] = {}

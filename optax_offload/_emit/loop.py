@@ -66,10 +66,11 @@ def run_loop(
 class _Loop:
     """A loop in which every iteration updates slices of each of its groups, or all.
 
-    What is stored is written to where it was read from, so no second buffer is needed
-    on the host. Transfers are all inside: between stages, where they could run beside
-    the backward pass, an H100's compiler reorders that for them and keeps several times
-    more alive, and a v5e's starts loads long before their use (F01).
+    Results are written to where their rows were read from, so no second buffer is
+    needed on the host. All transfers are inside of loops. Between stages, where they
+    could run beside the backward pass, an H100's compiler reorders that pass for them
+    and keeps several times more alive, and a v5e's starts loads long before their use
+    (F01).
     """
 
     def __init__(

@@ -36,13 +36,13 @@ def store(
     like: Sharded | None = None,
     axis: int | None = None,
 ) -> Any:
-    """A value, or some of its rows, where it rests.
+    """Moves a value, or some of its rows, to where it rests.
 
     Args:
       y: The value, on the device.
-      memory_kind: Where it rests.
+      memory_kind: The memory kind in which it rests.
       of: The type of all of it, if rows have to keep its layout on a TPU.
-      like: How what it replaces is sharded, if its type does not say it.
+      like: The sharding of the value that it replaces, if its type does not say it.
       axis: The axis of the rows; None for a whole value.
     """
     if memory_kind == "device":

@@ -23,15 +23,16 @@ def run(
 ) -> None:
     """Writes the results for a row into buffers, part after part.
 
-    A part is read from what the one before was written into, and so loaded when that is
-    stored. What each part takes all of is read before the first one.
+    A part is read from the buffer that the one before was written into, and so loaded
+    when that is stored. Values that each part takes whole are read before the first
+    part.
 
     Args:
       fused: The update, whose rows have parts.
       i: The position of the row.
-      rows: What there is of the row alone, as its gradient.
-      whole: The value that other rows are taken of, now.
-      buffers: What the results are written into.
+      rows: The values of the row alone, such as its gradient.
+      whole: Returns the value that other rows are taken from, as it is now.
+      buffers: The buffers that the results are written into.
     """
     parts = fused.parts
     assert parts is not None

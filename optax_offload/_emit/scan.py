@@ -41,18 +41,19 @@ class _Unit:
 
 @dataclasses.dataclass(frozen=True)
 class InScan:
-    """What a scan does beside its own iterations.
+    """The work that is moved into a scan, beside its own iterations.
 
     Attributes:
-      fused: What is updated, in order.
+      fused: The updates in it, in order.
       delayed: The results whose rows are stored in the next iteration.
-      sums: What is summed up over the rows.
+      sums: The values that are summed up over the rows.
       kept: The stacked results that are made whole, on the device.
-      waiting: Those that wait in host memory.
-      like: For gradients that need all others first, what they are sharded like.
-      ahead: Of what is in host memory, whose rows each iteration loads for the next
-        one, and which of the updates is stored after that.
-      loaded: What it takes rows of that are loaded for its body, ahead or not.
+      waiting: The stacked results that wait in host memory.
+      like: For each gradient that waits for all others, the variable that it is
+        sharded like.
+      ahead: The variables in host memory whose rows each iteration loads for the next
+        one, and the position of the update that is stored after each of these loads.
+      loaded: The variables whose rows are loaded for its body, ahead or not.
     """
 
     fused: Sequence[Fused]
@@ -72,26 +73,26 @@ def run(
     env: Env,
     sharded: Mapping[jex.Var, Sharded],
 ) -> dict[jex.Var, Any]:
-    """The values of what a scan and the work in it define.
+    """Evaluates a scan with the work in it, and returns the values that these define.
 
     Args:
       program: The step.
       scan: The scan.
-      work: What is done in it.
-      env: The values of what it takes.
-      sharded: How arguments are sharded whose types do not say it.
+      work: The work in it.
+      env: The values of the variables that it takes.
+      sharded: The shardings of arguments whose types do not say it.
     """
     return _Loop(program, scan, work, env, sharded).run()
 
 
 class _State(NamedTuple):
-    """What iterations hand on.
+    """The values that an iteration hands on to the next.
 
     Attributes:
-      carry: What those of the scan do.
-      buffers: What rows are written into.
+      carry: The carry of the scan itself.
+      buffers: The buffers that rows are written into.
       delayed: The rows that are still to be stored, with an axis of one row.
-      totals: What is summed up.
+      totals: The sums so far.
       ahead: The rows that the iteration takes and the one before has loaded.
     """
 
@@ -250,13 +251,13 @@ class _Loop:
     def _iteration(
         self, number: Any, then: Any, state: _State, buffers: Buffers
     ) -> _State:
-        """What it hands on; the buffers by name, without what is to be stored later.
+        """Evaluates an iteration, and returns what it hands on, with buffers by name.
 
         Args:
-          number: Which it is.
-          then: The one whose rows it loads.
-          state: What the one before has handed on.
-          buffers: What rows are written into.
+          number: The number of the iteration.
+          then: The number of the iteration whose rows it loads.
+          state: The values that the iteration before has handed on.
+          buffers: The buffers that rows are written into, by name.
         """
         scan, body, i = self._scan, self._body, self._position(number)
         ahead = self._rows_ahead(then, buffers)
@@ -384,7 +385,7 @@ class _Loop:
         return load(self._row(v, i, axis, buffers), to.aval)
 
     def _whole(self, unit: _Unit, before: Buffers, buffers: Buffers, v: jex.Var) -> Any:
-        """What a part of a row is taken of: what the unit replaces, as it is now."""
+        """The value to take a part of a row from, with this unit's writes alone."""
         after, _ = self._now.get(v, (v, None))
         now = buffers if after in unit.results else before
         return now.get(after, self._env[v])

@@ -49,8 +49,8 @@ def results(
 
     Args:
       plan: The plan.
-      values: Those of its arguments, and of what it closes over.
-      sharded: How arguments are sharded whose types do not say it.
+      values: The values of its arguments, and of the constants that it closes over.
+      sharded: The shardings of arguments whose types do not say it.
       late: Whether rows may be stored an iteration late.
     """
     return _Run(plan, values, sharded, late).results()
@@ -130,7 +130,7 @@ class _Run:
         return body.InScan(ordered, delayed, sums, kept, waiting, like, ahead, loaded)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
-        """What a gradient is to be sharded like: its state, else its parameter."""
+        """Returns the state, else the parameter, that a gradient is sharded like."""
         fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
         return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
 
@@ -165,11 +165,11 @@ class _Run:
         self._env |= body.run(self._step.program, scan, work, self._env, self._sharded)
 
     def _finish_products(self, scan: Scan) -> None:
-        """Has what only the rest of the step reads be computed before a scan.
+        """Has products that only the rest of the step reads computed before a scan.
 
-        Else a compiler may do so beside the scan's last stores, and keep over all of it
-        what products are made of, such as the gradient of logits (F67). What depends on
-        no product, such as a cast, is left to be joined with what reads it.
+        Without this a compiler may compute them beside the scan's last stores, and keep
+        their operands over all of it, such as the gradient of logits (F67). Values that
+        depend on no product, such as a cast, are left to be fused with their readers.
         """
         program, at = self._step.program, scan.position
         nodes = (node for node in self._plan.rest if node.position > at)
@@ -184,7 +184,7 @@ class _Run:
         self._env |= zip(found, values, strict=True)
 
     def _require(self, wanted: Iterable[jex.Var]) -> None:
-        """Evaluates what variables take, as far as it is not known yet."""
+        """Evaluates the equations that lead to variables, but for known values."""
         program = self._step.program
         missing = {v for v in wanted if v not in self._env}
         found: list[int] = []
@@ -196,9 +196,9 @@ class _Run:
             self._evaluate([i])
 
     def _run_nodes(self, nodes: Sequence[Outer]) -> list[Outer]:
-        """Evaluates nodes, and returns those that take what is not known yet.
+        """Evaluates nodes, and returns those that take values that are not known yet.
 
-        What is summed up over rows that have to wait is known when these are updated.
+        Sums over rows that have to wait are known when these are updated.
         """
         known = set(self._env)
         ready: list[Outer] = []
@@ -231,7 +231,7 @@ class _Run:
         return list(node.left.results)
 
     def _run_remaining(self, left: RemainingUpdate) -> None:
-        """Carries out what is left of an update."""
+        """Carries out the part of an update that no scan has taken over."""
         inlined, results, update, operands = left
         args = [read(a, self._env.__getitem__) for a in operands]
         sharded = {

@@ -1,8 +1,8 @@
 """A streamed step as one equation, whose body is the step as it was.
 
-What is done in what order is written down when the equation is lowered: only then the
-platform is known, and what the program says of its arguments. JAX transforms the body:
-a population's step, or tangents.
+The order of work is written down when the equation is lowered, since only then the
+platform and the program's facts about its arguments are known. JAX transforms the body,
+for a population's step or for tangents.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class _Call:
     """A step that is called.
 
     Attributes:
-      plan: What of it is fused. It closes over no traced value.
-      operands: What stands for each operand of the equation in the step.
+      plan: The plan of the step. It closes over no traced value.
+      operands: The value that stands for each operand of the equation in the step.
     """
 
     plan: FusedStep
@@ -46,7 +46,7 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     Refs are read before it, and written after it.
 
     Args:
-      plan: What of the step is fused.
+      plan: The plan of the step.
       args: The values of its arguments.
     """
     for message in _over_window(plan):
@@ -164,7 +164,7 @@ def _batched(given: Any, dims: Any, **params: Any) -> Any:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    """Of what has no tangent none is made."""
+    """Makes no tangents of values that have none."""
     given = list(primals)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 

@@ -58,9 +58,9 @@ def added(
     Args:
       program: The step.
       s: The reduction.
-      total: What the rows before add up to.
+      total: The sum of the rows before.
       rows: The values of the row, each with an axis of one row.
-      env: The values of what has no rows.
+      env: The values of variables without rows.
     """
     before = program.equations[s.position]
     e = _widened(before)

@@ -59,14 +59,14 @@ def carry_out(
 ) -> list[Any]:
     """The values of an update's outputs, as its schedule says.
 
-    It warns of what is on the device over the window: not before, since who moves parts
-    of an update elsewhere may need less.
+    It warns of state on the device beyond the window. It does so only here, since a
+    step that moves parts of an update elsewhere may need less.
 
     Args:
       update: The update.
       window_bytes: The window that was asked for.
       args: The values of its inputs.
-      sharded: How inputs are sharded where their types do not say, by position.
+      sharded: The shardings of inputs whose types do not say it, by position.
     """
     planned = schedule(update, window_bytes)
     logger.debug("%s", planned)
@@ -88,7 +88,7 @@ def run(
       update: The update.
       schedule: Its schedule.
       args: The values of its inputs, wherever they are.
-      sharded: How inputs are sharded whose types do not say it, by position.
+      sharded: The shardings of inputs whose types do not say it, by position.
 
     Returns:
       The values of its outputs, each in its memory kind.
@@ -110,7 +110,7 @@ def _over_window(
 
 
 def _instead(update: Update, over: OverWindow) -> str:
-    """What to write where some leaves join the state of all, as a norm of them does."""
+    """The advice where some leaves join the state of all, as a norm of them does."""
     if not over.joined:
         return ""
     found = (
@@ -129,11 +129,11 @@ def _instead(update: Update, over: OverWindow) -> str:
 
 
 class _Around(NamedTuple):
-    """What is known outside of an update that is a version of another.
+    """Facts about an update that come from outside, where it is a version of another.
 
     Attributes:
       known: The values of further variables.
-      sharded: How inputs are sharded whose types do not say it, by position.
+      sharded: The shardings of inputs whose types do not say it, by position.
     """
 
     known: Env

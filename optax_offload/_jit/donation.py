@@ -84,9 +84,9 @@ class Buffer:
     Attributes:
       position: Among the program's arguments, or its results.
       type: Its shape and dtype.
-      size: How many numbers it has.
+      size: The number of its elements.
       kind: Its memory kind.
-      sharding: How it is sharded over the program's devices; None where XLA decides.
+      sharding: Its sharding over the program's devices; None where XLA decides.
     """
 
     position: int

@@ -152,7 +152,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
 
 def before_jit(fn: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
-    """What `jit` was given, without its own options; None of what it did not jit."""
+    """The function that `jit` was given, with JAX's options; None for any other."""
     return (fn._fun, fn._options) if isinstance(fn, _Jitted) else None
 
 
@@ -339,7 +339,7 @@ class _Variants:
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[jax.stages.Traced, FusedStep]:
-        """The function as it is traced for a call, and what of it is fused."""
+        """The function as it is traced for a call, and the plan of its step."""
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
         asked = self._asked
         moved = asked is not None and moves(leaves, asked)
@@ -353,7 +353,7 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
     Args:
       types: Their types on the device.
-      leaves: Those that are arrays; others are numbers.
+      leaves: The leaves that are arrays; others are numbers.
     """
     found = list(types)
     position = 0
@@ -370,7 +370,7 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises where a donated argument that scans take rows of finds no result there.
 
-    What became of it would be on the device, where it may have no room.
+    Its successor would be on the device, where it may have no room.
     """
     rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
     if rest is None:

@@ -1,10 +1,10 @@
 """The formats in which state is kept at rest, a class for each.
 
 All decode to float32. Those with blocks divide the last axis, so that other axes can
-be sharded and sliced as before; each block has a scale of its own. Of finite values
-finite ones are decoded. What a format cannot hold is not clipped: an infinity, a NaN,
-and a negative number where the codes have no sign, make their block's scale NaN, or
-infinite, and so all that is decoded from it.
+be sharded and sliced as before; each block has a scale of its own. Finite values are
+decoded as finite values. Values that a format cannot hold are not clipped: an infinity,
+a NaN, and a negative number where the codes have no sign, make their block's scale NaN,
+or infinite, and so all that is decoded from it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Codec:
 
     Attributes:
       signed: Whether values can be negative. Without a sign codes are twice as fine.
-      block: So many values along the last axis share a scale; 1 where there is none.
-      name: What rules call it.
+      block: The number of values along the last axis with one scale; 1 for no scale.
+      name: The name that rules use.
       has_unsigned: Whether there are codes without a sign.
       blocks: The sizes that blocks can have: the published one, and smaller ones for
         leaves whose last axis it does not divide, as of attention heads.
       blocks_in_chunk: Values along the last axis come in chunks of so many blocks,
         whose codes share words.
       code_bits: The bits of a value's code.
-      parts: What an encoded leaf consists of.
+      parts: The arrays of an encoded leaf.
     """
 
     signed: bool = True
@@ -77,8 +77,8 @@ class Codec:
     def why_not(self, x: Any) -> str | None:
         """Returns why a leaf cannot have this format; None if it can.
 
-        What counts is the length of the last axis on each device, as far as the type
-        says.
+        The length of the last axis counts as it is on each device, as far as the type
+        tells.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return f"{x.dtype} is no floating type"
@@ -112,10 +112,10 @@ class _Blocks(Codec):
     """Codes of values that are divided by the largest magnitude of their block.
 
     Codes have 8 bits, and two of them are a word. In a block without negative values
-    only zero has the code of zero, and what is less than half of the next value has
-    that: a second moment of zero beside a first moment that is none makes an update of
-    any size. It goes by values, and so holds for moments of which nobody said that
-    they are never negative.
+    only zero has the code of zero, and values under half of the next one have the code
+    of that one: a second moment of zero beside a first moment that is not zero makes an
+    update of any size. This depends on values alone, and so holds for moments that no
+    rule declares as never negative.
     """
 
     code_bits = 8

@@ -20,8 +20,8 @@ class OtherForm:
     """A leaf that is not in the form that its rule names.
 
     Attributes:
-      keys: Where it is in its tree.
-      path: The same as rules see it.
+      keys: Its keys in its tree.
+      path: Its path as rules see it.
       form: The form that it has.
       named: The form that its rule names.
       codec: The codec of that form, None for none.

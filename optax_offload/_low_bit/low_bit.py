@@ -93,7 +93,7 @@ def as_rules_say(
     Args:
       inner: The optimizer.
       config: The rules.
-      on_misplaced: What an update does with state in other forms: ``"raise"`` or
+      on_misplaced: The treatment of state in other forms by an update: ``"raise"`` or
         ``"move"``.
     """
     fix = (

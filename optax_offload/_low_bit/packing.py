@@ -52,7 +52,7 @@ def joined(x: Any, axes: int = 1) -> Any:
 
 
 def _reshaped(x: Any, shape: tuple[int, ...], change: Any) -> Any:
-    """In Explicit mode a reshape of a sharded axis has to say what becomes of it."""
+    """Reshapes with a sharding, which Explicit mode needs where an axis is sharded."""
     sharding = jax.typeof(x).sharding
     spec = tuple(sharding.spec)
     if all(part is None for part in spec):

@@ -38,8 +38,8 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
 
     Returns:
       An `optax.GradientTransformationExtraArgs`, for the end of `optax.chain`. Updates
-      of bfloat16 parameters become float32; others are left as they are. (So
-      `optax.apply_if_finite` goes around what is before it in the chain.)
+      of bfloat16 parameters become float32; others are left as they are. (So put
+      `optax.apply_if_finite` around the transformations before it in the chain.)
 
     Raises:
       TypeError: ``seed`` is no integer.

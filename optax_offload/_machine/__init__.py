@@ -1,4 +1,4 @@
-"""What a machine can do for offloading, found before anybody trains on it."""
+"""Checks of a machine for offloading, made before anybody trains on it."""
 
 from optax_offload._machine.diagnosis import Diagnosis, diagnose
 from optax_offload._machine.findings import Finding, Level

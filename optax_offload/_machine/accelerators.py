@@ -99,7 +99,7 @@ def _google(machine: Texts) -> Iterator[Accelerator]:
 
 
 def _amd(machine: Texts) -> Iterator[Accelerator]:
-    """Those that the driver for computing knows."""
+    """The GPUs that the driver for computing knows."""
     for path in machine.paths("sys/class/kfd/kfd/topology/nodes/*/properties"):
         says = parse.properties(machine.read(path))
         if not says.get("simd_count"):

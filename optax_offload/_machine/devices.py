@@ -47,7 +47,7 @@ _GRIDS_OF_HOSTS = {
 
 
 def about_devices(facts: Facts) -> Iterator[Finding]:
-    """What is found about the devices."""
+    """The findings about the devices."""
     yield _devices(facts)
     yield _versions(facts)
     if facts.device_name:
@@ -57,7 +57,7 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
 
 
 def about_fit(facts: Facts) -> Finding:
-    """What `optax-offload fit` would assume of this machine."""
+    """The finding about what `optax-offload fit` would assume of this machine."""
     topic = "fit"
     if not facts.has_somewhere_to_offload:
         seen = "nothing: this machine has nothing to offload to"

@@ -13,7 +13,7 @@ from optax_offload._machine.texts import Texts
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What was found out about a machine.
+    """The findings about a machine.
 
     Attributes:
       findings: The findings, in the order in which they are read.
@@ -23,7 +23,7 @@ class Diagnosis:
 
     @property
     def offload_helps(self) -> bool:
-        """Whether nothing was found because of which offload gains nothing."""
+        """True if no finding says that offload gains nothing here, or does not work."""
         return all(x.level != "stop" for x in self.findings)
 
     def as_dict(self) -> dict[str, Any]:

@@ -25,13 +25,13 @@ class Finding:
     """Something that was found out about a machine.
 
     Attributes:
-      topic: What it is about, such as "host memory".
+      topic: The subject, such as "host memory".
       level: Whether anything has to be done: "good", "note", "fix", "stop" (offload
         gains nothing here, or does not work), "unseen" (the machine does not say).
-      seen: What was seen.
-      means: What that means for offloading.
+      seen: The observation.
+      means: The meaning of that for offloading.
       do: Lines to paste into a shell; () where there is nothing to do.
-      sources: Where the meaning is documented, or was measured.
+      sources: The pages or measurements that the meaning is from.
     """
 
     topic: str
@@ -64,11 +64,11 @@ class Node:
 
 
 class Facts:
-    """What a machine's texts say, as values.
+    """The facts that a machine's texts state, as values.
 
     Attributes:
       machine: The texts.
-      jax: What JAX says.
+      jax: The versions, devices and errors that JAX reports.
       accelerators: The accelerators that the process may use.
       environment: The variables that JAX and its plugins read.
       processor: The name of the host's processor.
@@ -88,7 +88,7 @@ class Facts:
 
     @functools.cached_property
     def limits(self) -> dict[str, Limit]:
-        """What bounds host memory, by its name."""
+        """The limits of host memory, by name."""
         found = _host_memory.limits(
             gpu=self.has_gpu,
             pinned_bytes=0,
@@ -112,7 +112,7 @@ class Facts:
 
     @property
     def is_coherent(self) -> bool:
-        """Whether the device's memory, which is not the host's, is a node beside it."""
+        """True if the device's own memory is a NUMA node beside the host's."""
         return _COHERENT.search(self.device_name) is not None
 
     @property
@@ -134,12 +134,12 @@ class Facts:
 
     @property
     def has_somewhere_to_offload(self) -> bool:
-        """Whether host memory is apart from the device's, and enough can be pinned."""
+        """True if host memory is apart from the device's, and enough can be pinned."""
         return self.one_memory is None and not self.is_wsl
 
     @property
     def has_gpu(self) -> bool:
-        """Whether a plugin for GPUs is, or would be, in use."""
+        """True if a plugin for GPUs is, or would be, in use."""
         device = self.jax.accelerator
         if device is not None:
             return device.platform == "gpu"
@@ -147,7 +147,7 @@ class Facts:
 
     @property
     def device_name(self) -> str:
-        """The name of the device that a training would run on; "" if there is none."""
+        """The name of the device that a run would use; "" if there is none."""
         if self.jax.accelerator is not None:
             return self.jax.accelerator.kind
         return self.accelerators[0].name if self.accelerators else ""

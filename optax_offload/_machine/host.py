@@ -33,7 +33,7 @@ _NODES_OF_GPUS = "github.com/NVIDIA/mlperf-common/pull/16"
 
 
 def about_host(facts: Facts) -> Iterator[Finding]:
-    """What is found about the host."""
+    """The findings about the host."""
     yield _host_memory(facts)
     if facts.is_wsl:
         yield _wsl(facts)
@@ -184,7 +184,7 @@ def _numa(facts: Facts) -> Finding:
 
 
 def _numa_of_devices(facts: Facts) -> Finding:
-    """Where devices are, where this process may run, and how to bring it there."""
+    """Compares the NUMA nodes of devices with those where this process may run."""
     topic, sources = "NUMA", (_NUMA, _NUMA_PINNED)
     status = facts.machine.read("proc/self/status")
     allowed = parse.status_list(status, "Cpus_allowed_list")

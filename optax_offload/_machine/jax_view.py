@@ -1,4 +1,4 @@
-"""What JAX says of a machine: versions, devices, the link that was measured."""
+"""A machine as JAX sees it: versions, devices, the link that was measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Device:
     Attributes:
       kind: JAX's name of such a device.
       platform: JAX's name of its platform, as "gpu".
-      count: How many of them this process has.
+      count: The number of them that this process has.
       memory_kinds: The memories that each can address.
       grid: The chips of a TPU's slice along each axis; () for others.
     """
@@ -45,14 +45,14 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class JaxView:
-    """What JAX says of a machine.
+    """A machine as JAX sees it.
 
     Attributes:
       versions: The version of each distribution that matters.
-      devices: What this process can use, the default ones.
-      error: Why JAX has no devices; "" if it has some.
-      link_bytes_per_second: What was measured each way; None if nothing was.
-      link_error: Why nothing was measured; "" if nobody tried.
+      devices: The devices that this process uses by default, a row for each kind.
+      error: The reason why JAX has no devices; "" if it has some.
+      link_bytes_per_second: The measured bandwidth, each way; None if not measured.
+      link_error: The reason why nothing was measured; "" if nobody tried.
     """
 
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -72,7 +72,7 @@ class JaxView:
 
     @classmethod
     def from_json(cls, text: str) -> JaxView:
-        """What `as_json` wrote; nothing is known where the text is none of it."""
+        """Reads what `as_json` wrote; any other text gives a view without facts."""
         try:
             says: Any = json.loads(text)
             devices = tuple(
@@ -129,7 +129,7 @@ def look(machine: Texts, measure: Callable[[], float] | None) -> JaxView:
 
 @contextlib.contextmanager
 def _errors_of_plugins() -> Generator[list[str], None, None]:
-    """What plugins raise while JAX starts, which it logs, and goes on without them."""
+    """Collects errors of plugins, which JAX logs as it starts, and then goes on."""
     errors: list[str] = []
 
     class Keep(logging.Handler):

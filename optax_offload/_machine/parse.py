@@ -1,6 +1,6 @@
 """Texts of a machine as values: each function takes a text, and knows one format.
 
-What a text does not say, or says in a way that is not known, is None or missing.
+Facts that a text does not state, or states in an unknown way, are None or missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LATER_ENCODING = 128 / 130
 
 
 def is_wsl(version: str) -> bool:
-    """Whether the kernel of a ``/proc/version`` is that of WSL2.
+    """Returns whether the kernel of a ``/proc/version`` is that of WSL2.
 
     Example:
       >>> is_wsl("Linux version 5.15.167.4-microsoft-standard-WSL2 (root@f9c8) ...")
@@ -106,7 +106,7 @@ def driver_version(version: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SmiRow:
-    """What nvidia-smi says of one GPU.
+    """One GPU's row in the output of nvidia-smi.
 
     Attributes:
       address: Its PCI address, as the kernel writes it.
@@ -154,7 +154,7 @@ class Slot:
     """The PCI Express link of a device.
 
     Attributes:
-      bytes_per_second: What it can carry each way, when the device is at work.
+      bytes_per_second: Its bandwidth each way, when the device is at work.
       lanes: The lanes that it has.
       most_lanes: The lanes that the device could use.
     """

@@ -1,4 +1,4 @@
-"""What a machine says of itself: its files, outputs of commands, variables, JAX.
+"""The texts that describe a machine: files, output of commands, variables, JAX.
 
 A machine is texts by name, read where it is or from one file that was saved there, so
 that tests know machines that nobody here has.
@@ -34,7 +34,7 @@ class Texts(abc.ABC):
 
     @abc.abstractmethod
     def output(self, command: str) -> str:
-        """What a command prints; "" if there is no such command, or it fails."""
+        """Returns the output of a command; "" if it does not exist, or fails."""
 
     @abc.abstractmethod
     def environment(self) -> Mapping[str, str]:
@@ -42,21 +42,21 @@ class Texts(abc.ABC):
 
     @abc.abstractmethod
     def jax(self) -> str:
-        """What JAX says, as JSON; "" where it was not asked."""
+        """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
 
 
 class Here(Texts):
     """This machine.
 
     Attributes:
-      seen: What was read of it so far, by name.
+      seen: The texts that were read so far, by name.
     """
 
     def __init__(self, root: Path = Path("/")):
         """Reads nothing yet.
 
         Args:
-          root: Where its file system is.
+          root: The root of its file system.
         """
         self._root = root
         self.seen: dict[str, str] = {}
@@ -78,7 +78,7 @@ class Here(Texts):
         return [path.relative_to(self._root).as_posix() for path in found]
 
     def output(self, command: str) -> str:
-        """What a command prints; "" if there is no such command, or it fails."""
+        """Returns the output of a command; "" if it does not exist, or fails."""
         words = command.split()
         if shutil.which(words[0]) is None:
             return ""
@@ -103,7 +103,7 @@ class Here(Texts):
         return found
 
     def jax(self) -> str:
-        """What JAX says, as JSON; "" where it was not asked."""
+        """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
         return self.seen.get("jax", "")
 
     def add_jax(self, text: str) -> None:
@@ -111,7 +111,7 @@ class Here(Texts):
         self.seen["jax"] = text
 
     def saved(self) -> str:
-        """What was read so far as one text, for `Saved`."""
+        """Returns all that was read so far as one text, for `Saved`."""
         return "".join(
             f"== {name}\n{text.rstrip()}\n" for name, text in self.seen.items()
         )
@@ -151,7 +151,7 @@ class Saved(Texts):
         return sorted(path for path in self._texts if regex.fullmatch(path))
 
     def output(self, command: str) -> str:
-        """What a command prints; "" if there is no such command, or it fails."""
+        """Returns the output of a command; "" if it does not exist, or fails."""
         return self._texts.get(f"$ {command}", "")
 
     def environment(self) -> Mapping[str, str]:
@@ -160,5 +160,5 @@ class Saved(Texts):
         return {k: v for k, equals, v in (x.partition("=") for x in lines) if equals}
 
     def jax(self) -> str:
-        """What JAX says, as JSON; "" where it was not asked."""
+        """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
         return self._texts.get("jax", "")

@@ -19,7 +19,7 @@ class Alternative:
     """A way that was compiled.
 
     Attributes:
-      what: What it does, in a few words.
+      what: A description in a few words.
       used_bytes: The peak on each device.
       host_bytes: The host memory that it needs of each host.
       link_bytes: The bytes that cross each device's link in a step, both ways together.
@@ -40,18 +40,18 @@ class Alternative:
 
     @property
     def chosen(self) -> bool:
-        """Whether it is the plan's."""
+        """True if this is the way that the plan has chosen."""
         return self.why == CHOSEN
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Alternatives(Printed):
-    """The ways that were looked at, from what needs most of the device to what least.
+    """The ways that were considered, from the one that needs most of the device down.
 
     Attributes:
-      rows: Those that were compiled.
+      rows: The ways that were compiled.
       not_compiled: Lines on the others, and why they were not compiled.
-      assumptions: What modelled times assume, each with its source.
+      assumptions: The assumptions of modelled times, each with its source.
     """
 
     rows: tuple[Alternative, ...]
@@ -112,11 +112,11 @@ def alternatives(
     target: Target,
     best: CompiledCandidate | None,
 ) -> Alternatives:
-    """The table of what was compiled, and lines on what was not.
+    """The table of compiled ways, and lines on those that were not compiled.
 
     Args:
-      compiled: What was compiled; first the step as given.
-      passed_over: What was not.
+      compiled: The candidates that were compiled; first the step as given.
+      passed_over: The ways that were not compiled.
       asked: Budgets.
       target: The chips.
       best: The chosen one; None where nothing fits.
@@ -193,7 +193,7 @@ def _shortages(found: CompiledCandidate, budget: Budget, target: Target) -> list
 def _nearest(
     compiled: Sequence[CompiledCandidate], budget: Budget
 ) -> CompiledCandidate:
-    """What is over its budgets by the smallest factor."""
+    """The candidate that is over its budgets by the smallest factor."""
 
     def over(found: CompiledCandidate) -> float:
         device = found.used_bytes / budget.device_bytes

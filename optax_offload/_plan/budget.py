@@ -33,8 +33,8 @@ def checked_budget(
     """The budgets of a user, or the default one of the device where there is none.
 
     Args:
-      budget_bytes: Of each device; None takes the default.
-      host_memory_bytes: Of each host; None does not bound it.
+      budget_bytes: The budget of each device; None takes the default.
+      host_memory_bytes: The budget of each host; None does not bound it.
       target: The chips.
 
     Raises:

@@ -32,7 +32,7 @@ class CompiledCandidate:
     """A step that was compiled in one of the ways in which it can be trained.
 
     Attributes:
-      what: What it does, in a few words.
+      what: A description in a few words.
       moved_bytes: The bytes of each device's state that are in host memory.
       used_bytes: The peak on each device; where the compiler refused, what it says.
       peak: The peak in parts; None where the compiler refused.
@@ -44,8 +44,8 @@ class CompiledCandidate:
       host_bytes: The host memory that a step needs for each device.
       time: The modelled time of a step; None where the compiler refused.
       variant: The way; None for one that was compiled by hand.
-      outside: Why gradients are left outside of the backward pass; nothing where that
-        was not tried.
+      outside: The reasons why gradients are left outside of the backward pass; nothing
+        where fusing was not tried.
       was_kept: Whether it was compiled before, and read from disk.
     """
 
@@ -102,7 +102,7 @@ Progress = Callable[[str | CompiledCandidate], None]
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What a step may take.
+    """The memory that a step may take.
 
     Attributes:
       device_bytes: Device memory, on each device.
@@ -113,20 +113,20 @@ class Budget:
     host_bytes: int | None = None
 
     def holds(self, used_bytes: int, host_bytes: int) -> bool:
-        """Whether both are within the budget."""
+        """Returns whether device and host memory are both within the budget."""
         on_host = self.host_bytes is None or host_bytes <= self.host_bytes
         return used_bytes <= self.device_bytes and on_host
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a plan was asked for, beside its step.
+    """The request to `plan`, beside the step.
 
     Attributes:
-      budget: What a step may take.
+      budget: The memory that a step may take.
       codec: The codec that moments may be kept in; None for none.
       link_bytes_per_second: Bandwidth of the link; None takes the documented one.
-      folder: Where what was compiled is kept; None keeps nothing.
+      folder: The folder that keeps figures of compiled programs; None keeps nothing.
     """
 
     budget: Budget
@@ -136,10 +136,10 @@ class Asked:
 
 
 class CandidateCompiler:
-    """Compiles a step in ways that are asked for, and keeps what came of each.
+    """Compiles a step in ways that are asked for, and keeps the results.
 
     Attributes:
-      compiled: What has been compiled, in that order.
+      compiled: The candidates that have been compiled, in that order.
     """
 
     compiled: list[CompiledCandidate]
@@ -155,9 +155,10 @@ class CandidateCompiler:
 
         Args:
           factory: Makes the step.
-          states: What can be selected, by whether moments are encoded.
-          asked: Budgets, and what the model needs.
-          progress: Is told what is being compiled, and then what came of it.
+          states: The state that can be selected, by whether moments are encoded.
+          asked: The request to `plan`: budgets, codec and link.
+          progress: A function that is called with what is being compiled, and then with
+            the result.
         """
         self._factory, self._states, self._asked = factory, states, asked
         self._progress = progress
@@ -168,13 +169,13 @@ class CandidateCompiler:
     def __call__(
         self, variant: Variant, facts: Facts, sizes: Sizes, left: int = 0
     ) -> CompiledCandidate:
-        """A variant, compiled unless it has been.
+        """Compiles a variant, unless it has been compiled.
 
         Args:
-          variant: What is compiled.
-          facts: What is known from tracing, for the parts of the peak.
-          sizes: What the step holds.
-          left: How many are compiled after it at most.
+          variant: The variant.
+          facts: Facts from tracing, for the parts of the peak.
+          sizes: The sizes of the values that the step holds.
+          left: The largest number of variants that may be compiled after it.
         """
         if variant not in self._known:
             self._known[variant] = self._compile(variant, facts, sizes, left)
@@ -237,7 +238,7 @@ def _parts(
     peak: aot.Peak | None,
     used_bytes: int,
 ) -> dict[str, int]:
-    """What fills the device, by name: each at most what is left beside the others."""
+    """The bytes on each device by what they hold, such as parameters; see `Plan`."""
     parameters = sizes.all_parameters - sizes.parameters[variant.parameters]
     state = sizes.device_state(variant)
     beside = max(used_bytes - parameters - state, 0)

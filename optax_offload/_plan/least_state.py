@@ -30,9 +30,9 @@ def smallest_that_fits(
       sizes: The bytes that each takes from the peak at most, in order of preference.
       used_bytes: Returns the peak with a selection moved, which is expensive. It is
         asked for no selection twice.
-      budget_bytes: The bytes that there are.
-      attempts: How many sequences are tried at most between nothing and all; then what
-        was found is taken, and no stand-in is looked for. None tries on.
+      budget_bytes: The bytes that may be used.
+      attempts: The most sequences to try between nothing and all; then the best one
+        found is taken, and no stand-in is looked for. None sets no limit.
 
     Returns:
       Positions in ``sizes``; None if not even all of them suffice.
@@ -64,7 +64,11 @@ def _shortest_sequence(
     budget_bytes: int,
     attempts: int | None,
 ) -> int:
-    """How many of the first fit, where none do not and all do."""
+    """The least number of items, from the first on, with which the step fits.
+
+    With none of them it does not fit, and with all of them it does. If the attempts
+    run out, the result is the least number that was found to fit, or all.
+    """
     total = [0, *itertools.accumulate(sizes)]
     low, high = 0, len(sizes)
     attempt = 0

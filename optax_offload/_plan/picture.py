@@ -24,7 +24,7 @@ COLORS = {
 
 
 def check_can_plot() -> type[Figure]:
-    """What draws a figure; asked for before what takes long.
+    """Returns the class that draws a figure. Call it before the work that takes long.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -45,7 +45,7 @@ def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
     right all that was compiled, the modelled time of a step against its peak.
 
     Args:
-      plan: What planning found.
+      plan: The plan.
       path: The picture.
 
     Raises:

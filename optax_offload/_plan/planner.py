@@ -56,43 +56,43 @@ def plan(  # noqa: PLR0913 - keyword-only options
 ) -> Plan:
     r"""Finds the fastest way to train a step that fits, by compiling it.
 
-    If the step fits as it is, nothing is done. If not, what can rest on the host
-    (optimizer state, parameters, residuals), what can be done with gradients
-    (`stream`), and the codec if one is allowed, are combined. What each combination
-    needs at least is known from tracing; they are compiled in the order of the time
-    that is expected, until none that is left can be faster than the best one that fits.
+    If the step fits as it is, nothing is done. If not, the plan combines the values
+    that can rest on the host (optimizer state, parameters, residuals), the ways to
+    treat gradients (`stream`), and the codec if one is allowed. Tracing tells the least
+    memory that each combination needs. Combinations are compiled in the order of the
+    time that is expected, until no other can be faster than the best one that fits.
     Then less of the state is moved if that is faster. Peaks and modelled times
     (`aot.step_time`) are those of compiled programs.
 
     Args:
       make_step: Makes the step to be compiled, called as
         ``make_step(offload, target, *args)`` for every candidate. It gives its
-        optimizer to ``offload``, in the place where `offload` goes (as in
+        optimizer to ``offload``, in the place of `offload` in a chain (as in
         ``optax.chain(clip, offload(adamw))``), and builds the optimizer's state with
         it, as in ``oo.eval_shape(tx.init, params)``.
       *args: Further arguments for it.
-      target: What to compile for: an `optax_offload.aot.Target`, or its name, such as
-        ``"h100"``, ``"h100:8"`` or ``"v5e:2x4"``.
-      budget_bytes: What the step may take on each device: by default the target's
-        memory less a reserve, 10 % on a GPU and 2 % on a TPU.
-      host_memory_bytes: What the step may take of each host. None does not bound it;
-        the plan says what is needed.
-      rules: What is decided already: what goes, and (``memory_kind="device"``) what
-        stays, of the state, and of parameters where it is an `OffloadConfig` that has
-        rules of them. The plan decides about leaves that none of them matches.
+      target: The chips to compile for: an `optax_offload.aot.Target`, or its name, such
+        as ``"h100"``, ``"h100:8"`` or ``"v5e:2x4"``.
+      budget_bytes: The memory that the step may take on each device: by default the
+        target's memory less a reserve, 10 % on a GPU and 2 % on a TPU.
+      host_memory_bytes: The memory that the step may take of each host. None does not
+        bound it; the plan says how much is needed.
+      rules: The rules that are decided already. They say which leaves of the state move
+        and (``memory_kind="device"``) which stay; an `OffloadConfig` can have rules of
+        parameters too. The plan decides about leaves that none of them matches.
       codec: A format in which moments may be kept, such as ``"int8"``; see `low_bit`.
         None leaves their dtype.
-      link_bytes_per_second: Each way between host and device, for the model; by default
-        what is documented. See `measure_link`.
-      folder: Where peaks and times of what was compiled are kept, so that another plan
-        need not compile it again. None keeps nothing.
-      progress: Is told what is being compiled, and then what came of it. The logger
-        ``optax_offload.plan`` is told the same at level INFO.
+      link_bytes_per_second: Bandwidth of the link to the host, each way, for the model;
+        by default the documented one. See `measure_link`.
+      folder: The folder that keeps peaks and times of compiled programs, so that other
+        plans need not compile them again. None keeps nothing.
+      progress: A function that is called with what is being compiled, and then with the
+        result. The logger ``optax_offload.plan`` says the same at level INFO.
 
     Returns:
       A `Plan`. If the step fits as it is, it moves nothing, and its ``offload`` returns
-      the optimizer itself. Its ``config`` is what a training needs: rules of state for
-      `offload`, of parameters for `place`, and the options of `jit`.
+      the optimizer itself. Its ``config`` is all that a train script needs: rules of
+      state for `offload`, of parameters for `place`, and the options of `jit`.
 
     Raises:
       aot.DoesNotFitError: Nothing fits. Says by how much, what takes the memory and
@@ -185,7 +185,7 @@ class Planner:
 
     @property
     def compiled(self) -> tuple[CompiledCandidate, ...]:
-        """What was compiled by now; first the step as given."""
+        """The candidates that were compiled so far; the first is the step as given."""
         return tuple(self._compiler.compiled)
 
     @property

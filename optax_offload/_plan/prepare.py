@@ -25,7 +25,7 @@ class Prepared:
 
     Attributes:
       step: The step, whose arguments rest where the variant says.
-      jit: What it is jitted with; None for a step that is jitted.
+      jit: The function that jits it; None for a step that is jitted.
     """
 
     step: Step
@@ -37,8 +37,8 @@ def prepared(factory: StepFactory, state: MovableState, variant: Variant) -> Pre
 
     Args:
       factory: Makes the step.
-      state: What can be selected, with moments as the variant keeps them.
-      variant: What moves, and how it is streamed.
+      state: The state that can be selected, with moments as the variant keeps them.
+      variant: The variant.
     """
     if state.changes_any(variant.state) or variant.window_bytes:
         config = dataclasses.replace(
@@ -94,11 +94,11 @@ def measured(
 
 
 def facts(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
-    """Traces a step with all moved that can be, and notes what that tells.
+    """Traces a step with all values moved that can move, and returns facts about it.
 
     Args:
       factory: Makes the step.
-      state: What can be selected.
+      state: The state that can be selected.
       variant: The one that moves most.
     """
     made = prepared(factory, state, variant)
@@ -131,7 +131,7 @@ def facts(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
 
 
 def _of_jitted(step: Step, schedule: Callable[..., FusedStep] | None) -> Facts:
-    """Of a step that is compiled as it is: what is joined, where it can be asked."""
+    """Facts about a step that is compiled as it is, such as the state it joins."""
     if schedule is None:
         why = (
             "the step is jitted by jax.jit and is compiled as it is: only its state is "

@@ -24,16 +24,16 @@ from optax_offload._units import Printed, milliseconds, size_text
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Printed):
-    """What a step has to be told to fit, what that saves and what it costs.
+    """A plan: the settings with which a step fits, what they save and what they cost.
 
     ``str()`` of it is the same for a person.
 
     Attributes:
       target: The chips that it was compiled for.
-      budget_bytes: What the step may take on each device.
-      config: What a training needs: the rules of state for `offload` (one that keeps
-        all on the device, if none moves), the rules of ``parameters`` for `place`, and
-        the options of ``step`` for `jit`.
+      budget_bytes: The memory that the step may take on each device.
+      config: The settings for a train script: the rules of state for `offload` (one
+        that keeps all on the device, if none moves), the rules of ``parameters`` for
+        `place`, and the options of ``step`` for `jit`.
       moved: The leaves of state that the plan moves, beside what was given: for each of
         its rules the ``pattern`` and the ``leaves``.
       encoded: The leaves that it encodes, whether they move or not.
@@ -47,13 +47,13 @@ class Plan(Printed):
       compiled: All candidates that were compiled, in order.
       alternatives: The table of them, and why each was not chosen.
       environment: The variables to set for the process that trains.
-      host_memory_bytes: What the step may take of each host; None where that was not
-        bounded.
-      outside: Why gradients are left outside of the backward pass, a line for each
-        reason; nothing where that was not tried.
+      host_memory_bytes: The memory that the step may take of each host; None where that
+        was not bounded.
+      outside: The reasons why gradients are left outside of the backward pass, a line
+        for each; nothing where fusing was not tried.
       tokens: The tokens of a step, on all devices; None where that was not told.
-      complete: Whether all was looked at that should be; otherwise it is the best that
-        was found.
+      complete: Whether the search was finished; otherwise the plan is the best that was
+        found.
     """
 
     target: aot.Target
@@ -73,7 +73,7 @@ class Plan(Printed):
 
     @property
     def empty(self) -> bool:
-        """Whether all state stays on the device, as it is."""
+        """True if all state stays on the device, as it is."""
         return all(
             rule.memory_kind == "device" and rule.codec is None
             for rule in self.config.rules
@@ -151,7 +151,7 @@ class Plan(Printed):
         return [line]
 
     def training(self, file: str = "rules.toml") -> list[str]:
-        """The lines that a training script needs, for a file of this plan."""
+        """The lines that a train script needs, for a file of this plan."""
         lines = [f'config = oo.load_config("{file}")']
         if not self.empty:
             lines.append("tx = oo.offload(optimizer, config)")
@@ -160,7 +160,7 @@ class Plan(Printed):
         return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
-        """What the codec does to the numbers, and where that was measured."""
+        """Lines on what the codec does to the numbers, and where that was measured."""
         codec = next((p.codec for p in self.encoded), None)
         if codec is None:
             return []
@@ -247,12 +247,12 @@ def rule_file_text(
     kept: Sequence[LeafPattern],
     summary: Sequence[str],
 ) -> str:
-    """The file.
+    """The text of a rule file.
 
     Args:
       config: The rules: those given, of what is moved, of what is encoded where it is.
-      moved: What the rules after those given move, in their order.
-      kept: What the last rules encode and do not move.
+      moved: The leaves that the rules after those given move, in their order.
+      kept: The leaves that the last rules encode and do not move.
       summary: Lines about the whole, for the head of the file.
     """
     head = ["Rules for optax_offload.offload, found by `optax-offload fit`:", *summary]
@@ -359,9 +359,9 @@ class NothingFitsError(aot.DoesNotFitError):
 
         Args:
           target: The chips that the step was compiled for.
-          budget: What the step may take.
-          compiled: All that was compiled.
-          table: The table of it.
+          budget: The memory that the step may take.
+          compiled: All candidates that were compiled.
+          table: The table of these.
         """
         on_device = [c for c in compiled if c.used_bytes <= budget.device_bytes]
         if on_device:

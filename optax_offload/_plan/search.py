@@ -1,4 +1,4 @@
-"""Which way of training is the fastest that fits, in few compilations. Pure."""
+"""Searches for the fastest way of training that fits, in few compilations. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PassedOver:
       used_bytes: The peak that is predicted for it, on each device.
       host_bytes: The host memory that it needs for each device.
       seconds: The time of a step that is predicted.
-      error: Why it failed; "" if it was not tried.
+      error: The reason why it failed; "" if it was not tried.
     """
 
     variant: Variant
@@ -55,14 +55,14 @@ class Failed(NamedTuple):
 
 
 class Search:
-    """The fastest way that fits, found from what is expected and what was compiled.
+    """Searches for the fastest way that fits, by predictions that compilations correct.
 
-    Each compilation corrects what is predicted of the ways that are like it: the
+    Each compilation corrects the predictions for the ways that are like it: the
     difference between its peak and the expected one is added to theirs.
 
     Attributes:
-      known: What was compiled.
-      failed: What could not be, and why.
+      known: The ways that were compiled, with the results.
+      failed: The ways that could not be compiled, with the reasons.
     """
 
     known: dict[Variant, CompiledCandidate]
@@ -75,13 +75,13 @@ class Search:
         compile_variant: Callable[[Variant, int], CompiledCandidate | Failed],
         budget: Budget,
     ):
-        """Asks nothing yet.
+        """Compiles nothing yet.
 
         Args:
-          variants: The ways there are.
-          expect: What is expected of a way, which is cheap.
+          variants: All ways.
+          expect: Returns the expectation of a way, which is cheap.
           compile_variant: Compiles a way, given how many may follow it at most.
-          budget: What a step may take.
+          budget: The memory that a step may take.
         """
         self._variants = list(variants)
         self._expect, self._compile, self._budget = expect, compile_variant, budget
@@ -98,7 +98,7 @@ class Search:
         )
 
     def ask(self, variant: Variant, left: int = 0) -> CompiledCandidate | None:
-        """What comes of a way, which is compiled unless it was; None if it fails."""
+        """Returns the result of compiling a way, now or before; None if it fails."""
         if variant not in self.known and variant not in self.failed:
             found = self._compile(variant, left)
             if isinstance(found, Failed):
@@ -124,7 +124,7 @@ class Search:
                     self._variants.append(variant)
 
     def least(self) -> Variant | None:
-        """What needs least, of what was not compiled and the host has room for."""
+        """The untried way of the least predicted peak that the host has room for."""
         ways = [
             v
             for v in self._variants
@@ -191,7 +191,7 @@ class Search:
         return sorted(ways, key=order.__getitem__)
 
     def _reason(self, variant: Variant) -> Reason | None:
-        """Why a way need not be compiled; None if it should be."""
+        """Returns the reason not to compile a way; None if it should be compiled."""
         if variant in self.failed:
             return "failed"
         expected, budget = self._expect(variant), self._budget
@@ -210,7 +210,7 @@ _MORE_PARAMETERS = ("device", "rows", "all")
 
 
 def _moves_more(one: Variant, other: Variant) -> bool:
-    """Whether a way moves all that another moves, and more, and is the same else."""
+    """Returns whether one way differs from another only in that it moves more."""
     same = (
         one.options.fuse == other.options.fuse
         and one.options.late_gradients == other.options.late_gradients
@@ -229,7 +229,7 @@ def _moves_more(one: Variant, other: Variant) -> bool:
 
 
 def _distance(one: Variant, other: Variant) -> int:
-    """How unlike two ways are, in what their peaks depend on."""
+    """The distance of two ways, by the settings that their peaks depend on."""
     return (
         8 * (one.options.fuse != other.options.fuse)
         + 4 * (one.parameters != other.parameters)

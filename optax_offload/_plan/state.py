@@ -1,4 +1,4 @@
-"""Which state the optimizers of a step have, of what size, and what of it may move."""
+"""The state of a step's optimizers: its leaves, their sizes, and which may move."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class LeafPattern:
 
     @property
     def stacked(self) -> bool:
-        """Whether all of the leaves are stacked."""
+        """True if all of the leaves are stacked."""
         return all(leaf.stacked for leaf in self.leaves)
 
 
@@ -94,10 +94,10 @@ def leaf_patterns(
 ) -> list[LeafPattern]:
     """Puts leaves under patterns, in the order in which they should be moved.
 
-    What can be sliced comes first (a move takes all of it from the peak; of other
-    leaves a whole one comes back for its update), stacked leaves before matrices, and
-    large before small: fewer rules, in longer transfers. Leaves under ``min_bytes``
-    are left out, as `Rule` does.
+    Leaves that can be sliced come first: a move takes all of them from the peak, while
+    of other leaves a whole one comes back for its update. Stacked leaves come before
+    matrices, and large ones before small, for fewer rules and longer transfers. Leaves
+    under ``min_bytes`` are left out, as `Rule` does.
     """
     by_pattern: dict[str, list[Leaf]] = {}
     for leaf in leaves:
@@ -123,7 +123,7 @@ class Parameter:
       leaf: Its path as the optimizer sees it, and its bytes.
       argument: Its path among the arguments of the step.
       by_rows: Whether scans take it row by row; any other use loads all of it.
-      given: Where the given rules have it; None where none of them matches.
+      given: The memory kind that the given rules name; None where none of them matches.
     """
 
     leaf: Leaf
@@ -132,7 +132,7 @@ class Parameter:
     given: str | None = None
 
     def rests(self, which: Parameters) -> bool:
-        """Whether it rests on the host, with such parameters moved."""
+        """Returns whether it rests on the host if parameters are moved in this way."""
         if self.given is not None:
             return self.given != "device"
         if (self.leaf.nbytes or 0) < _rules.DEFAULT_MIN_BYTES:
@@ -388,7 +388,7 @@ class MovableState:
         return tuple(p for p in self.patterns if p.codec)
 
     def changes_any(self, selection: Selection) -> bool:
-        """Whether any leaf moves or is encoded, by given rules or by a selection."""
+        """Returns whether given rules or a selection move or encode any leaf."""
         given = self.given is not None and any(r.codec for r in self.given.rules)
         return bool(self.moved_by_given or selection or self.encoded or given)
 
@@ -414,7 +414,7 @@ class MovableState:
     def training(
         self, selection: Selection, which: Parameters, options: Options
     ) -> _rules.OffloadConfig:
-        """All that a training is told: `config`, parameters, and the step's options."""
+        """The rules of `config`, with those of parameters and the step's options."""
         return dataclasses.replace(
             self.config(selection),
             parameters=self.parameter_rules(which),

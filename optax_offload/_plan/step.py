@@ -1,4 +1,4 @@
-"""What a caller brings to `plan`: a train step, and the function that makes it."""
+"""The input of `plan`: a train step, and the function that makes it."""
 
 from __future__ import annotations
 

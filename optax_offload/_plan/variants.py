@@ -22,9 +22,9 @@ class Variant:
     Attributes:
       state: The patterns of state that rest on the host, as positions.
       encoded: Whether moments are kept in the codec that is allowed.
-      parameters: Which parameters rest on the host: none, those that scans take row by
-        row, or all.
-      options: What the step is jitted with.
+      parameters: The parameters that rest on the host: none, those that scans take row
+        by row, or all.
+      options: The options that the step is jitted with.
       window_bytes: The window of the update; None where the library chooses.
     """
 
@@ -36,15 +36,15 @@ class Variant:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is done that the given step does not do."""
+        """True if it does nothing that the given step does not do."""
         return self == Variant()
 
     def text(self, codec: str | None, sizes: Sizes | None = None) -> str:
-        """What it does, in a few words.
+        """Describes it in a few words.
 
         Args:
           codec: The codec that is allowed, if one is.
-          sizes: What the step holds, to tell how much of the state moves.
+          sizes: The sizes of the step's values, to tell how much of the state moves.
         """
         words = ["state"] * bool(self.state)
         if words and sizes and len(self.state) < len(sizes.patterns[self.encoded]):
@@ -72,18 +72,18 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What tracing a step tells before anything is compiled; bytes on each device.
+    """Facts from tracing a step, before anything is compiled; bytes on each device.
 
     Attributes:
       gradient_bytes: Gradients that never exist where all that can be fused is.
       late_bytes: Of these, the gradients whose update needs all of them first.
       flops: Matrix products of a step, in operations.
       flops_again: Matrix products of a backward pass that runs a second time.
-      residual_bytes: What forward scans keep for backward scans.
+      residual_bytes: Residuals that forward scans keep for backward scans.
       row_arguments: The arguments that scans take row by row, by path.
-      outside: Why gradients are left outside of the backward pass.
-      state_at_once_bytes: State that something joins, so that all of it is loaded.
-      joined_by: What joins it; "" where nothing does.
+      outside: The reasons why gradients are left outside of the backward pass.
+      state_at_once_bytes: State that an equation joins, so that all of it is loaded.
+      joined_by: The equation that joins it; "" where none does.
       can_stream: Whether the step can be jitted anew, with other options.
     """
 
@@ -158,7 +158,7 @@ def link_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Expectation:
-    """What is expected of a variant before it is compiled.
+    """The predictions for a variant before it is compiled.
 
     Attributes:
       seconds: The least time of a step; not fused, its updates' transfers come after.
@@ -175,11 +175,11 @@ class Expectation:
 
 @dataclasses.dataclass(frozen=True)
 class Outlook:
-    """From what a variant does to what is expected of it.
+    """Predicts the time and memory of variants.
 
     Attributes:
-      facts: What tracing told.
-      sizes: What the step holds.
+      facts: The facts from tracing.
+      sizes: The sizes of the values that the step holds.
       plain_bytes: The peak of the step as given.
       compute_seconds: The time of its computation.
       link_bytes_per_second: Bandwidth of the link, each way.
@@ -192,7 +192,7 @@ class Outlook:
     link_bytes_per_second: float
 
     def __call__(self, variant: Variant) -> Expectation:
-        """What is expected of a variant."""
+        """Returns the predictions for a variant."""
         facts, sizes, options = self.facts, self.sizes, variant.options
         loaded, stored = link_bytes(variant, facts, sizes)
         gone = sizes.state[False] - sizes.device_state(variant)
@@ -225,11 +225,11 @@ class Outlook:
 
 
 def variants(facts: Facts, sizes: Sizes, codec: bool) -> list[Variant]:
-    """All ways that differ, but for how much of the state moves: the plain one first.
+    """All ways, with all of the state moved or none of it; the plain one is first.
 
     Args:
-      facts: What tracing told.
-      sizes: What the step holds.
+      facts: The facts from tracing.
+      sizes: The sizes of the values that the step holds.
       codec: Whether moments may be encoded.
     """
     found: list[Variant] = [Variant()]

@@ -1,4 +1,4 @@
-"""What is to be computed, as a value: its equations, and making others of them."""
+"""Programs as values: the equations of a step or an update, and rewrites of them."""
 
 from optax_offload._program.at_rest import AtRest, Resting
 from optax_offload._program.branches import (

@@ -4,8 +4,8 @@ An argument in host memory is used as if it were on the device. A scan takes it 
 row, and loads each in its body; an update takes it where it is; any other use loads all
 of it, just before. A result that replaces it returns to where it rests.
 
-What a scan stacks of rows that rest on the host, such as their casts that the backward
-pass takes, is not stacked: who takes it loads the rows again.
+Values that a scan would stack of rows at rest, such as the casts that the backward pass
+takes, are not stacked: their readers load the rows again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Resting:
       position: Its position among the arguments.
       nbytes: Its bytes on each device.
       scans: The number of iterations of each scan that loads a row in each.
-      again: How often the scans around these run, as those over microbatches, where
-        each loads all rows again; 1 for none.
-      whole: The names of what else loads all of it.
+      again: The number of iterations of the scans around these, such as those over
+        microbatches, each of which loads all rows again; 1 for none.
+      whole: The names of other equations, which load all of it.
       is_state: Whether an offloaded update takes it.
       returns: Whether a result replaces it, which returns to the host.
     """
@@ -60,15 +60,15 @@ class Resting:
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """What of a step rests on the host.
+    """The values of a step that rest on the host.
 
     Attributes:
-      arguments: The arguments that do.
-      residual_bytes: The bytes on each device of what forward scans keep there for
-        backward scans.
+      arguments: The arguments that rest there.
+      residual_bytes: The bytes on each device of the residuals that forward scans keep
+        on the host for backward scans.
       made_bytes: The bytes on each device of results that scans store row by row.
-      positions: How scans move rows: not at all, at positions that count up with their
-        iterations, or at others too.
+      positions: The positions at which scans move rows: none, those that count up with
+        their iterations, or others too.
     """
 
     arguments: tuple[Resting, ...]
@@ -80,16 +80,16 @@ class AtRest:
 def resting(
     closed: jex.ClosedJaxpr, types: Sequence[Any], *, residuals: bool = False
 ) -> tuple[jex.ClosedJaxpr, AtRest]:
-    """Has values rest where they are.
+    """Rewrites a step so that values rest where its arguments have them.
 
     Args:
       closed: A step that was traced as if all were on the device.
       types: The types of its arguments, where they are.
-      residuals: Whether what scans stack for scans alone rests on the host too.
+      residuals: Whether values that scans stack for scans alone rest on the host too.
 
     Returns:
-      The step, whose arguments, results and updates have types of where they rest; and
-      how it takes them.
+      The step, with types of arguments, results and updates that say where they rest;
+      and a description of how it takes them.
     """
     returns = returning(closed, types)
     walk = _Walk(residuals)
@@ -205,10 +205,10 @@ class _Walk:
         return [x.whole() if isinstance(x, RowValue) else x for x in results]
 
     def _stored(self, jaxpr: jex.Jaxpr) -> Stored:
-        """What a scan stacks row by row in host memory.
+        """The stacked results of scans that are stored in host memory row by row.
 
-        That is what is moved there as a whole, as new parameters are; and, if it was
-        asked for, what only scans take rows of.
+        These are the results that are moved there as a whole, as new parameters are;
+        and, if it was asked for, those that only scans take rows of.
         """
         stacked: set[jex.Var] = set()
         whole = set(variables(jaxpr.outvars))

@@ -70,8 +70,8 @@ def find_branches(update: Update) -> Branches | None:
     is zero: `optax.MultiSteps` computes and drops it, and its product would be -0.0 or
     NaN where the update is negative or is not finite.
 
-    An update with effects is left as one: they would be had by each version, and beside
-    both.
+    An update with effects is not split, since these would happen in each version, and
+    beside both.
     """
     program, stores = update.program, update.stores
     if any(map(_compat.has_effects, program.equations)):
@@ -115,7 +115,7 @@ def find_branches(update: Update) -> Branches | None:
 def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
     """The updates that are dropped for a value of a predicate, with both.
 
-    Where one program is for both cases, as in a scan, zero has to be chosen.
+    If one program is for both cases, as in a scan, it has to select zero.
     """
     found = find_branches(update)
     if found is None:
@@ -125,7 +125,7 @@ def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What the versions of an update have in common.
+    """The facts that the versions of an update have in common.
 
     Attributes:
       predicate: The variable whose value each of them knows.
@@ -144,7 +144,7 @@ def _predicate(
     dependent: Collection[jex.Var],
     stores: Collection[int],
 ) -> jex.Var | None:
-    """What most state depends on: the index of a cond, or what is selected by."""
+    """The predicate, of a cond or a select, on which most of the state depends."""
     stored = set(variables(program.outvars[k] for k in stores))
     found: Counter[jex.Var] = Counter()
     for e in program.equations:

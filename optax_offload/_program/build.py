@@ -27,9 +27,9 @@ _FOLDED: Mapping[str, Callable[..., Any]] = {
 
 
 class Builder:
-    """Equations as they are written, and what variables are called in them.
+    """Writes equations, and keeps the names of variables in them.
 
-    What is added takes its operands by the names that they have by then.
+    Equations that are added take their operands by the names that these have by then.
 
     Attributes:
       equations: The equations so far.
@@ -75,7 +75,7 @@ class Builder:
 
         Args:
           e: The equation, in variables as they were called before.
-          results: What its results are called from here on; None for the same names.
+          results: The names of its results from here on; None for the same names.
           params: The parameters that change.
         """
         operands = self.read_all(e.invars)
@@ -101,14 +101,14 @@ class Builder:
             self._known[result] = np.asarray(_FOLDED[e.primitive.name](*arrays), made)
 
     def inline(self, closed: jex.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
-        """Adds what a jaxpr computes, with variables of its own each time.
+        """Adds the equations of a jaxpr, with variables of its own each time.
 
         Args:
           closed: The jaxpr.
-          operands: What stands for its arguments.
+          operands: The atoms that stand for its arguments.
 
         Returns:
-          What stands for its results.
+          The atoms that stand for its results.
         """
         self.close_over(dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
         self.rename(closed.jaxpr.invars, operands)
@@ -121,20 +121,20 @@ class Builder:
         return self.read_all(closed.jaxpr.outvars)
 
     def trace(self, fn: Callable[..., Any], *operands: Atom) -> list[Atom]:
-        """Adds what a function of values computes.
+        """Adds the equations of a function of values.
 
         Args:
           fn: The function, which returns a pytree.
-          *operands: What stands for its arguments.
+          *operands: The atoms that stand for its arguments.
 
         Returns:
-          What stands for the leaves of its result.
+          The atoms that stand for the leaves of its result.
         """
         closed = jax.make_jaxpr(fn)(*(a.aval for a in operands))
         return self.inline(closed, operands)
 
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
-        """What an equation calls, with what stands for the arguments; None if none."""
+        """Returns the body to inline for an equation, if it has one, and operands."""
         operands = self.read_all(e.invars)
         if e.primitive.name in ("jit", "pjit"):
             constrained = any(

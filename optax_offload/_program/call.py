@@ -38,7 +38,7 @@ as_on_device = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
-    """Who calls an update.
+    """The caller of an update.
 
     Attributes:
       window_bytes: The window that was asked for.
@@ -60,11 +60,11 @@ class Call:
 
     Attributes:
       update: The update, which closes over no traced value.
-      caller: Who calls it.
+      caller: The caller.
       arguments: The structure of its arguments.
       results: The structure of its results.
-      given: The arguments that are random keys: the equation has their data.
-      made: The results that are.
+      given: The arguments that are random keys, of which the equation has the data.
+      made: The results that are random keys.
     """
 
     update: Update
@@ -94,7 +94,7 @@ def call_update(
       update: The update.
       args: Its arguments: a tuple of pytrees.
       results: The structure of its results.
-      caller: Who calls it.
+      caller: The caller.
     """
     update, traced = _closed(update)
     leaves, structure = jax.tree.flatten((*args, traced))
@@ -170,7 +170,7 @@ def _now(*data: Any, **params: Any) -> list[Any]:
 def _batched(data: Sequence[Any], dims: Sequence[Any], *, what: Call, **_: Any) -> Any:
     """The update of a population is one whose batch axis leads in every leaf.
 
-    So are its rules applied.
+    Its rules apply to such leaves.
     """
     size = next(x.shape[d] for x, d in zip(data, dims, strict=True) if d is not None)
     data = [

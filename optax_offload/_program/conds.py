@@ -15,8 +15,8 @@ from optax_offload._program.graph import Components, Program, live, shape, varia
 def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """A conditional taken apart, so that leaves that only it joins can be followed.
 
-    Results that no array in a branch has in common are results of conditionals of their
-    own. What is computed of scalars alone is computed by each.
+    Results that share no array in a branch become results of conditionals of their own.
+    Values that follow from scalars alone are computed by each of these.
     """
     if e.primitive.name != "cond" or _compat.has_effects(e) or len(e.outvars) < 2:
         return [e]

@@ -37,7 +37,7 @@ class Program:
       constants: The values that they close over.
       invars: The arguments.
       outvars: The results.
-      debug_info: What JAX keeps of the function for its messages.
+      debug_info: The names that JAX keeps of the function for its messages.
     """
 
     equations: list[jex.JaxprEqn]
@@ -103,7 +103,7 @@ def ancestors(program: Program, v: jex.Var) -> tuple[int, ...]:
 
 
 class Components(Generic[T]):
-    """What belongs together, by what joins it. Each thing is first by itself."""
+    """Disjoint sets of things, which are joined one by one. Each begins by itself."""
 
     def __init__(self) -> None:
         self._parent: dict[T, T] = {}
@@ -115,7 +115,7 @@ class Components(Generic[T]):
         return x
 
     def join(self, things: Iterable[T]) -> None:
-        """Has things belong together, as what the first of them stands for."""
+        """Joins things, under the one that stands for the first of them."""
         first, *rest = dict.fromkeys(map(self.of, things))
         self._parent |= dict.fromkeys(rest, first)
 
@@ -223,9 +223,9 @@ _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")
 
 
 def described(e: jex.JaxprEqn) -> str:
-    """An equation as who wrote it knows it: the function that it is of, and where.
+    """Describes an equation as its author knows it, by its function and line.
 
-    What only adds the leaves of any tree up says less than what calls it.
+    A function that only adds up the leaves of any tree says less than its caller.
     """
     added = e.primitive.name == "add" and not any(map(shape, e.outvars))
     name = "a sum over leaves" if added else repr(e.primitive.name)

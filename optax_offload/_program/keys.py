@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where in a tree there are keys.
+    """The places of random keys in a tree.
 
     Attributes:
       impls: The implementation of each key, by the position of its leaf.

@@ -1,4 +1,4 @@
-"""What `jax.checkpoint` computes again: taken apart where it has a scan."""
+"""Equations of `jax.checkpoint`, which are taken apart where they hold a scan."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from optax_offload._program.graph import Atom, variables, within
 
 
 class Opened(NamedTuple):
-    """What an equation of `jax.checkpoint` stands for.
+    """The equations that an equation of `jax.checkpoint` stands for.
 
     Attributes:
-      equations: What it computes, after what keeps a compiler from joining it with the
-        first time that this is computed.
-      results: What stands for its results.
+      equations: The body, behind a barrier that keeps a compiler from joining it with
+        the first time that the same is computed.
+      results: The variables or literals that stand for its results.
       constants: The values that the equations close over.
     """
 
@@ -39,11 +39,11 @@ def scans(e: jex.JaxprEqn) -> bool:
 
 
 def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
-    """What JAX lowers an equation of `jax.checkpoint` to, as equations.
+    """Takes an equation of `jax.checkpoint` apart, into what JAX lowers it to.
 
-    But for what only scans take a row of in each iteration, as parameters of layers:
-    there is nothing to join, and behind a barrier it would be a value of its own beside
-    what is written in its place.
+    Operands of which scans alone take a row in each iteration, as parameters of layers,
+    go around the barrier: there is nothing to join, and behind it they would be copies
+    beside the buffer that is written in their place.
     """
     program = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
     taken = [_split(x) for x in program.equations]

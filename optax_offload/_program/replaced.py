@@ -1,4 +1,4 @@
-"""Which results replace arguments that rest on the host, and so return there."""
+"""Finds results that replace arguments at rest on the host, and so return there."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ _STEPS = _ADDING | {"mul"}
 
 
 def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
-    """For results that replace arguments in host memory which they do, as positions.
+    """The argument in host memory that a result replaces, for each such result.
 
-    Of an argument the result that the fewest equations between numbers of the same
-    position lead to: of a parameter itself plus its update. What is computed from such
-    a result, as how far a parameter went, comes after it; and what only multiples of
-    the argument lead to, as a gradient that weight decay is part of, after that.
+    Arguments and results are positions. An argument is replaced by the result to which
+    the fewest equations between numbers of the same position lead: a parameter by
+    itself plus its update. Results that follow from such a result, as the distance that
+    a parameter moved, come after it. Results to which only multiples of the argument
+    lead, as a gradient that weight decay is part of, come after that.
     """
     program = flatten(closed)
     resting = {

@@ -1,4 +1,4 @@
-"""What a scan stacks of rows that rest on the host: computed again from the rows."""
+"""Stacked results that follow from rows at rest alone are computed again from these."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from optax_offload._program.graph import Program, handed_through, variables
 
 @dataclasses.dataclass(frozen=True)
 class RowValue:
-    """What is computed of rows alone, of values that rest on the host.
+    """A value that is computed row by row from values that rest on the host.
 
     Attributes:
       sources: The values.
-      jaxpr: What is computed, for one row of each.
+      jaxpr: The equations for one row of each.
     """
 
     sources: tuple[Any, ...]
@@ -65,12 +65,12 @@ def made_of_rows(
     xs: Sequence[Any],
     kept: Sequence[bool],
 ) -> dict[jex.Var, Any]:
-    """What a scan stacks that is computed of rows at rest alone, as such.
+    """Finds the stacked results of a scan that follow from rows at rest alone.
 
     Args:
       e: The scan.
-      xs: What it takes rows of.
-      kept: Which of these its body takes where they rest.
+      xs: The values that it takes rows of.
+      kept: For each of these, whether its body takes it where it rests.
     """
     program = flatten(e.params["jaxpr"])
     first = len(program.invars) - len(xs)

@@ -37,10 +37,10 @@ class InlinedUpdate:
 
     Attributes:
       what: The update.
-      operands: What the step gives it.
-      results: What the step takes from it.
+      operands: The operands that the step gives it.
+      results: The results that the step takes from it.
       positions: The positions of its equations.
-      names: What the step calls the variables of the update.
+      names: The names that the step has for the variables of the update.
     """
 
     what: Call
@@ -82,7 +82,7 @@ class Origin(NamedTuple):
 
     Attributes:
       inlined: The update.
-      output: Which of its outputs it is.
+      output: The position of it among the outputs.
     """
 
     inlined: InlinedUpdate
@@ -94,13 +94,13 @@ class Step:
     """A train step.
 
     Attributes:
-      program: All equations. What is moved to or from the host is an equation too.
+      program: All equations. A transfer to or from the host is an equation too.
       inlined_updates: The offloaded updates whose equations are among them.
       jaxpr: The step as it was traced, of the values of its refs.
       refs: The refs that it closes over. Their values are its last arguments, and the
         new values of all refs are its last results.
-      at_rest: What rests on the host, if it was traced as if all were on the device.
-        Then `jaxpr` is of where values rest.
+      at_rest: The values that rest on the host, if the step was traced as if all were
+        on the device. Then the types in `jaxpr` say where values rest.
     """
 
     program: Program
@@ -144,17 +144,17 @@ class Step:
         return self.at_rest is not None and self.at_rest.positions != "none"
 
     def reads(self, i: int) -> list[jex.Var]:
-        """What an equation takes; with effects, also that those before it are done."""
+        """The variables that an equation takes; with effects, also their tokens."""
         before, _ = self._tokens.get(i, ((), ()))
         return [*variables(self.program.equations[i].invars), *before]
 
     def defines(self, i: int) -> list[jex.Var]:
-        """What an equation defines; with effects, also that it is done."""
+        """The variables that an equation defines; with effects, also its tokens."""
         _, after = self._tokens.get(i, ((), ()))
         return [*self.program.equations[i].outvars, *after]
 
     def tokens(self, i: int) -> Sequence[jex.Var]:
-        """What stands for the effects of an equation; nothing where it has none."""
+        """The variables that stand for the effects of an equation, if it has some."""
         return self._tokens.get(i, ((), ()))[1]
 
     @functools.cached_property
@@ -216,8 +216,8 @@ def take_apart(
 def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
     """A step of the values of its refs, and the refs that it closes over.
 
-    What is read and written is followed then as other values are, in the order of the
-    program, and no equation is left whose place is all that says what it reads.
+    Values that are read and written are then followed as others are, and no equation
+    remains that reads something else in another place of the program.
     """
     jaxpr = closed.jaxpr
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -362,7 +362,7 @@ def _split(what: Call) -> Call:
 
 
 def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
-    """What a scan stacks again of what it scans over, as `nnx.scan` the parameters."""
+    """The results of a scan that are operands of it again, as in `nnx.scan`."""
     consts, carried = _compat.scan_counts(e.params)
     return {
         e.outvars[k]: e.invars[i]
@@ -387,7 +387,7 @@ _HANDS_ON = {
 
 
 def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
-    """What an equation takes and only hands on, and what it gives for it."""
+    """Yields each variable that an equation only hands on, with the result for it."""
     if e.primitive.name in _HANDS_ON:
         for a, v in zip(e.invars, e.outvars, strict=True):
             if isinstance(a, jex.Var):

@@ -52,7 +52,7 @@ class Output:
 
     @property
     def stored(self) -> bool:
-        """Returns whether it goes to host memory."""
+        """Returns whether it is moved to host memory."""
         return self.memory_kind != "device"
 
 
@@ -62,8 +62,8 @@ class Update:
 
     Attributes:
       program: The equations.
-      inputs: What is known of each argument.
-      outputs: What is known of each result.
+      inputs: The facts about each argument.
+      outputs: The facts about each result.
     """
 
     program: Program
@@ -96,7 +96,7 @@ class Update:
     def in_place(self, k: int) -> int | None:
         """The input that an output replaces, if it can be written into its buffer.
 
-        Not a scalar of host memory: all of those are loaded before the first stage.
+        Scalars of host memory cannot, as all are loaded before the first stage.
         """
         alias = self.outputs[k].alias
         if alias is None:

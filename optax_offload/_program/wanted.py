@@ -1,4 +1,4 @@
-"""What the bodies of equations take where it rests."""
+"""The arguments that bodies of equations take where they rest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a body takes where it rests, as positions of its arguments.
+    """The arguments that a body takes where they rest, as positions.
 
     Attributes:
-      updated: What updates take as state.
-      rows: What scans take rows of.
+      updated: The arguments that updates take as state.
+      rows: The arguments that scans take rows of.
     """
 
     updated: frozenset[int]

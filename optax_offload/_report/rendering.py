@@ -26,7 +26,7 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], host: str) -> str
       rows: The leaves. Those whose paths differ in numbers only, and that are alike in
         all else, share a line.
       totals: Cells of the second table: subtree, kind, and the size of each column.
-      host: What is said about the host's memory; nothing if it is empty.
+      host: The text about the host's memory; no text if it is empty.
     """
     groups = _alike(rows)
     header = ["path", "shape", "dtype", "size", "size/device"]

@@ -31,7 +31,7 @@ class MemoryReport(Printed):
 
     Attributes:
       rows: A row for each leaf, in the order of the tree.
-      host: What the tree takes of this process' host memory, beside what there is;
+      host: The host memory of this process that the tree takes, beside what is free;
         nothing in the reports of `subtrees`.
     """
 

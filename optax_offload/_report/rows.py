@@ -30,10 +30,10 @@ class Row:
       planned: The memory kind that the rules give the leaf; None without rules.
       actual: The memory kind that the leaf has; None for a value that is no array,
         which has none.
-      why: What decided where the leaf was planned.
+      why: The reason for the planned memory kind.
       codec: The format that the leaf is a part of, and what it stands for, such as
         "int8 of float32"; None for what is as it is.
-      named: What the rules say of its form where it has another, such as "float32,
+      named: The form that the rules name where the leaf has another, such as "float32,
         where the rules say int8"; None where it is as they say.
     """
 

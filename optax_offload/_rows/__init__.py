@@ -1,4 +1,4 @@
-"""Which values have rows, and what equations are for some of them."""
+"""Finds the values that have rows, and rewrites equations for some of the rows."""
 
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, kernel_of

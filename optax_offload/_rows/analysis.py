@@ -1,8 +1,9 @@
-"""Which equations treat each row alone, and what they are for some of the rows.
+"""Finds the equations that treat each row alone, and rewrites them for some rows.
 
 A row is an index along one axis, such as the layer axis of a stacked leaf. A value has
 rows along an axis, or it is the same for all of them. That is carried from equation to
-equation as `jax.vmap` carries its batch axes; what mixes rows is not row-local.
+equation as `jax.vmap` carries its batch axes. An equation that mixes rows is not
+row-local.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ class RowLocal:
         outputs: Sequence[jex.Var],
         last: Sequence[jex.Var],
     ) -> tuple[RowLocal, RowLocal]:
-        """What some of the outputs need, and what the last ones need besides.
+        """Splits the equations: for some of the outputs, and for the last ones besides.
 
-        The first has as further outputs what depends on the early inputs and is an
-        input of the other. What does not depend on them is computed by both.
+        The first has as further outputs the values that depend on the early inputs
+        and are inputs of the other. Values that do not depend on them are computed by
+        both.
         """
         first, inputs = self.needed(outputs, ())
         depends = set(early)
@@ -145,7 +147,7 @@ class Analysis:
             raise NotRowLocalError(f"a value that is sharded along axis {axis}")
 
     def demand(self, a: Atom, axis: int) -> None:
-        """Has a value that was taken for whole counted in rows."""
+        """Counts a value in rows that was taken for whole before."""
         wanted = [(a, axis)]
         while wanted:
             a, axis = wanted.pop()
@@ -170,7 +172,7 @@ class Analysis:
             ]
 
     def _demand_operands(self, e: jex.JaxprEqn, position: int, axis: int) -> None:
-        """Has what an equation takes counted in rows; nothing if that cannot be."""
+        """Counts the operands of an equation in rows, if that can be."""
         more = self._copy()
         try:
             ins = rule_of(e).backward(e, [axis], self._rows)
@@ -184,7 +186,7 @@ class Analysis:
         self._whole_to = more._whole_to
 
     def _copy(self) -> Analysis:
-        """One that can go further than this."""
+        """Returns a copy that can be carried further than this."""
         more = copy.copy(self)
         more.axes, more.positions = dict(self.axes), set(self.positions)
         more._whole_to = dict(self._whole_to)
@@ -262,7 +264,7 @@ def _axis_of(a: Atom, axes: Mapping[jex.Var, int]) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class RowCount:
-    """So many rows, followed through the bodies of equations.
+    """Follows a number of rows through the bodies of equations.
 
     Attributes:
       count: The number of rows in all.

@@ -16,8 +16,8 @@ class Kernel:
 
     Attributes:
       rows: The equations, without those that move something.
-      sources: For each of its inputs the variable of the step that it is loaded from.
-      targets: For each of its outputs the variable of the step that is stored.
+      sources: The variables of the step that its inputs are loaded from, one for each.
+      targets: The variables of the step that its outputs are stored to, one for each.
     """
 
     rows: RowLocal

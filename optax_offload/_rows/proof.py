@@ -20,17 +20,17 @@ def analyze(
 ) -> RowLocal:
     """Proves that equations are row-local, or raises `NotRowLocalError`.
 
-    What the equations take besides the loads is followed back through arithmetic, so
-    that it is computed for the slice too rather than whole beforehand; up to arguments
-    and to the results of the whole, which have to be computed anyway.
+    Operands of the equations besides the loads are followed back through arithmetic, so
+    that they are computed for the slice too rather than whole beforehand. This ends at
+    arguments and at the results of the program, which have to be computed anyway.
 
     Args:
-      program: What the equations are of.
+      program: The program that the equations are of.
       positions: The equations that depend on a load, in order.
       loads: The axis along which the rows of each load are counted.
-      outputs: What is computed from the loads.
-      beside: Of inputs, a variable that replaces it: where rows of the input are taken
-        and arithmetic leads to the variable, it becomes an output too.
+      outputs: The values that are computed from the loads.
+      beside: For some inputs, a variable that replaces the input. If rows of the input
+        are taken and arithmetic leads to the variable, it becomes an output too.
 
     Raises:
       NotRowLocalError: The message names the equation that mixes rows.

@@ -1,7 +1,7 @@
 """Stacks that are made for the host row by row, where each row is made alone.
 
-What a vmapped initialiser makes would be on the device whole before it is moved. A scan
-makes it instead, whose rows are stored one by one.
+The results of a vmapped initialiser would be on the device whole before they are moved.
+A scan makes them instead, and stores its rows one by one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
-    """What makes the rows of a stack, if each is made alone."""
+    """The equations that make a row of a stack; None if rows are not made alone."""
     sizes = shape(a)
     at = program.producers.get(a)
     if at is None or len(sizes) < 2 or sizes[0] < 2:

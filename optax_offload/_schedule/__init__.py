@@ -1,4 +1,4 @@
-"""What is moved and computed when, as a value: it touches no array."""
+"""Schedules say what is moved and computed when, as values; they touch no array."""
 
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window

@@ -1,4 +1,4 @@
-"""What follows from the gradients that a scan stacks: row by row, and not."""
+"""Follows the gradients that a scan stacks: their uses row by row, and all others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Scan:
 
     @property
     def carry(self) -> Sequence[Any]:
-        """What the first iteration takes, and every other from the one before."""
+        """Operands of the first iteration, which the others get from the one before."""
         consts, carried = self._counts
         return self.equation.invars[consts : consts + carried]
 
@@ -111,9 +111,9 @@ class Component:
     Attributes:
       gradients: The gradients.
       results: The results of the step that have rows.
-      sums: What is reduced over the rows.
-      late: Whether results depend on what is known only after the scan.
-      late_sums: Those of the sums that do.
+      sums: The values that are reduced over the rows.
+      late: Whether results depend on values that are known only after the scan.
+      late_sums: The sums that depend on such values.
     """
 
     gradients: tuple[jex.Var, ...]
@@ -149,13 +149,13 @@ class MixesError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class RowUses:
-    """What follows from gradients of a scan.
+    """The uses of a scan's gradients.
 
     Attributes:
       rows: The equations that treat every row alone.
-      components: The gradients, by what joins them.
-      late: The variables that depend on the scan otherwise than row by row, or on what
-        does.
+      components: The gradients, grouped by the equations that join them.
+      late: The variables that depend on the scan otherwise than row by row, or on such
+        variables.
       sums: The equations that reduce over rows, as positions.
     """
 
@@ -173,7 +173,7 @@ def follow(
     Args:
       step: The step.
       scan: The scan.
-      gradients: Those of its stacked results that are followed.
+      gradients: The stacked results of it that are followed.
       later: Scans that cannot be computed before this one, as positions.
 
     Raises:

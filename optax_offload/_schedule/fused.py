@@ -21,10 +21,11 @@ class Fused:
     Attributes:
       component: The gradients, and what follows from them.
       rows: The equations that lead to results, and to what is summed up.
-      replaced: For each result the argument whose buffer it is written into.
+      replaced: The argument whose buffer each result is written into.
       codes: The results that hold codes of 8 bits.
-      parts: How a row is divided, where it is more than the window that was asked for.
-      whole_reason: Why such a row is not divided; "" where it is, or need not be.
+      parts: The parts of a row, where it is more than the window that was asked for.
+      whole_reason: The reason why such a row is not divided; "" where it is, or need
+        not be.
     """
 
     component: Component

@@ -1,4 +1,4 @@
-"""What of a step is fused into its backward pass, and what is not, as a value."""
+"""A step's plan, as a value: the updates that are fused into its backward pass."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class FusedScan:
 
     Attributes:
       scan: The scan.
-      now: What is updated in the iteration that computes its gradient.
-      late: What has to wait for the last gradient.
-      way: How it waits.
-      unfused: What is not fused.
+      now: The updates that run in the iteration that computes their gradient.
+      late: The updates that have to wait for the last gradient.
+      way: The way in which these wait.
+      unfused: The gradients that are not fused.
     """
 
     scan: Scan
@@ -43,12 +43,12 @@ class FusedScan:
 
     @property
     def fused(self) -> tuple[Fused, ...]:
-        """All that is fused."""
+        """The updates that are fused."""
         return (*self.now, *self.late)
 
     @property
     def noun(self) -> str:
-        """What its scan stacks: a forward scan stacks statistics, such as means."""
+        """The word for its results: a forward scan stacks means and the like."""
         return "gradient" if self.scan.is_backward else "stacked result"
 
     def gradients(self, fused: Sequence[Fused]) -> str:
@@ -57,12 +57,12 @@ class FusedScan:
         return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
 
     def in_parts(self, f: Fused) -> int | None:
-        """In how many parts a row is updated; None if it is whole."""
+        """The number of parts in which a row is updated; None if it is whole."""
         stored = f in self.late and self.way == "host"
         return None if f.parts is None or stored else f.parts.count
 
     def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
-        """What of these is whole although a row is more than the window asked for."""
+        """Lines on those of which a whole row is more than the window asked for."""
         for f in fused:
             if self.in_parts(f) is None and (f.parts or f.whole_reason):
                 why = f.whole_reason or "its gradient waits in host memory"
@@ -71,13 +71,13 @@ class FusedScan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FusedStep(Printed):
-    """What of a step is fused into its backward pass. Print it.
+    """The updates of a step that are fused into its backward pass. Print it to read it.
 
     Attributes:
       step: The step.
       scans: The scans that updates are moved into, in their order.
       unfused: The gradients of other scans.
-      asked: What was asked for.
+      asked: The options that were asked for.
       streaming: The other scans whose iterations load rows for the next, or store those
         of the one before.
     """
@@ -90,14 +90,14 @@ class FusedStep(Printed):
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
-        """What is evaluated outside of the scans, and these, in order."""
+        """The equations and updates outside of the scans, and the scans, in order."""
         fused = [f for each in self.scans for f in each.fused]
         positions = {each.scan.position for each in self.scans}
         return tuple(rest(self.step, positions, fused))
 
     @functools.cached_property
     def passes(self) -> order.Passes:
-        """How often the rows of gradients that wait are passed over."""
+        """The passes over the rows of gradients that wait."""
         return passes_of(self.step, self.scans)
 
     @property
@@ -107,7 +107,7 @@ class FusedStep(Printed):
 
     @property
     def stored_bytes(self) -> int:
-        """Of these, the bytes that wait in host memory."""
+        """The bytes of those that wait in host memory, on each device."""
         stored = (each for each in self.scans if each.way == "host")
         return sum(f.gradient_bytes for each in stored for f in each.late)
 
@@ -158,7 +158,7 @@ class FusedStep(Printed):
 
 
 def _at_rest(plan: FusedStep) -> Iterator[str]:
-    """Of what rests on the host, and is no state of an update, how it is taken."""
+    """Lines on the ways in which arguments at rest, other than state, are taken."""
     rest, program = plan.step.at_rest, plan.step.program
     if rest is None:
         return
@@ -216,7 +216,7 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
 def _loaded_whole(
     plan: FusedStep, v: jex.Var, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Of what takes all of an argument at rest, the names of what is evaluated."""
+    """The names of the equations that load all of an argument at rest."""
     program = plan.step.program
     outer = [node for node in plan.rest if node.left is None]
     readers = [program.equations[n.position] for n in outer if v in n.reads]
@@ -233,7 +233,7 @@ def _loaded_whole(
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
-    """How often the rows of what waits in some scans are passed over."""
+    """The passes over the rows of gradients that wait in some scans."""
     positions = candidates(step)
     return order.passes(step, positions, [(x.scan, x.fused) for x in scans])
 

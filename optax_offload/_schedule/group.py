@@ -1,4 +1,4 @@
-"""What must be on the device together, as a value."""
+"""Groups of leaves that must be on the device together, as values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optax_offload._rows import RowLocal, Sum
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What of a group is loaded, computed and stored at a time.
+    """The part of a group that is loaded, computed and stored at a time.
 
     Attributes:
       loads: The inputs that are loaded, as positions.
@@ -29,7 +29,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What must be on the device together: usually the state of one parameter.
+    """Leaves that must be on the device together: usually the state of one parameter.
 
     Attributes:
       loads: The inputs that are loaded, as positions.

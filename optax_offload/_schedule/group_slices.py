@@ -1,4 +1,4 @@
-"""What it takes to update a group in slices, and in which parts."""
+"""Finds how a group is updated in slices, and in which parts."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
 
 
 def _sums(program: Program, group: Group) -> tuple[Sum, ...]:
-    """What reduces each output, if all of them are numbers that are reduced."""
+    """The sum that makes each output, if all outputs are numbers that are reduced."""
     positions = [program.producers[_var(program, k)] for k in group.outputs]
     equations = [program.equations[i] for i in positions]
     if not all(

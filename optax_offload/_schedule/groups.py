@@ -112,12 +112,12 @@ def _of_no_load(program: Program, k: int) -> Group:
 
 @dataclasses.dataclass(frozen=True)
 class _Components:
-    """Which loads belong together, and by what.
+    """Loads that belong together, and the equations that join them.
 
     Attributes:
-      of: For each variable that depends on a load, its component: variables that some
-        live equation joins share one.
-      ties: For each component the equations that joined two.
+      of: The component of each variable that depends on a load. Variables that a live
+        equation joins share one.
+      ties: The equations that joined two variables, by component.
       equations: The live equations, as positions.
     """
 
@@ -220,10 +220,11 @@ def _whole(
 
 
 def _first_of_each(ties: Sequence[jex.JaxprEqn]) -> tuple[jex.JaxprEqn, ...]:
-    """What to name of the equations that join leaves.
+    """The equations to name of those that join leaves, the first of each primitive.
 
-    A norm joins all by adding up numbers; what is scaled by it joins them once more.
-    Else it is what joins most at a time, as where leaves are concatenated.
+    A norm joins all leaves by adding up numbers, and the leaves that are scaled by it
+    are joined once more: so equations of numbers are named if some are found. Else the
+    equations that join most are named, as where leaves are concatenated.
     """
     times = Counter(map(id, ties))
     most = max(times.values(), default=0)
@@ -247,11 +248,11 @@ def _own(
 ) -> tuple[list[Group], list[int]]:
     """Gives equations to the groups that alone need them, as far as that is of use.
 
-    What is fused with an update stays fused with it, and takes no memory of its own
-    (F11).
+    Equations that are fused with an update stay fused with it, and take no memory of
+    their own (F11).
 
     Returns:
-      The groups, and the equations that are left and needed: not those that are only
+      The groups, and the other equations that are needed, without those that are only
       evaluated slice by slice.
     """
     in_slices = {k for g in groups if g.row_local for k in g.outputs}

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     """A part of one slice, or of a whole leaf: loaded, computed and stored.
 
     Attributes:
-      slice: Which of the slices of an iteration it is of, counted from 0.
+      slice: The slice of the iteration that it is of, counted from 0.
       group: Position of its group in the loop.
       part: Position of the part in its group.
       load_after: The outputs that have to be stored before it is loaded, as positions.
@@ -71,11 +71,11 @@ class Loop:
     Attributes:
       groups: The groups, in the order in which a slice of each is updated.
       slices: The number of slices that each leaf has in the loop.
-      rows: Of each group, the rows in a slice. What does not divide is a last slice,
-        outside the loop. () where leaves are whole.
+      rows: The rows in a slice of each group. Rows that do not fill a slice are a last
+        one, outside the loop. () where leaves are whole.
       unroll: The number of slices of each leaf that one iteration updates.
-      waits: For each update of an iteration the number of updates, counted from its
-        first, that must have been stored before it is loaded.
+      waits: The number of updates, counted from the first of an iteration, that must
+        have been stored before each of its updates is loaded.
     """
 
     groups: tuple[Group, ...]
@@ -91,7 +91,7 @@ class Loop:
 
     @property
     def slice_bytes(self) -> tuple[int, ...]:
-        """Of each group, what a slice takes on each device, or the whole of it."""
+        """The bytes of a slice of each group, or of all of it, on each device."""
         return _slice_bytes(self.groups, self.rows)
 
     @property
@@ -166,14 +166,15 @@ def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
 
 
 def cost(loop: Loop) -> float:
-    """How long a loop takes, in bytes that the link could move in one direction.
+    """The time of a loop, in bytes that the link could move in one direction.
 
-    Whole numbers: of loops that take as long the first is the same on every machine.
+    Costs are whole numbers, so that of loops that take equally long every machine
+    chooses the same.
 
     A part is loaded while the one before is stored, which takes as long as the larger
-    of them; but for the first and the last of an iteration, and for those of a group in
-    one part: it is loaded again when it has been stored. Nothing runs beside what is
-    left when a loop has ended.
+    of them. Exceptions are the first and the last of an iteration, and those of a group
+    in one part, which is loaded again only when it has been stored. Nothing runs beside
+    the rows that remain when a loop has ended.
     """
     updates = [
         nbytes + LINK.latency_bytes * len(group.loads)
@@ -217,8 +218,8 @@ def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
 def _in_order(groups: Sequence[Group]) -> Sequence[Group]:
     """Groups in the order in which a loop updates them.
 
-    Where sizes differ, the smallest first and last, when there is nothing to be stored
-    or loaded beside them, and the largest between, beside each other.
+    If sizes differ, the smallest come first and last, where nothing is stored or loaded
+    beside them, and the largest come between, beside each other.
     """
     sizes = [group.nbytes for group in groups]
     if max(sizes) <= 2 * min(sizes):
@@ -258,8 +259,8 @@ def _loops_of(
 ) -> list[Loop]:
     """A loop over all slices of so many rows, and one that leaves the last of them.
 
-    Where their number is prime, as of 61 layers, no number of them to an iteration
-    divides it.
+    If the number of slices is prime, as of 61 layers, no number of slices in an
+    iteration divides it.
     """
     slices, rest = divmod(groups[0].rows, rows[0])
     least = slices if rest else max(2, slices - 1)

@@ -1,4 +1,4 @@
-"""What comes when: passes over rows, updates in an iteration, what is stored late."""
+"""Decides the order: passes over rows, updates in an iteration, rows stored late."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ PRODUCTS = 3 / 4
 
 
 class Passes(NamedTuple):
-    """How often the rows of gradients that wait are passed over.
+    """The passes over the rows of gradients that wait.
 
     A norm of what a norm has scaled needs a pass of its own: clipping before LAMB, or
     clipping twice.
 
     Attributes:
-      of: The pass in which each equation that is summed up over rows is: 0 is the scan
-        that computes the gradients.
-      last: The pass in which what waits is updated.
+      of: The pass of each equation that is summed up over rows. Pass 0 is the scan that
+        computes the gradients.
+      last: The pass in which the updates that wait are made.
     """
 
     of: Mapping[int, int]
@@ -52,11 +52,11 @@ class Passes(NamedTuple):
         ]
 
     def twice(self, late: Sequence[Fused]) -> int:
-        """How often their scan runs again, the last time to update them."""
+        """The number of further runs of their scan, the last of which updates them."""
         return len(self._late(late) | {self.last})
 
     def stored(self, late: Sequence[Fused]) -> int:
-        """How often they are loaded from host memory, the last time to update them."""
+        """The number of times that they are loaded, the last of which updates them."""
         return len(self._late(late)) + 1
 
     def _late(self, late: Sequence[Fused]) -> set[int]:
@@ -66,12 +66,12 @@ class Passes(NamedTuple):
 def passes(
     step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
 ) -> Passes:
-    """Which pass sums up what: as early as what it takes is known.
+    """Assigns each sum to a pass, as early as its operands are known.
 
     Args:
       step: The step.
       scans: All scans of it, as positions.
-      late: What waits, by its scan. A pass takes the scans in this order.
+      late: The updates that wait, by scan. A pass takes the scans in this order.
     """
     gradients = {g for _, some in late for f in some for g in f.component.gradients}
     at = {
@@ -114,9 +114,9 @@ def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
 
 
 def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
-    """What of an iteration is computed until the last gradient of each update is there.
+    """The computation in an iteration up to the last gradient of each update.
 
-    In floating point operations of products, and in equations.
+    It is given as floating point operations of products, and as equations.
     """
     body = scan.body.jaxpr
     at, _ = _until(body)
@@ -135,7 +135,7 @@ def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
 
 
 def _until(body: jex.Jaxpr) -> tuple[dict[jex.Var, tuple[int, int]], tuple[int, int]]:
-    """What is computed until each variable is there, and in all. See `_flops_until`."""
+    """The computation up to each variable, and in all. See `_flops_until`."""
     found: dict[jex.Var, tuple[int, int]] = {}
     flops = count = 0
     for e in body.eqns:
@@ -155,19 +155,19 @@ def _until(body: jex.Jaxpr) -> tuple[dict[jex.Var, tuple[int, int]], tuple[int, 
 def rows_ahead(
     step: Step, scan: Scan, fused: Sequence[Fused] = ()
 ) -> dict[jex.Var, int]:
-    """What is in host memory and whose rows each iteration loads for the next one.
+    """The variables in host memory whose rows each iteration loads for the next one.
 
-    Else an iteration waits for its own, with nothing to compute. They take the device
-    memory of one more row; where a window was asked for, no more than that.
+    Without this an iteration waits for its own rows, with nothing to compute. They take
+    the device memory of one more row; where a window was asked for, no more than that.
 
     Args:
       step: The step.
       scan: A scan of it.
-      fused: What is updated in it, in order.
+      fused: The updates in it, in order.
 
     Returns:
-      The variables, and which of the updates is stored once their rows are there. A
-      GPU's compiler begins no load before it has to (F65).
+      The variables, each with the position of the update that is stored once its rows
+      are there. A GPU's compiler begins no load before it has to (F65).
     """
     params = scan.equation.params
     if params["unroll"] != 1 or not _spreads(step, scan):
@@ -185,10 +185,10 @@ def rows_ahead(
 def _spread(
     scan: Scan, fused: Sequence[Fused], found: Sequence[jex.Var]
 ) -> dict[jex.Var, int]:
-    """Which update is stored after which loads: so that the link is busy all the time.
+    """Assigns each load to the update that is stored after it, to keep the link busy.
 
-    Each where more than half of it fits beside what is computed until then, with the
-    state of the update; a parameter before it is stored itself.
+    A load is placed where more than half of it fits beside the computation until then,
+    with the state of the update; a parameter is loaded before it is stored itself.
     """
     if not fused:
         return dict.fromkeys(found, 0)
@@ -219,7 +219,7 @@ def _spread(
 
 
 def only_loaded(scan: Scan) -> list[jex.Var]:
-    """What a scan takes rows of and does nothing with, but to load them."""
+    """The operands at rest whose rows a scan loads, and takes in no other way."""
     body = scan.body.jaxpr
     given = body.invars[len(scan.consts) + len(scan.carry) :]
     used = set(variables(body.outvars))
@@ -235,10 +235,10 @@ def only_loaded(scan: Scan) -> list[jex.Var]:
 
 
 def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
-    """What a scan stacks in host memory, and the next iteration stores.
+    """The stacked results in host memory whose rows the next iteration stores.
 
-    That is what another scan takes rows of. An iteration overwrites what it begins
-    with, which is what it keeps, and would wait until that is stored.
+    These are results that another scan takes rows of. An iteration overwrites the
+    values that it begins with, which it keeps, and would wait until they are stored.
     """
     if not _spreads(step, scan):
         return []
@@ -271,12 +271,12 @@ def delayed_rows(
     Gradients come late in an iteration. Without this nothing is stored beside its first
     loads, nor loaded beside its last stores, for which it has to wait. With it the last
     rows are stored while the first of the next iteration are loaded: as many bytes as
-    the first update then stores, or more. What is delayed is on the device an iteration
+    the first update then stores, or more. Delayed rows are on the device an iteration
     longer.
 
     Args:
       scan: The scan.
-      fused: What is updated in it, in order.
+      fused: The updates in it, in order.
       read: The arguments whose rows are loaded ahead, from the buffers that results
         are stored into: none of these is delayed.
     """

@@ -34,12 +34,12 @@ class Parts:
     """A row's update, in parts.
 
     Attributes:
-      equations: The equations for a row, which treat what is along the axes of the
+      equations: The equations for a row, which treat each index along the axes of the
         parts alone.
-      size: What a part has along these.
-      inputs: What the equations take.
-      outputs: What they give.
-      debug_info: What JAX keeps of the step for its messages.
+      size: The size of a part along these axes.
+      inputs: The operands of the equations.
+      outputs: The results of the equations.
+      debug_info: The names that JAX keeps of the step for its messages.
     """
 
     equations: RowLocal
@@ -65,7 +65,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     Args:
       rows: The equations for rows.
       least: Into as many, or as many as there can be: none is less than a tile.
-      debug_info: What JAX keeps of the step for its messages.
+      debug_info: The names that JAX keeps of the step for its messages.
 
     Raises:
       NotRowLocalError: Every axis is mixed by some equation, or may be sharded.
@@ -110,7 +110,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
 
 
 def _size(found: RowLocal, loaded: Collection[jex.Var], least: float) -> int:
-    """What a part has along its axis: in at least so many parts, if that can be."""
+    """The size of a part along its axis: at least so many parts, if that can be."""
     unit = max(_tpu_layout.unit(v.aval, found.axes[v]) for v in loaded)
     sizes = [n for n in range(unit, found.rows, unit) if found.rows % n == 0]
     if not sizes:

@@ -34,12 +34,12 @@ def reading_passes(
 
     Args:
       update: The update.
-      most_bytes: So much that something joins may be.
+      most_bytes: The most that an equation may join, in bytes.
 
     Returns:
-      The passes, each an update whose outputs are what it reduces; what is left, for
-      which these are known; and that taken apart into groups. No pass where they would
-      be of no use.
+      The passes, each an update whose outputs are the values that it reduces; the
+      remaining update, for which these are known; and its groups. The passes are empty
+      where they would be of no use.
     """
     passes: list[Update] = []
     rest, whole = update, group(update)
@@ -67,7 +67,7 @@ def _joined(grouping: Grouping, most_bytes: int) -> set[int]:
 
 
 def _sums(update: Update, loads: Collection[int]) -> list[jex.Var]:
-    """What is reduced over loads to a number, and takes no other such number."""
+    """The numbers that are reduced over loads, and take no other such number."""
     program = update.program
     loaded = dependents(program, [program.invars[i] for i in loads])
     late: set[jex.Var] = set()

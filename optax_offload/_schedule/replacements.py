@@ -1,10 +1,11 @@
-"""What replaces arguments of a step, made by the update that it comes from.
+"""New parameters that an offloaded update makes itself, in place of the old ones.
 
-The update of what no scan has, such as an embedding, would be on the device whole
-before it is added to its parameter: in float32, twice what a parameter in bfloat16
-takes. So what is left of an update makes the new parameter too, slice by slice, in the
-place of the old one; on the host, if that rests there. Not where an update takes the
-place of its gradient and nothing would be saved: on an H100 such a loop takes longer.
+The update of a parameter that is in no scan, such as an embedding, would be on the
+device whole before it is added to the parameter: in float32, twice the size of a
+parameter in bfloat16. So the part of an update that runs outside of scans makes the
+new parameter too, slice by slice, in the place of the old one; on the host, if that
+rests there. Where an update takes the place of its gradient nothing would be saved, and
+on an H100 such a loop takes longer: there the step adds it as before.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Replacement(NamedTuple):
 
     Attributes:
       inlined: The offloaded update.
-      output: Which of its outputs it takes, as a position.
+      output: The position of the output that it takes.
       positions: The equations that lead to it, as positions.
       takes: The variables of the step that these take besides.
       argument: The argument that it replaces, one of these.
@@ -54,7 +55,7 @@ class Replacement(NamedTuple):
 
 
 def replacements(step: Step) -> Iterator[Replacement]:
-    """What arithmetic, number by number, makes of updates and of arguments."""
+    """Finds results made elementwise of updates and arguments, which they replace."""
     program = step.program
     users: dict[jex.Var, list[int]] = {}
     for i in sorted(step.live):
@@ -104,13 +105,13 @@ def _replacement(
 
 
 def _replaces(step: Step, v: jex.Var, x: jex.Var) -> bool:
-    """Whether a variable can take the place of an argument."""
+    """Returns whether a variable can take the place of an argument."""
     new, old = (y.aval.update(weak_type=False) for y in (v, x))
     return x in step.program.invars and new == old
 
 
 def _of_each_number(step: Step, i: int, sizes: tuple[int, ...]) -> bool:
-    """Whether an equation computes each number of one, or moves it."""
+    """Returns whether an equation computes each number from one, or moves it."""
     e = step.program.equations[i]
     return (
         i not in step.inlined_at
@@ -152,12 +153,12 @@ def with_replacements(
     operands: Sequence[Atom],
     made: Sequence[Replacement],
 ) -> tuple[Update, list[Atom]]:
-    """An update whose last outputs are what replaces arguments of the step.
+    """An update whose last outputs replace arguments of the step.
 
     Args:
       step: The step.
       update: The update. Its last outputs are those that the replacements take.
-      operands: What the step gives it.
+      operands: The operands that the step gives it.
       made: The replacements.
 
     Returns:
@@ -177,7 +178,7 @@ def with_replacements(
 
 
 class _Grown:
-    """An update that goes on."""
+    """An update that grows by equations of the step."""
 
     def __init__(self, update: Update, operands: Sequence[Atom]):
         self._update, self.operands = update, list(operands)
@@ -188,7 +189,7 @@ class _Grown:
         self._builder.equations += program.equations
 
     def update(self) -> Update:
-        """What it has become."""
+        """The update as it is now."""
         program = dataclasses.replace(
             self._update.program,
             equations=self._builder.equations,

@@ -1,4 +1,4 @@
-"""What of a step is evaluated outside of the scans that updates are moved into."""
+"""The part of a step that is evaluated outside of the scans that have updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RemainingUpdate(NamedTuple):
       inlined: The whole of it.
       results: The variables of the step that its outputs are.
       update: The update for these.
-      operands: What the step gives it.
+      operands: The operands that the step gives it.
     """
 
     inlined: InlinedUpdate
@@ -36,12 +36,12 @@ class RemainingUpdate(NamedTuple):
 
 
 class Outer(NamedTuple):
-    """An equation that is evaluated, or what is left of an update.
+    """An equation that is evaluated, or the part of an update that remains.
 
     Attributes:
       position: The position of the equation, or of the update's last.
       reads: The variables that it takes; see `Step.reads`.
-      left: What is left of the update.
+      left: The part of the update that remains; None for an equation.
     """
 
     position: int
@@ -50,11 +50,11 @@ class Outer(NamedTuple):
 
 
 def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Outer]:
-    """What is evaluated outside of scans, and these, in order.
+    """The equations and updates outside of scans, and the scans, in order.
 
-    What is only needed by the updates in the scans is left out. What has effects never
-    is: that of an update, and what it takes, is evaluated in its place in the step, and
-    not by what is left of the update.
+    Equations that only the updates in the scans need are left out. Those with effects
+    never are: if an update has some, they and all that they take are evaluated in their
+    place in the step, and not with the part of the update that remains.
     """
     found = _rest(step, scans, fused, ())
     whole = [v for node in found if node.left for v in _made_whole(step, node.left)]

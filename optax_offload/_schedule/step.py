@@ -37,11 +37,11 @@ from optax_offload._step_options import LateGradients, Options
 
 
 def plan(step: Step, asked: Options) -> FusedStep:
-    """Finds what of a step can be fused into its backward pass.
+    """Finds the updates of a step that can be fused into its backward pass.
 
     Args:
       step: The step.
-      asked: What is asked for.
+      asked: The options that are asked for.
     """
     equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
@@ -68,7 +68,7 @@ def plan(step: Step, asked: Options) -> FusedStep:
 
 
 class _Search:
-    """What of a scan can be fused."""
+    """Searches for the gradients of a scan that can be fused."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class _Search:
         return FusedScan(scan, (), (), "host", tuple(unfused))
 
     def _checked(self, found: RowUses, unfused: Sequence[Unfused]) -> FusedScan:
-        """What is fused, of what can be followed.
+        """Plans the scan, with all gradients that could be followed.
 
         Raises:
           MixesError: Something cannot be fused.
@@ -136,10 +136,11 @@ class _Search:
         return FusedScan(self._scan, now, late, way, tuple(unfused))
 
     def _replaced(self, found: RowUses) -> Mapping[jex.Var, jex.Var | None]:
-        """For each result the argument that it replaces, and no other result does.
+        """The argument that each result replaces, and no other result does.
 
-        That of the same leaf of an offloaded state; of others the next argument of the
-        same type that its update reads, as JAX pairs donated arguments with results.
+        It is that of the same leaf of an offloaded state. Other results take the next
+        argument of the same type that their update reads, as JAX pairs donated
+        arguments with results.
         """
         step, axes = self._step, found.rows.axes
         read = {
@@ -331,7 +332,7 @@ def _in_parts(step: Step, fused: Fused) -> Fused:
 
 
 def _row_bytes(fused: Fused) -> int:
-    """What a row of state takes on each device; of codes what they are decoded to."""
+    """The bytes of a row of state on each device; codes count as decoded."""
     codes = {fused.replaced[v] for v in fused.codes}
     loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
     return sum(
@@ -355,10 +356,10 @@ def _type(v: jex.Var) -> tuple[object, ...]:
 
 
 def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
-    """What to warn of: a way of waiting that was asked for by name, and is not had.
+    """Warnings about options that were asked for by name and cannot be had.
 
     Args:
-      found: What is fused of a step.
+      found: The plan of the step.
       paths: The path of each result of the step.
     """
     rest = found.step.at_rest

@@ -29,7 +29,7 @@ class Unfused(NamedTuple):
 
 
 def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
-    """Those that may be of a parameter: residuals, which are not, are stacked too."""
+    """The values that may be gradients: residuals, which are not, are stacked too."""
     sizes = {math.prod(shape(v)) for v in step.program.invars}
     equations = ((i, step.program.equations[i]) for i in step.live)
     found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
@@ -49,7 +49,7 @@ def updates_inside(step: Step) -> list[str]:
 
 
 def in_bodies(step: Step) -> Iterator[Unfused]:
-    """What may be gradients of scans that are not looked for: in bodies, or carried."""
+    """Possible gradients of scans that are not searched: in bodies, or carried."""
     program = step.program
     shapes = {shape(v) for v in program.invars if _is_inexact(v)}
     returned = set(variables(program.outvars))
@@ -69,7 +69,7 @@ def in_bodies(step: Step) -> Iterator[Unfused]:
 
 
 def _sums(scan: Scan) -> Iterator[jex.Var]:
-    """What a scan carries that every iteration adds to, and does nothing else with."""
+    """Results that a scan carries only as sums, to which every iteration adds."""
     body: Any = scan.body.jaxpr
     before = body.invars[len(scan.consts) :]
     uses = collections.Counter(v for e in body.eqns for v in variables(e.invars))

@@ -59,7 +59,7 @@ class Straight(Printed):
         one.
       scalars: The inputs that are loaded before all groups, as positions.
       shared: The equations that are evaluated whole before all groups, as positions.
-      window: How much may be on each device at once.
+      window: The bytes that may be on each device at once.
     """
 
     stages: tuple[Alone | Loop, ...]
@@ -97,7 +97,7 @@ class Straight(Printed):
         return ((update, self),)
 
     def over_window(self, asked: int | None) -> tuple[OverWindow, ...]:
-        """What is on the device at once over the window, given the one asked for."""
+        """The groups and slices that exceed the window, given the one asked for."""
         return tuple(self._over_window(asked))
 
     def _over_window(self, asked: int | None) -> Iterator[OverWindow]:
@@ -142,7 +142,7 @@ class Straight(Printed):
         return "\n".join(lines)
 
     def _in_few_bits(self) -> Iterator[str]:
-        """What crosses the link, where it is less than what it is decoded to."""
+        """A line on the bytes that cross the link, if codes make them fewer."""
         coded = [g for g in self.groups if 0 < g.moved_bytes < g.nbytes]
         if coded:
             decoded = size_text(sum(g.nbytes for g in coded))
@@ -234,8 +234,8 @@ Schedule = Straight | Phased | Branched
 def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
     """Splits an update into groups and puts them in order.
 
-    What something joins, as a norm of all of it, is read first, in passes of their own,
-    if it is more than the window.
+    State that an equation joins, as a norm of all of it, is read first, in passes of
+    their own, if it is more than the window.
 
     Groups are put into loops, up to 32 in each, in slices if they can be and need to
     be. Where a loop may start before all gradients are there, each group has its own if
@@ -250,7 +250,7 @@ def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
 
 
 def _schedule(update: Update, window_bytes: int | None, version: bool) -> Schedule:
-    """Of an update, or of a version of one, which is a loop and needs all gradients."""
+    """Schedules an update, or a version: one loop that needs all gradients."""
     found = find_branches(update)
     if found is not None:
         zero, one = (_schedule(v, window_bytes, version=True) for v in found.versions)

@@ -1,4 +1,4 @@
-"""What it costs to have gradients wait, by a model: which of two ways is cheaper."""
+"""Chooses the cheaper way to have gradients wait, by a model of its cost."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cheaper(
     Args:
       scan: The backward pass.
       late: The updates that have to wait.
-      passes: What is summed up first.
+      passes: The passes that sum up over the rows first.
     """
     backward = flops(scan) / FLOPS_PER_BYTE
     gradients = sum(f.gradient_bytes for f in late)

@@ -1,4 +1,4 @@
-"""How much state may be loaded or being stored at once."""
+"""The window: the bytes of state that may be loaded or being stored at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_WINDOW_BYTES = 64 * MIB
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """How much state may be loaded or being stored at once.
+    """The bytes of state that may be loaded or being stored at once.
 
     Attributes:
       nbytes: Bytes on each device.
@@ -40,7 +40,7 @@ def window(asked: int | None, state_bytes: int) -> Window:
 
 
 def waits(sizes: Sequence[int], window_bytes: int) -> tuple[int, ...]:
-    """For each of a sequence how many from the first must be gone for it to fit."""
+    """The number of items, from the first, that must be gone for each to fit."""
     found: list[int] = []
     first, inside = 0, 0
     for k, nbytes in enumerate(sizes):

@@ -47,7 +47,7 @@ class Leaves:
         return _trees.listed([self.paths[i] for i in positions])
 
     def what_is_lost(self, others: dict[int, Any], unread: Sequence[int] = ()) -> str:
-        """For an error with `with_leaves(others)` in it: what that tree has no more.
+        """A sentence for an error with `with_leaves(others)`: the leaves that are lost.
 
         Args:
           others: The leaves that are replaced, by their positions.
@@ -82,9 +82,9 @@ def begin(
     Args:
       name: The name of the call, for messages.
       tree: The tree that the call was given.
-      include: Which leaves are chosen.
-      block: Whether to wait for what is still on its way.
-      memory_kind: Where the leaves are to go; None for each its own.
+      include: The leaves that are chosen.
+      block: Whether to wait for transfers that are still under way.
+      memory_kind: The memory kind that the leaves move to; None for each its own.
 
     Raises:
       OffloadError: An earlier transfer of one of the leaves failed in the background.

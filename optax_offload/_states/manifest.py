@@ -148,7 +148,7 @@ class _WrongError(Exception):
 
 
 class _OtherVersionError(Exception):
-    """Of which version a manifest is."""
+    """A manifest is of another version, which the message names."""
 
 
 def _checked(text: bytes) -> Manifest:

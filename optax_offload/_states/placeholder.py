@@ -17,7 +17,7 @@ class OnDisk(jax.ShapeDtypeStruct):
 
     Attributes:
       files: The files of the state that the leaf is part of.
-      entry: What the manifest says of the leaf.
+      entry: The entry of the leaf in the manifest.
       memory_kind: Always ``"disk"``.
     """
 

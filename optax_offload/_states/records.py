@@ -19,11 +19,11 @@ class Record:
     """The record of an array or a placeholder that a call returned.
 
     Attributes:
-      origin: Where `reload_states` puts it; None for what came back.
+      origin: The sharding that `reload_states` gives it; None once it came back.
       ref: A weak reference to it.
       ended: Ends with the work that makes it, where a thread does that.
-      source: What it is made from, until it is known to be good.
-      error: Why it could not be made.
+      source: The value that it is made from, until it is known to be good.
+      error: The reason why it could not be made.
     """
 
     origin: Sharding | None

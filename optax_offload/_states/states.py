@@ -52,7 +52,7 @@ def offload_states(  # noqa: PLR0913 - the public contract
 
     Args:
       tree: The state.
-      include: Which leaves: a regex that matches a leaf's whole path, and takes small
+      include: The leaves: a regex that matches a leaf's whole path, and takes small
         leaves too, so that nothing is left; or a `Rule`, a sequence of them, or an
         `OffloadConfig`, whose ``min_bytes`` count, and whose rules of kind
         ``"device"`` leave their leaves as they are.

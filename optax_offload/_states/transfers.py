@@ -27,7 +27,7 @@ class Transfer:
     Attributes:
       positions: The positions of the array among the tree's leaves.
       source: The array or the placeholder that is transferred.
-      origin: Where `reload_states` is to put the result.
+      origin: The sharding that `reload_states` is to give to the result.
       start: Starts to make the result, and returns a function that waits for it. That
         returns the result, or None if it is gone before it was known to be good.
       result: The result, once it is known what it will be, which may be before it is
@@ -116,7 +116,7 @@ class Transfers:
     """The transfers of one call, which knows at any time where every leaf is.
 
     Args:
-      call: What the call was asked to do.
+      call: The request to the call.
       leaves: The leaves of the tree that it was given.
       transfers: The transfers to make, in their order.
       commit: Called once at the end, with whether all results are good.

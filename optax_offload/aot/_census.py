@@ -18,7 +18,7 @@ class Census:
     """The transfers of a step, and what the model of `step_times.py` makes of them.
 
     Attributes:
-      model: What the times are made of.
+      model: The rates from which times are modelled.
       places: The computations that have transfers.
       seconds: The time of the step.
       compute_seconds: The time of the step with transfers that take none.
@@ -43,12 +43,12 @@ class Census:
     most_in_flight: tuple[int, int, int]
 
     def moves(self, direction: str) -> list[Move]:
-        """Those that run, once each."""
+        """The transfers in one direction that run, once each."""
         found = (m for p in self.places for m in p.moves)
         return [m for m in found if m.direction == direction and m.runs]
 
     def count(self, direction: str) -> int:
-        """How many are carried out in a step."""
+        """The number of these that are carried out in a step."""
         return sum(t.runs for t in self.moves(direction))
 
     def sizes(self, direction: str) -> list[int]:
@@ -75,13 +75,13 @@ class Census:
 
     @property
     def least_seconds(self) -> float:
-        """What the direction that has more to do would take without any latency."""
+        """The time of the direction that moves more, without any latency."""
         sizes = (sum(self.sizes(d)) for d in ("load", "store"))
         return self.model.least_seconds(max(sizes))
 
     @property
     def efficiency(self) -> float | None:
-        """Of the link while it is used; None without transfers."""
+        """The efficiency of the link while it is used; None without transfers."""
         return self.least_seconds / self.link_seconds if self.link_seconds else None
 
     @property
@@ -95,7 +95,7 @@ class Census:
 
     @property
     def exposed_seconds(self) -> float:
-        """How much longer the step takes for its transfers."""
+        """The time that transfers add to the step."""
         return self.seconds - self.compute_seconds
 
     @property
@@ -105,7 +105,7 @@ class Census:
         return self.seconds / floor if floor else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """What a row of the table has, for JSON."""
+        """The values of a row of the table, for JSON."""
         row: dict[str, Any] = {"model": dataclasses.asdict(self.model)}
         for direction in ("load", "store", "host copy"):
             sizes = self.sizes(direction)
@@ -139,7 +139,7 @@ class Census:
 
     @property
     def median_bytes(self) -> float | None:
-        """Of all loads and stores of a step."""
+        """The median size of all loads and stores of a step."""
         sizes = self.sizes("load") + self.sizes("store")
         return statistics.median(sizes) if sizes else None
 

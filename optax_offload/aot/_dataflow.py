@@ -1,4 +1,4 @@
-"""What the instructions of a program do: how often loops run, what is read and written.
+"""The dataflow of a program: how often loops run, and what instructions read and write.
 
 `_hlo.py` reads the text; here it is followed from operand to operand.
 """
@@ -33,15 +33,15 @@ _NO_DATA_CALLS = {
 
 
 def touches_no_data(i: Instruction) -> bool:
-    """Whether an instruction only gives a name to a value, or reserves a buffer."""
+    """Returns whether an instruction only names a value, or reserves a buffer."""
     return i.opcode in _NO_DATA or i.named("custom_call_target") in _NO_DATA_CALLS
 
 
 def trip_count(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """How often a while loop runs, or None where the text does not tell.
+    """The number of times that a while loop runs; None where the text does not tell.
 
-    As the compiler noted it, else from a condition `counter < bound`, for a counter
-    that starts at a constant and goes up by one, as JAX's own loops do.
+    It is read from the compiler's note, else from a condition `counter < bound`, for a
+    counter that starts at a constant and goes up by one, as in JAX's own loops.
     """
     if loop.known_trip_count is not None:
         return loop.known_trip_count
@@ -104,7 +104,7 @@ def _constant(
 def accesses(
     module: Module, computation: Computation, i: Instruction
 ) -> tuple[list[tuple[Array, int]], list[tuple[Array, int]]]:
-    """What an instruction, or what its `-start` begins, reads and writes.
+    """The arrays that an instruction, or what its `-start` begins, reads and writes.
 
     Returns:
       The operands with the bytes read of each, and the results with the bytes written.
@@ -149,7 +149,7 @@ def _host_of(operand: Instruction, parameter: Instruction) -> Array:
 
 
 def _read_bytes(module: Module, computation: Computation, i: Instruction) -> int:
-    """How many bytes of a parameter a fusion reads."""
+    """The number of bytes of a parameter that a fusion reads."""
     total = 0
     for user in computation.users.get(i.name, ()):
         first = user.operands[0] == i.name

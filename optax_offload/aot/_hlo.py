@@ -54,7 +54,7 @@ class Array:
 
     @property
     def on_host(self) -> bool:
-        """Whether it is in host memory."""
+        """True if it is in host memory."""
         return self.space == HOST_SPACE
 
     @property
@@ -110,12 +110,12 @@ class Instruction:
 
     @property
     def starts(self) -> bool:
-        """Whether it begins what another instruction waits for."""
+        """True if it begins an operation that another instruction waits for."""
         return self.opcode.endswith("-start") or self.opcode in ("send", "recv")
 
     @property
     def ends(self) -> bool:
-        """Whether it waits for, or goes on with, what another instruction began."""
+        """True if it waits for, or goes on with, what another instruction began."""
         return self.opcode.endswith(("-done", "-update"))
 
     @property
@@ -126,29 +126,29 @@ class Instruction:
 
     @property
     def computes_on_host(self) -> bool:
-        """Whether the compiler left it to the host's processor.
+        """True if the compiler left it to the host's processor.
 
-        A GPU's compiler marks what it computes in host memory, a TPU's calls the host,
-        as both do for `compute_on`.
+        A GPU's compiler marks what it computes in host memory, and a TPU's calls the
+        host; both do so for `compute_on`.
         """
         marked = '_xla_compute_type="host"' in self.attributes
         return marked or self.named("custom_call_target") == "HostExecute"
 
     @property
     def moves_with_host(self) -> bool:
-        """Whether it is a send or a receive whose other end is the host."""
+        """True if it is a send or a receive whose other end is the host."""
         is_pair = self.opcode in ("send", "recv")
         return is_pair and "is_host_transfer=true" in self.attributes
 
     @property
     def known_trip_count(self) -> int | None:
-        """How often a loop runs, where the compiler noted it."""
+        """The number of times that a loop runs; None if the compiler noted none."""
         match = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
         return int(match[1]) if match else None
 
     @property
     def copies_by_engine(self) -> bool:
-        """Whether a GPU's compiler gives this slice to the copy engines.
+        """True if a GPU's compiler gives this slice to the copy engines.
 
         It does so where the slice's position is a linear function of the counter of a
         loop of known trip count, and notes that function (F14).
@@ -157,7 +157,7 @@ class Instruction:
 
     @property
     def index(self) -> int | None:
-        """Which element of a tuple it takes."""
+        """The index of the element of a tuple that it takes."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
         return int(match[1]) if match else None
 

@@ -14,7 +14,7 @@ _H100 = CHIPS["h100"]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What the modelled times are made of.
+    """The rates from which times are modelled.
 
     Attributes:
       link: The link to the host.
@@ -50,7 +50,7 @@ def model_of(
     """The model of a target, by its chip.
 
     Args:
-      target: What the program was compiled for.
+      target: The target that the program was compiled for.
       gb_per_second: Bandwidth of the link, instead of the documented one.
       latency_us: Latency of the link, instead of the assumed one.
     """

@@ -1,4 +1,4 @@
-"""From the text of a program to what a modelled device carries out."""
+"""Turns the text of a program into the plan that a modelled device carries out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optax_offload.aot.transfers import Transfer, instruction_transfers
 
 @dataclasses.dataclass(eq=False)
 class Move:
-    """What an instruction moves in one direction; in a loop it runs many times.
+    """A transfer of an instruction in one direction; in a loop it runs many times.
 
     Attributes:
       name: The instruction that starts it.
@@ -25,7 +25,7 @@ class Move:
       asynchronous: Whether it has a start and a done.
       between: The operations that are computed between those.
       between_seconds: The time that they take by the model.
-      runs: How often it runs in a step.
+      runs: The number of times that it runs in a step.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Move:
 
     @property
     def how(self) -> str:
-        """What it is, for a person: `load: sync dynamic-slice kernel`."""
+        """A description for a person, such as `load: sync dynamic-slice kernel`."""
         waited = "" if self.asynchronous else "sync "
         kernel = " kernel" if self.kernel and self.form != "fusion" else ""
         return f"{self.direction}: {waited}{self.form}{kernel}"
@@ -53,10 +53,10 @@ class Place:
     Attributes:
       name: The instruction that runs it.
       kind: `"top level"`, `"loop"` or `"branch"`.
-      trip_count: How often a loop runs; None if the text does not tell (then 1 is
-        modelled).
-      moves: The transfers in it, not those in what it calls.
-      runs: How often it runs in a step; 0 is a branch that is not taken.
+      trip_count: The number of times that a loop runs; None if the text does not tell
+        (then 1 is modelled).
+      moves: The transfers in it, without those in computations that it calls.
+      runs: The number of its runs in a step; 0 for a branch that is not taken.
       most_loads: Loads in flight at once, between their starts and dones.
       most_stores: Stores in flight at once, between their starts and dones.
       most_together: Loads and stores in flight at once while there are some of both.
@@ -115,7 +115,7 @@ Step = Compute | Start | Done | Enter
 
 
 class Planner:
-    """From a program's text to plans, and the places that have transfers."""
+    """Makes plans from a program's text, and finds the places that have transfers."""
 
     def __init__(self, module: Module, model: Model):
         self.module = module
@@ -185,7 +185,7 @@ class Planner:
 
 
 def _moves(transfers: tuple[Transfer, ...]) -> tuple[Move, ...]:
-    """One for each direction: what an instruction moves, it moves at once."""
+    """One move for each direction, since an instruction moves all arrays at once."""
     found = {}
     for t in transfers:
         move = Move(t.name, t.direction, t.form, t.by == "kernel", 0, t.asynchronous)
@@ -194,7 +194,7 @@ def _moves(transfers: tuple[Transfer, ...]) -> tuple[Move, ...]:
 
 
 def compute_seconds(plan: list[Step]) -> float:
-    """What a plan takes when transfers take no time."""
+    """The time of a plan if transfers take none."""
     total = 0.0
     for step in plan:
         if isinstance(step, Compute):
@@ -205,7 +205,7 @@ def compute_seconds(plan: list[Step]) -> float:
 
 
 def _weight(plan: list[Step]) -> tuple[int, float]:
-    """How much a plan moves, then how long it computes."""
+    """The bytes that a plan moves, and then the seconds that it computes."""
     moved = 0
     for step in plan:
         if isinstance(step, Start):

@@ -23,23 +23,23 @@ GPUS_PER_HOST = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
-    """What is known of one device of a chip: what JAX calls a device has all of it.
+    """The figures of one device of a chip, as JAX counts devices.
 
     Attributes:
       platform: JAX's name of it, `"tpu"` or `"gpu"`.
       name: The name that a target gives it, such as `"v5e"`.
       memory_bytes: Device memory that a program can use.
-      memory_source: Where that figure is from.
+      memory_source: The source of that figure.
       link: The link to the host's memory, each way. Loads and stores run at once.
-      link_source: Where its bandwidth is documented; "assumed" where it is not. The
+      link_source: The source of its bandwidth; "assumed" where none documents it. The
         latency is assumed too, that of `optax_offload._link.LINK`, unless both were
         measured.
       flops_per_second: Dense matrix products in bfloat16.
       float32_flops_per_second: Dense matrix products of float32 at JAX's default
         precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.
-      flops_source: Where both are documented.
+      flops_source: The source of both.
       memory_bytes_per_second: Bandwidth of device memory.
-      memory_bandwidth_source: Where that is documented.
+      memory_bandwidth_source: The source of that figure.
     """
 
     platform: ClassVar[str]
@@ -63,7 +63,7 @@ class Tpu(Chip):
     Attributes:
       dimensions: Axes of the grid that the chips of a slice are.
       devices_per_chip: JAX's devices on each chip.
-      topology_options: What libtpu has to be told beside the name of a slice.
+      topology_options: The options that libtpu needs beside the name of a slice.
       one_host_chips: The chips of the largest slice that has one host
         (cloud.google.com/tpu/docs: machine types).
     """
@@ -78,7 +78,7 @@ class Tpu(Chip):
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What all GPUs of a compute capability have in common.
+    """The figures that all GPUs of a compute capability have in common.
 
     Attributes:
       capability: The compute capability, major and minor.
@@ -95,11 +95,11 @@ class Architecture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Chip):
-    """A GPU, and what XLA's compiler asks about it.
+    """A GPU, and the figures that XLA's compiler needs of it.
 
     Attributes:
       description: NVIDIA's name of it, which is JAX's `device_kind`.
-      architecture: What it shares with others of its compute capability.
+      architecture: The figures that it shares with others of its compute capability.
       core_count: Multiprocessors.
       l2_cache_bytes: The cache before device memory.
       clock_ghz: The boost clock.

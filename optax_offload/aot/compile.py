@@ -55,7 +55,7 @@ def compile(  # noqa: PLR0913
     Args:
       fn: A function, or a jitted one, which brings its own options.
       *args: Its arguments.
-      target: What to compile for.
+      target: The chips to compile for.
       mesh: The mesh of arguments without a sharding; by default that of the first
         argument that has one, else `target.mesh()`.
       out_shardings: As of `jax.jit`, on a mesh of the target or of this process. As
@@ -66,9 +66,9 @@ def compile(  # noqa: PLR0913
       compiler_options: XLA's, as of `jax.stages.Lowered.compile`.
 
     Returns:
-      What `jax.stages.Lowered.compile` does: for `peak`, `transfers`,
-      `host_computations`, and its own `as_text()` (the scheduled program) and
-      `cost_analysis()`. It cannot be run.
+      The compiled program, as from `jax.stages.Lowered.compile`: for `peak`,
+      `transfers`, `host_computations`, and its own `as_text()` (the scheduled program)
+      and `cost_analysis()`. It cannot be run.
 
     Raises:
       DoesNotFitError: It does not fit, by the compiler's own numbers where it fails (a
@@ -98,7 +98,7 @@ def lower(  # noqa: PLR0913
     mesh: Mesh | AbstractMesh | None = None,
     jit: Callable[..., Any] = jax.jit,
 ) -> jax.stages.Lowered:
-    """What `compile` compiles.
+    """Lowers a function for a target, to be compiled by `compile`.
 
     Args:
       fn: As of `compile`.
@@ -106,7 +106,7 @@ def lower(  # noqa: PLR0913
       target: As of `compile`.
       options: Those of `jax.jit`, by name; None where one is not given.
       mesh: As of `compile`.
-      jit: What a function that is not jitted is jitted with.
+      jit: The function that jits a function that is not jitted.
     """
     options = {k: v for k, v in options.items() if v is not None}
     if not jax.sharding.get_mesh().empty:
@@ -200,7 +200,7 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 
 
 def _check_sizes(what: str, tree: Any, target: Target) -> None:
-    """All leaves (arrays, structs or shardings) can be put onto the target's mesh."""
+    """Raises unless all leaves (arrays, structs, shardings) fit the target's mesh."""
     strangers = [
         f"{what} {_trees.path_string(keys)!r} on {_sharding_of(leaf)}"
         for keys, leaf in _trees.flatten_with_path(tree)[0]

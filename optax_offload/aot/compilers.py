@@ -1,4 +1,4 @@
-"""How the compilers for chips that are not here are loaded, and asked.
+"""Loads the compilers for chips that are not attached, and calls them.
 
 Nothing is loaded on import. A compiler is loaded for the first program that asks for
 it, and the process must not notice: no backend of JAX is initialised, no plugin is
@@ -58,7 +58,7 @@ def tpu_devices(generation: str, grid: str) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _libtpu_settings() -> Iterator[None]:
-    """What libtpu reads while it is loaded, as fits a machine without a TPU."""
+    """Sets variables that libtpu reads on loading, for a machine without a TPU."""
     # `import jax` sets this variable to 1 where it finds no TPU chip. Where there are
     # chips, libtpu is loaded as JAX would load it: the process may want to use them.
     chips = os.environ.get("TPU_SKIP_MDS_QUERY") != "1"

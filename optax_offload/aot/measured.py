@@ -1,4 +1,4 @@
-"""What is read of a compiled program, kept on disk for when it is compiled again."""
+"""Figures of compiled programs, kept on disk so that none is compiled twice."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of a program once it was compiled.
+    """The figures of a program that was compiled.
 
     Attributes:
       used_bytes: Device memory that it needs, on each device; where the compiler
@@ -71,15 +71,15 @@ def measure(  # noqa: PLR0913
       target: As of `compile`.
       out_shardings: As of `compile`.
       donate_argnums: As of `compile`.
-      jit: What a function that is not jitted is jitted with, such as `jit` of the
+      jit: The function that jits a function that is not jitted, such as `jit` of the
         library.
       link_bytes_per_second: As of `step_time`.
-      folder: Where what was read is kept, by a digest of the program, of the target and
-        of the versions of the compilers. A program that is found there is not compiled.
-        None keeps nothing.
+      folder: The folder that keeps the figures, by a digest of the program, the target
+        and the versions of the compilers. A program that is found there is not
+        compiled. None keeps nothing.
 
     Returns:
-      What was read.
+      The figures of the program.
 
     Raises:
       ImportError: The compiler's wheel is not installed; says how to install it.
@@ -155,7 +155,7 @@ def _own_digest() -> str:
 
 
 def _read(file: Path) -> Measured | None:
-    """What was kept; None if nothing is there that is whole."""
+    """Reads the figures in a file; None if it does not exist or is damaged."""
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
         time = table["time"]

@@ -35,9 +35,9 @@ class Assumption(NamedTuple):
     """A figure that modelled times are made of.
 
     Attributes:
-      what: What the figure is of, such as ``"link, each way"``.
+      what: The subject of the figure, such as ``"link, each way"``.
       value: The figure with its unit, such as ``"64 GB/s"``.
-      source: Where the figure is from.
+      source: The source of the figure.
     """
 
     what: str
@@ -119,11 +119,11 @@ def step_time(
     device: matrix products at the chip's peak rate or bytes at its memory's bandwidth,
     whichever takes longer, and beside them loads and stores over the link, as far as
     the schedule has them in flight together. Real steps take longer: no program attains
-    a chip's peak. What the model is good for is to compare programs of one model.
+    a chip's peak. The model is good for comparing programs of one model.
 
     Args:
       compiled: A program, of `aot.compile` or of JAX itself.
-      target: What it was compiled for, or its name, such as ``"h100"``.
+      target: The target that it was compiled for, or its name, such as ``"h100"``.
       link_bytes_per_second: Bandwidth of the link to host memory, each way, such as
         `measure_link` finds. None takes the chip's documented one.
 

@@ -1,4 +1,4 @@
-"""What can be compiled for: a chip, or several of them.
+"""Targets of compilation: a chip, or several of them.
 
 A target is a name and what follows from it. Nothing is loaded to make one.
 """
@@ -95,15 +95,15 @@ class Target:
 
     @property
     def chip(self) -> Chip:
-        """What is known of its chip."""
+        """The figures of its chip."""
         return CHIPS[self.name.partition(":")[0]]
 
     @property
     def devices_per_host(self) -> int:
-        """How many of its devices share a host, and so that host's memory.
+        """The number of its devices that share a host, and so that host's memory.
 
-        Of GPUs up to eight; of TPUs those of four chips, or all of a slice that one
-        host can have.
+        A host has up to eight GPUs, or the devices of four TPU chips, or all of a TPU
+        slice that fits one host.
         """
         chip = self.chip
         most = GPUS_PER_HOST
@@ -177,7 +177,7 @@ def _grid(chip: Tpu, size: str | None, given: str) -> tuple[str, int]:
 
 
 def _gpu_count(count: int, given: str) -> int:
-    """So many GPUs, if hosts of GPUs come in that number."""
+    """Returns a number of GPUs, if hosts of GPUs come in that number."""
     hosts, left = divmod(count, GPUS_PER_HOST)
     if count < 1 or (hosts and left):
         several = ", ".join(str(n * GPUS_PER_HOST) for n in (2, 3))

@@ -1,4 +1,4 @@
-"""What a compiled program moves between device and host memory, and how."""
+"""The transfers of a compiled program between device and host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Transfer:
       shape: The shape on one device of the array in host memory, of which a part or
         all is moved.
       nbytes: The bytes that are moved each time, on each device.
-      times: How often it runs in one run of the program: the trip counts of the loops
+      times: The number of runs in one run of the program: the trip counts of the loops
         around it, multiplied.
       times_known: Whether the text tells that. It does not where a loop's trip count is
         not in it (then the loop is counted once), and in a branch of a conditional
@@ -71,7 +71,7 @@ class Transfer:
 
 
 def transfers(compiled: jax.stages.Compiled) -> tuple[Transfer, ...]:
-    """What a compiled program moves between device and host memory.
+    """Lists the transfers of a compiled program between device and host memory.
 
     On a TPU copy engines do all of it, unless a fusion reads or writes host memory. On
     a GPU they copy whole arrays, and contiguous slices whose position is a linear
@@ -105,11 +105,11 @@ def transfers(compiled: jax.stages.Compiled) -> tuple[Transfer, ...]:
 
 
 def host_computations(compiled: jax.stages.Compiled) -> tuple[str, ...]:
-    """What a compiled program computes on the host, or in host memory.
+    """Lists the operations that a compiled program computes on the host.
 
-    A compiler turns what touches a value in host memory, other than moving it, into
-    host computation: slow, and hardly ever meant. A GPU's compiler logs that, a TPU's
-    is silent.
+    A compiler turns every operation on a value in host memory, other than moving it,
+    into host computation, which is slow and hardly ever meant. A GPU's compiler logs
+    that, and a TPU's is silent.
 
     Args:
       compiled: A program, of `aot.compile` or of JAX itself.
@@ -127,7 +127,7 @@ def host_computations(compiled: jax.stages.Compiled) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
-    """What is around an instruction. See `Transfer`."""
+    """The loops around an instruction. See `Transfer`."""
 
     loops: tuple[str, ...] = ()
     times: int = 1
@@ -160,7 +160,7 @@ def _walk(
 def instruction_transfers(
     module: _hlo.Module, computation: _hlo.Computation, i: _hlo.Instruction
 ) -> tuple[Transfer, ...]:
-    """What one instruction moves, or what its `-start` begins to move, once."""
+    """The transfers of one instruction, or of what its `-start` begins, once."""
     if touches_no_data(i) or i.ends:
         return ()
     form = _form(module, i)
@@ -221,7 +221,7 @@ def _is_kernel(module: _hlo.Module, i: _hlo.Instruction, form: str) -> bool:
 
 
 def _work(inner: _hlo.Computation) -> list[_hlo.Instruction]:
-    """What a computation does beside moving: to a slice JAX 0.10 adds a copy."""
+    """The instructions of a computation beside copies, as JAX 0.10 adds to a slice."""
     return [i for i in inner if not touches_no_data(i) and i.opcode != "copy"]
 
 

@@ -1,6 +1,6 @@
 """The leaves of an Orbax checkpoint, read from its metadata: no array is loaded.
 
-Orbax (0.12) records no memory kind (F49): a restored leaf goes where the template says.
+Orbax (0.12) records no memory kind (F49): a leaf is restored to where a template says.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SavedLeaf(NamedTuple):
       shape: The shape of the whole array.
       dtype: The name of the dtype.
       nbytes: The bytes of the whole array.
-      sharding: How the array was sharded when it was saved.
+      sharding: The sharding that the array had when it was saved.
     """
 
     path: str
@@ -41,8 +41,8 @@ def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
     """Reads the leaves of a checkpoint.
 
     Args:
-      path: What Orbax saved as one tree, a step that has one, or a folder of steps, of
-        which the last counts.
+      path: A tree that Orbax saved, a step that has one, or a folder of steps, of which
+        the last counts.
 
     Raises:
       FileNotFoundError: there is no checkpoint.

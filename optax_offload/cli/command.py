@@ -42,7 +42,7 @@ DOES_NOT_FIT, BAD_INPUT, IDLE_RULE, INTERRUPTED = 1, 2, 4, 130
 
 
 def _examples(*lines: str) -> str:
-    """What `--help` shows below: rich keeps a line where an empty one is before it."""
+    """The foot of `--help`. rich keeps a line where an empty one is before it."""
     return "\n\n".join(["Examples:", *(f"optax-offload {line}" for line in lines)])
 
 
@@ -217,7 +217,7 @@ def _say_what_was_found(planner: _plan.Planner) -> None:
 
 
 def _cache_folder() -> pathlib.Path:
-    """Where peaks and times are kept between runs, as other programs keep theirs."""
+    """The folder of peaks and times of earlier runs, in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "optax_offload" / "compiled"
 

@@ -1,4 +1,4 @@
-"""What `optax-offload doctor` reads, and shows to a person."""
+"""Input and output of `optax-offload doctor`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NO_GAIN = 5
 def diagnosis_of(
     machine: pathlib.Path | None, save: pathlib.Path | None, *, measure_link: bool
 ) -> Diagnosis:
-    """What is found about this machine, or about one that was saved.
+    """Diagnoses this machine, or one that was saved.
 
     Args:
       machine: A file that ``--save`` wrote; None for this machine.
-      save: Where to write what was read of this machine.
+      save: The file to write the texts of this machine to; None writes none.
       measure_link: Whether the link of this machine is measured.
 
     Raises:

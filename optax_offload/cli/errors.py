@@ -16,7 +16,7 @@ _SAYS_ALL = (ValueError, TypeError, OSError, ImportError, RuntimeError)
 
 
 def error_line(error: Exception) -> str:
-    """What to print of an error instead of its traceback.
+    """The text to print for an error instead of its traceback.
 
     An error of the library is its message. One that comes from the user's files, such
     as a step factory that raises, is named with its type and its place in them.

@@ -1,4 +1,4 @@
-"""Which leaf goes where, by which rule, and which rule decides nothing."""
+"""Explains rules: the place of each leaf by its rule, and rules that decide nothing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from optax_offload import _rules, _trees
 
 
 class PlacedLeaf(NamedTuple):
-    """A leaf, and what decided where it goes.
+    """A leaf, and the reason for its place.
 
     Attributes:
       path: The path that rules match.
       bytes: The bytes of the leaf; None for a leaf that cannot move.
-      memory_kind: The memory kind that it goes to.
-      why: What decided that.
+      memory_kind: The memory kind that it gets.
+      why: The reason for that.
       codec: The format that the leaf, or the codes of it, are in; "" for its own.
     """
 
@@ -43,7 +43,7 @@ class IdleRule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What rules do with leaves.
+    """The effect of rules on leaves.
 
     Attributes:
       leaves: All leaves, in their order.
@@ -92,7 +92,7 @@ def explanation_of(
 
 
 def _format(path: str, placement: _rules.Placement) -> tuple[str, str]:
-    """What decided, and the format that the leaf is in."""
+    """The reason for a leaf's place, and the format that the leaf is in."""
     codec = placement.rule and placement.rule.codec
     if not codec:
         return placement.why, ""

@@ -15,13 +15,13 @@ def until_interrupted(work: Callable[[], None]) -> bool:
     one, which Ctrl-C interrupts.
 
     Args:
-      work: What is run. It is left running after Ctrl-C: see `leave`.
+      work: The function to run. It is left running after Ctrl-C: see `leave`.
 
     Returns:
       Whether it ended by itself.
 
     Raises:
-      Exception: What the work raised.
+      Exception: The exception that the work raised.
     """
     raised: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""What `optax-offload` shows to a person."""
+"""The tables and lines that `optax-offload` prints for a person."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from optax_offload.cli.explanation import Explanation
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """A table whose columns that end in a space are numbers: set to the right.
+    """Makes a table. Columns whose names end in a space are numbers, set to the right.
 
     Args:
-      title: What stands above it; nothing if it is empty.
+      title: The line above it; no line if it is empty.
       columns: The headers.
       rows: The cells, each of which is printed as its `str`.
     """
@@ -91,7 +91,7 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
 
 
 def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
-    """Prints the lines that a training script needs, for the file if one is written."""
+    """Prints the lines that a train script needs, for the file if one is written."""
     if plan.before.fits:
         return
     console.print("in the training script:" if file else "with --out FILE:")
@@ -135,7 +135,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def target_rows() -> list[dict[str, Any]]:
-    """What can be compiled for, one device of each, as plain values."""
+    """The chips that can be compiled for, one device of each, as plain values."""
     found = []
     for name, chip in CHIPS.items():
         found.append(

@@ -1,4 +1,4 @@
-"""What each primitive means for slicing: one rule for each, in a registry.
+"""The rules of slicing: one for each primitive, in a registry.
 
 A value has rows along one axis, its batch axis, or it is the same for all rows. A rule
 carries batch axes from the operands of an equation to its results, as `jax.vmap` does,

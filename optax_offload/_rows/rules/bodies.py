@@ -25,7 +25,7 @@ def _join(a: Sequence[Axis], b: Sequence[Axis]) -> list[Axis]:
 class _Bodies(Rule):
     """Equations with bodies, through which batch axes are carried both ways.
 
-    A carry has the axis of what goes in or of what comes out, whichever has one.
+    A carry has the axis of its operand or of its result, whichever has one.
     """
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
@@ -113,14 +113,14 @@ class While(_Bodies):
 
     @staticmethod
     def _counts(params: Mapping[str, Any]) -> tuple[int, int]:
-        """How many operands are the condition's, and how many are carried by none."""
+        """Counts the condition's operands, and all the operands before the carry."""
         of_cond = params["cond_nconsts"]
         return of_cond, of_cond + params["body_nconsts"]
 
 
 @rule("scan")
 class Scan(_Bodies):
-    """What is scanned over has its own axis in front, which rows must not be."""
+    """Values that are scanned over have an axis in front, which rows must not be."""
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
         ins, outs = axes

@@ -51,7 +51,7 @@ class Elementwise(Rule):
 
 @rule("device_put", "reshard", "sharding_constraint")
 class Placement(Elementwise):
-    """Where a value is to be: each row, unless the rows are spread over devices."""
+    """A value's place applies to each row, unless the rows are spread over devices."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
         _check_keeps_rows_together(e, only(ins, e))
@@ -92,7 +92,7 @@ class Barrier(Rule):
 
 @rule("concatenate", "sort")
 class AlongDimension(Elementwise):
-    """Of one array or of several, along another axis than that of the rows."""
+    """Arrays are joined or sorted along another axis than that of the rows."""
 
     arithmetic = False
 

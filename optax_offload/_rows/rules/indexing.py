@@ -85,7 +85,7 @@ class Iota(Rule):
 
 @rule("gather")
 class Gather(Rule):
-    """From a table that is the same for all rows; or from each row, at its own places.
+    """Gathers from a table that is the same for all rows, or from each row by itself.
 
     Rows of the indices are axes of the results that are not in ``offset_dims``; rows
     of an operand that is taken from whole are among those that are.
@@ -144,7 +144,7 @@ class Gather(Rule):
         return {"slice_sizes": resized(e.params["slice_sizes"], operand, size)}
 
     def _of_indices(self, e: jex.JaxprEqn, axis: int) -> int:
-        """Where an axis of the indices is in the result; the last one is not there."""
+        """The axis of the result that is an axis of the indices; the last has none."""
         if axis == len(shape(e.invars[1])) - 1:
             raise NotRowLocalError(e.primitive.name)
         offsets = e.params["dimension_numbers"].offset_dims

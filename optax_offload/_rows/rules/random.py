@@ -10,9 +10,9 @@ from optax_offload._rows.rules.registry import Rows, Unary, rule
 
 @rule("random_bits", "random_split", "random_unwrap", "random_wrap", "random_seed")
 class RandomBits(Unary):
-    """From a key for each row: from one key for all, a slice's bits would be others.
+    """Each row needs a key of its own, as one key for all gives a slice other bits.
 
-    What a key makes has its further axes last, or fewer there.
+    The axes that a key's results have more or fewer are the last ones.
     """
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:

@@ -30,7 +30,7 @@ class Axes(NamedTuple):
 
 
 class Rows(Protocol):
-    """What a rule knows of the analysis that it is a part of."""
+    """The part of an analysis that its rules can see."""
 
     @property
     def count(self) -> int:
@@ -47,11 +47,11 @@ class Rows(Protocol):
 
 
 class Rule:
-    """How equations of a primitive treat rows.
+    """A rule says how equations of a primitive treat rows.
 
     Attributes:
-      arithmetic: Whether what it computes from values that are known is computed again
-        for each slice, rather than whole beforehand and kept.
+      arithmetic: Whether a result of known values is computed again for each slice,
+        rather than whole beforehand and kept.
     """
 
     arithmetic = False
@@ -75,7 +75,7 @@ class Rule:
     def resize(
         self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
     ) -> dict[str, Any]:
-        """Those parameters of the equation that are others for so many rows."""
+        """The parameters of the equation that change for so many rows."""
         return {}
 
 
@@ -98,7 +98,7 @@ def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
 def rule_of(e: jex.JaxprEqn) -> Rule:
     """The rule of an equation; of a primitive without one, a rule that refuses.
 
-    So of what has effects: they would be had for every slice.
+    Equations with effects are refused too, since these would happen for every slice.
     """
     if _compat.has_effects(e):
         return _REFUSED
@@ -106,7 +106,7 @@ def rule_of(e: jex.JaxprEqn) -> Rule:
 
 
 def is_arithmetic(e: jex.JaxprEqn) -> bool:
-    """Whether an equation's result is computed again for each slice."""
+    """Returns whether an equation's result is computed again for each slice."""
     return rule_of(e).arithmetic and len(e.outvars) == 1
 
 
@@ -139,7 +139,7 @@ def arrays(e: jex.JaxprEqn, axis: int) -> list[Axis]:
 
 
 class Unary(Rule):
-    """Of the operands only the first has rows."""
+    """Only the first operand has rows."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         """The axis of the results; None if they have no such rows."""

@@ -24,7 +24,7 @@ from optax_offload._rows.rules.registry import (
 
 @rule("broadcast_in_dim")
 class Broadcast(Unary):
-    """What gets rows by it is the same for all of them."""
+    """A value that gets its rows by a broadcast is the same for all of them."""
 
     arithmetic = True
 
@@ -43,7 +43,7 @@ class Broadcast(Unary):
 
 @rule("reshape")
 class Reshape(Unary):
-    """What is before the rows, and so what is after them, stays as large."""
+    """The axes before the rows, and so those after them, keep their size in all."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         if e.params.get("dimensions") is not None:
@@ -94,7 +94,7 @@ class Stack(Rule):
 
 @rule("unstack")
 class Unstack(Unary):
-    """One array for each index along an axis, which goes."""
+    """Makes an array for each index along an axis, which is removed."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:
         along = e.params["axis"]
