@@ -60,8 +60,8 @@ MUTANTS = {
     ),
     "a late row one off": Mutant(
         "_emit/scan.py",
-        "state.delayed, number - 1)",
-        "state.delayed, number)",
+        "lambda n: (first + n, first + n - 1, first + n + 1)",
+        "lambda n: (first + n, first + n, first + n + 1)",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     "the last late row one off": Mutant(
@@ -72,9 +72,21 @@ MUTANTS = {
     ),
     "rows that are late stored too early": Mutant(
         "_emit/scan.py",
-        "found = self._iteration(number, state, buffers, together=True)",
-        "found = self._iteration(number, state, given(state), together=True)",
+        "found = self._iteration(number, then, state, buffers)",
+        "found = self._iteration(number, then, state, given(state))",
         (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    "an update that is dropped is added": Mutant(
+        "_schedule/replacements.py",
+        "if a in dropped:",
+        "if a in ():",
+        ("tests/schedule/test_replacements.py",),
+    ),
+    "rows that are handed through forgotten": Mutant(
+        "_program/replaced.py",
+        "for i in [through.get(k, 0)] if i >= first + carried)",
+        "for i in [through.get(k, 0)] if i < 0)",
+        ("tests/fused/test_at_rest.py",),
     ),
     "new values read for old ones": Mutant(
         "_emit/scan.py",
