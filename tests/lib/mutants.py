@@ -76,12 +76,6 @@ MUTANTS = {
         "found = self._iteration(number, then, state, given(state))",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
-    "an update that is dropped is added": Mutant(
-        "_schedule/replacements.py",
-        "if a in dropped:",
-        "if a in ():",
-        ("tests/schedule/test_replacements.py",),
-    ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
         "for i in [through.get(k, 0)] if i >= first + carried)",

@@ -6,7 +6,6 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
-from scanned_models import ulps
 
 import optax_offload as oo
 from optax_offload import _compat
@@ -118,7 +117,7 @@ def test_steps_that_keep_their_state(kind):
         want, got = plain(*want, X), step(*got, X)
         assert_close(got, want)
     broken, kept = step(*got, X * jnp.inf)
-    assert ulps(broken, got[0]) == 0
+    jax.tree.map(np.testing.assert_array_equal, broken, got[0])
     assert not jnp.isfinite(kept.acc_grads["embedding"]).all()
 
 
