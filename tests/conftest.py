@@ -30,6 +30,10 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """What is slow comes first, so that no process waits for the other at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    if metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
+        for item in items:
+            if item.get_closest_marker("newest"):
+                item.add_marker(pytest.mark.skip("parameters stream with JAX 0.11.1"))
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -60,6 +60,7 @@ def test_parameters_and_gradients_are_found(factories, name):
 @NAMES
 @pytest.mark.aot
 @pytest.mark.slow
+@pytest.mark.newest
 def test_fit_moves_parameters_of_a_step_as_it_is_written(factories, name, tmp_path):
     """And the file it writes is what a training needs."""
     pytest.importorskip("jax_plugins")

