@@ -52,11 +52,13 @@ class Alternatives(Printed):
       rows: The ways that were compiled.
       not_compiled: Lines on the others, and why they were not compiled.
       assumptions: The assumptions of modelled times, each with its source.
+      outside: The reasons why gradients are left outside of the backward pass.
     """
 
     rows: tuple[Alternative, ...]
     not_compiled: tuple[str, ...]
     assumptions: tuple[Assumption, ...]
+    outside: tuple[str, ...] = ()
 
     def cells(self) -> list[tuple[str, ...]]:
         """The table as text: what, peak, host, link, step, over plain, why."""

@@ -214,7 +214,8 @@ class Planner:
         compiled = self.compiled
         target, asked = self._factory.target, self._asked
         if best is None:
-            raise NothingFitsError(target, asked.budget, compiled, self.alternatives)
+            table = dataclasses.replace(self.alternatives, outside=self._facts.outside)
+            raise NothingFitsError(target, asked.budget, compiled, table)
         after = next(c for c in compiled if c.variant == best.variant)
         assert after.variant is not None
         return Plan(

@@ -370,6 +370,7 @@ class NothingFitsError(aot.DoesNotFitError):
         else:
             found = min(compiled, key=lambda c: c.used_bytes)
             message = _device_is_short(target, budget, found)
+            message = "\n".join([message, *table.outside])
         super().__init__(
             message,
             used_bytes=found.used_bytes,
@@ -409,7 +410,7 @@ def _device_is_short(
             f" What needs more of a host than its "
             f"{size_text(budget.host_bytes * target.devices_per_host)} was not tried."
         )
-    lines = [*_what_helps(target, budget_bytes, least, short), *least.outside]
+    lines = _what_helps(target, budget_bytes, least, short)
     return text + " What would help:\n" + "\n".join(lines)
 
 

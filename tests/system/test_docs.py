@@ -97,9 +97,10 @@ def test_the_command_beside_a_step_factory(name, tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_steps", raising=False)
     result = CliRunner().invoke(cli.app, command[1].split())
     assert result.exit_code == 0, result.output
-    assert "fits with this plan" in result.stdout
+    assert re.search(r"fits with", result.stdout)
     (file,) = tmp_path.glob("*.toml")
-    assert oo.load_config(file).rules
+    config = oo.load_config(file)
+    assert config.rules or config.parameters or config.step
     for line in re.findall(r"^optax-offload (\w+)", text, re.MULTILINE):
         assert CliRunner().invoke(cli.app, [line, "--help"]).exit_code == 0
 
