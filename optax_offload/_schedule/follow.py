@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
@@ -134,17 +134,18 @@ class Component:
         return list(dict.fromkeys([*self.results, *summed]))
 
 
-class MixesError(Exception):
-    """An equation needs all rows of a gradient at once.
+class Unfused(NamedTuple):
+    """A gradient that is computed whole.
 
     Attributes:
-      gradients: The gradients.
+      gradient: The gradient.
       reason: The reason.
+      waits: The results whose update would have had to wait for it, if there are any.
     """
 
-    def __init__(self, gradients: Collection[jex.Var], reason: str):
-        super().__init__(reason)
-        self.gradients, self.reason = gradients, reason
+    gradient: jex.Var
+    reason: str
+    waits: tuple[jex.Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,12 +158,14 @@ class RowUses:
       late: The variables that depend on the scan otherwise than row by row, or on such
         variables.
       sums: The equations that reduce over rows, as positions.
+      unfused: The gradients of which an equation needs all rows at once.
     """
 
     rows: RowLocal
     components: tuple[Component, ...]
     late: frozenset[jex.Var]
     sums: tuple[int, ...]
+    unfused: tuple[Unfused, ...]
 
 
 def follow(
@@ -175,15 +178,22 @@ def follow(
       scan: The scan.
       gradients: The stacked results of it that are followed.
       later: Scans that cannot be computed before this one, as positions.
-
-    Raises:
-      MixesError: An equation needs all rows of some at once.
     """
-    walk = _Walk(step, scan, gradients, later)
-    for i in range(scan.position + 1, len(step.program.equations)):
-        if i in step.live:
-            walk.visit(i)
-    return walk.found()
+    unfused: list[Unfused] = []
+    while True:
+        walk = _Walk(step, scan, gradients, later)
+        mixed = walk.mixed()
+        if not mixed:
+            return walk.found(unfused)
+        # Without these others may be followed further, or less far.
+        unfused += mixed
+        gradients = without(gradients, mixed)
+
+
+def without(gradients: Iterable[jex.Var], unfused: Iterable[Unfused]) -> list[jex.Var]:
+    """The gradients that are not among those that are computed whole."""
+    whole = {o.gradient for o in unfused}
+    return [v for v in gradients if v not in whole]
 
 
 # What decodes state, beside arithmetic: else it would be decoded whole, before a scan.
@@ -215,7 +225,8 @@ class _Walk:
         later: Collection[int],
     ):
         program = step.program
-        self._step, self._gradients, self._later = step, tuple(gradients), later
+        self._step, self._scan, self._later = step, scan, later
+        self._gradients = tuple(gradients)
         self._analysis = Analysis(
             RowCount(scan.length), program.equations, program.producers
         )
@@ -232,46 +243,62 @@ class _Walk:
         """A gradient of the component that a variable with rows is of."""
         return self._joined.of(self.of[v])
 
-    def visit(self, i: int) -> None:
-        """Goes on with an equation."""
+    def mixed(self) -> list[Unfused]:
+        """Follows the gradients, and returns the first that an equation mixes."""
+        for i in range(self._scan.position + 1, len(self._step.program.equations)):
+            mixed = self._visit(i) if i in self._step.live else []
+            if mixed:
+                return mixed
+        mixes = self._analysis.conflict()
+        if mixes is None:
+            return []
+        beside = [*mixes.outvars, *variables(mixes.invars)]
+        roots = {self._root(v) for v in beside if v in self.of}
+        every = set(map(self._root, self._gradients))
+        return self._all_at_once(roots or every, mixes.primitive.name)
+
+    def _visit(self, i: int) -> list[Unfused]:
+        """Goes on with an equation, and returns the gradients that it mixes."""
         e = self._step.program.equations[i]
         operands = self._step.reads(i)
         late = i in self._later or not self.late.isdisjoint(operands)
         touched = [v for v in operands if v in self.of]
-        if touched:
-            self._visit_rows(i, e, touched)
+        mixed = self._visit_rows(i, e, touched) if touched else []
         if late:
             self.late.update(self._step.defines(i))
+        return mixed
 
-    def _visit_rows(self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]) -> None:
+    def _visit_rows(
+        self, i: int, e: jex.JaxprEqn, touched: list[jex.Var]
+    ) -> list[Unfused]:
         roots = list(dict.fromkeys(map(self._root, touched)))
         operands = summed(e, self._analysis.axes)
         if operands:
             self._sums.append(Sum(i, tuple(operands)))
             self.late.update(e.outvars)
-            return
+            return []
         if holds_update(e):
-            found = [v for v in self._gradients if self._root(v) in roots]
-            raise MixesError(found, f"the update is in a {e.primitive.name}")
+            return self._unfused(roots, f"the update is in a {e.primitive.name}")
         try:
             self._analysis.visit(e)
         except NotRowLocalError as error:
-            raise self._mixes(roots, str(error)) from None
+            return self._all_at_once(roots, str(error))
+        if any(v not in self._analysis.axes for v in e.outvars):
+            return self._all_at_once(roots, e.primitive.name)
         self._analysis.positions.add(i)
         self._joined.join(roots)
-        first = roots[0]
-        for v in e.outvars:
-            if v in self._analysis.axes:
-                self.of[v] = first
-            else:
-                raise self._mixes(roots, e.primitive.name)
+        self.of.update((v, roots[0]) for v in e.outvars)
+        return []
 
-    def _mixes(self, roots: Collection[jex.Var], reason: str) -> MixesError:
-        found = [v for v in self._gradients if self._root(v) in roots]
-        return MixesError(found, f"{reason} needs all of it at once")
+    def _all_at_once(self, roots: Collection[jex.Var], what: str) -> list[Unfused]:
+        return self._unfused(roots, f"{what} needs all of it at once")
 
-    def found(self) -> RowUses:
-        """Returns the result of the search."""
+    def _unfused(self, roots: Collection[jex.Var], reason: str) -> list[Unfused]:
+        found = (v for v in self._gradients if self._root(v) in roots)
+        return [Unfused(v, reason) for v in found]
+
+    def found(self, unfused: Sequence[Unfused]) -> RowUses:
+        """Returns the result of the search, with what was left before."""
         outvars = dict.fromkeys(variables(self._step.program.outvars))
         results = [v for v in outvars if v in self.of]
         components: list[Component] = []
@@ -288,16 +315,11 @@ class _Walk:
                     tuple(s for s in sums if not self.late.isdisjoint(s.operands)),
                 )
             )
-        mixes = self._analysis.conflict()
-        if mixes is not None:
-            beside = [*mixes.outvars, *variables(mixes.invars)]
-            roots = {self._root(v) for v in beside if v in self.of}
-            name = mixes.primitive.name
-            raise self._mixes(roots or set(map(self._root, self._gradients)), name)
         summed = [v for s in self._sums for v in s.operands]
         rows = self._analysis.row_local(self._gradients, [*results, *summed])
         positions = tuple(s.position for s in self._sums)
-        return RowUses(rows, tuple(components), frozenset(self.late), positions)
+        late = frozenset(self.late)
+        return RowUses(rows, tuple(components), late, positions, tuple(unfused))
 
 
 def holds_update(e: jex.JaxprEqn) -> bool:

@@ -12,10 +12,10 @@ from jax.extend import core as jex
 from optax_offload import _memory, _trees
 from optax_offload._program import Resting, Step, is_transfer
 from optax_offload._schedule import order, waiting
-from optax_offload._schedule.follow import Scan
+from optax_offload._schedule.follow import Scan, Unfused
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
-from optax_offload._schedule.unfused import Unfused, gradients, updates_inside
+from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
 from optax_offload._step_options import Options
 from optax_offload._units import Printed, size_text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from optax_offload._rows import NotRowLocalError, RowLocal
 from optax_offload._schedule import waiting
 from optax_offload._schedule.follow import (
     Component,
-    MixesError,
     RowUses,
     Scan,
+    Unfused,
     follow,
     is_backward,
+    without,
 )
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import (
@@ -32,7 +33,7 @@ from optax_offload._schedule.fused_step import (
 from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
-from optax_offload._schedule.unfused import Unfused, gradients, in_bodies
+from optax_offload._schedule.unfused import gradients, in_bodies
 from optax_offload._step_options import LateGradients, Options
 
 
@@ -84,8 +85,6 @@ class _Search:
         self._taken = {v for f in fused for v in f.component.results}
         self._replaced_before = {v for f in fused for v in f.replaced.values()}
         self._asked: LateGradients = asked
-        # What waits for gradients, as far as they could be followed.
-        self._waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
 
     def run(self) -> FusedScan:
         """Returns the result of the search."""
@@ -99,41 +98,67 @@ class _Search:
         if any(_memory.movable_nbytes(v.aval) is None for v in followed):
             unfused = [Unfused(v, "its scan stacks random keys") for v in followed]
             followed = []
+        # What waits for gradients, as far as they could be followed.
+        waits: dict[jex.Var, tuple[jex.Var, ...]] = {}
         while followed:
-            try:
-                found = follow(step, scan, followed, self._later)
-                return self._checked(found, unfused)
-            except MixesError as e:
-                left = [v for v in followed if v in e.gradients]
-                waits = self._waits
-                unfused += [Unfused(v, e.reason, waits.get(v, ())) for v in left]
-                followed = [v for v in followed if v not in e.gradients]
+            found = follow(step, scan, followed, self._later)
+            unfused += _waiting(found.unfused, waits)
+            waits = {
+                g: c.results for c in found.components if c.waits for g in c.gradients
+            }
+            planned = self._planned(found)
+            if isinstance(planned, FusedScan):
+                return dataclasses.replace(planned, unfused=tuple(unfused))
+            # Without these others may be fused.
+            unfused += _waiting(planned, waits)
+            followed = without(followed, (*found.unfused, *planned))
         return FusedScan(scan, (), (), "host", tuple(unfused))
 
-    def _checked(self, found: RowUses, unfused: Sequence[Unfused]) -> FusedScan:
-        """Plans the scan, with all gradients that could be followed.
-
-        Raises:
-          MixesError: Something cannot be fused.
-        """
-        waiting_for = [c for c in found.components if c.waits]
-        self._waits = {g: c.results for c in waiting_for for g in c.gradients}
-        for c in found.components:
-            if not self._taken.isdisjoint(c.results):
-                raise MixesError(c.gradients, "a later scan adds to it")
+    def _planned(self, found: RowUses) -> FusedScan | list[Unfused]:
+        """The scan with all gradients that could be followed, or why some cannot be."""
         replaced = self._replaced(found)
-        all_fused = [_fused(self._step, found, c, replaced) for c in found.components]
-        late = tuple(f for f in all_fused if f.component.waits)
-        way = self._way(found, late)
-        now = tuple(f for f in all_fused if f not in late)
+        unusable = next(self._unusable(found, replaced), None)
+        if unusable:
+            return unusable
+        fused = tuple(_fused(self._step, found, c, replaced) for c in found.components)
+        late = tuple(f for f in fused if f.component.waits)
+        refused = next(self._refusals(found, fused, late), None)
+        if refused:
+            return refused
+        way = self._way(late)
+        now = tuple(f for f in fused if f not in late)
         if late and way == "recompute":
             # The scan that comes second has to find the old parameters.
-            now, late = (), tuple(all_fused)
+            now, late = (), fused
+        return FusedScan(self._scan, now, late, way, ())
+
+    def _unusable(
+        self, found: RowUses, replaced: Mapping[jex.Var, jex.Var | None]
+    ) -> Iterator[list[Unfused]]:
+        """Gradients that cannot be used up by what follows from them."""
+        for c in found.components:
+            if not self._taken.isdisjoint(c.results):
+                yield _unfused(c, "a later scan adds to it")
+        for c in found.components:
+            places = [replaced[v] for v in c.results]
+            # State that is the last gradient takes the place of the one before.
+            in_place = all(places) and not c.waits
+            if not in_place and any(v in c.results for v in c.gradients):
+                yield _unfused(c, "the step returns it")
+            if not any(places):
+                yield _unfused(c, "it replaces no argument of the step")
+
+    def _refusals(
+        self, found: RowUses, fused: Sequence[Fused], late: Sequence[Fused]
+    ) -> Iterator[list[Unfused]]:
+        """Gradients that could be used up, and must not be in this scan."""
+        why = self._why_not_late(found, late)
+        if why:
+            yield _unfused(late[0].component, why)
         if self._asked == "auto":
-            self._check_always_moved(found, all_fused)
-        self._check_old_values(found, all_fused)
-        self._check_later_scans(all_fused)
-        return FusedScan(self._scan, now, late, way, tuple(unfused))
+            yield from self._always_moved(found, fused)
+        yield from self._old_values(found, fused)
+        yield from self._later_scans(fused)
 
     def _replaced(self, found: RowUses) -> Mapping[jex.Var, jex.Var | None]:
         """The argument that each result replaces, and no other result does.
@@ -179,31 +204,33 @@ class _Search:
                 replaced[v] = before
         return replaced
 
-    def _way(self, found: RowUses, late: Sequence[Fused]) -> Way:
-        """Chooses how gradients wait.
+    def _why_not_late(self, found: RowUses, late: Sequence[Fused]) -> str:
+        """The reason why gradients that have to wait do not; "" if they can."""
+        if not late:
+            return ""
+        moved = any(f.loaded_bytes for f in late)
+        if self._asked == "device" or (self._asked == "auto" and not moved):
+            return _why_late(self._step.program, found, late[0].rows)
+        if self._ways():
+            return ""
+        return self._why_not()["host" if self._asked == "host" else "recompute"]
 
-        Raises:
-          MixesError: They are to be left as they are.
-        """
+    def _way(self, late: Sequence[Fused]) -> Way:
+        """Chooses how gradients wait, where they can."""
         if not late:
             return "host"
-        asked = self._asked
-        moved = any(f.loaded_bytes for f in late)
-        if asked == "device" or (asked == "auto" and not moved):
-            f = late[0]
-            why = _why_late(self._step.program, found, f.rows)
-            raise MixesError(f.component.gradients, why)
-        ways: list[Way] = ["host", "recompute"]
-        ways = [way for way in ways if asked in ("auto", way)]
-        why_not = self._why_not()
-        possible: list[Way] = [way for way in ways if way not in why_not]
-        if not possible:
-            raise MixesError(late[0].component.gradients, why_not[ways[-1]])
+        possible = self._ways()
         if len(possible) == 1:
             return possible[0]
         here = FusedScan(self._scan, (), tuple(late), "host", ())
         passes = passes_of(self._step, [here, *self._before])
         return waiting.cheaper(self._scan, late, passes)
+
+    def _ways(self) -> list[Way]:
+        """The ways of waiting that were asked for, and are possible."""
+        ways: list[Way] = ["host", "recompute"]
+        why_not = self._why_not()
+        return [x for x in ways if self._asked in ("auto", x) and x not in why_not]
 
     def _why_not(self) -> dict[Way, str]:
         """Returns why gradients cannot wait, for each way."""
@@ -214,8 +241,10 @@ class _Search:
             found["recompute"] = _ONCE
         return found
 
-    def _check_always_moved(self, found: RowUses, fused: Sequence[Fused]) -> None:
-        """Raises if state is only moved in some steps, known before the scan.
+    def _always_moved(
+        self, found: RowUses, fused: Sequence[Fused]
+    ) -> Iterator[list[Unfused]]:
+        """Gradients whose state is only moved in some steps, known before the scan.
 
         `optax.MultiSteps` keeps it in the others. In a scan it would be moved in all.
         """
@@ -227,12 +256,14 @@ class _Search:
             for f in fused:
                 of = (o for v in f.component.results for o in origins.get(v, ()))
                 if f.loaded_bytes and any(o.inlined is inlined for o in of):
-                    raise MixesError(f.component.gradients, _KEPT)
+                    yield _unfused(f.component, _KEPT)
 
-    def _check_old_values(self, found: RowUses, fused: Sequence[Fused]) -> None:
-        """Raises if a value is read when its buffer has another one already."""
+    def _old_values(
+        self, found: RowUses, fused: Sequence[Fused]
+    ) -> Iterator[list[Unfused]]:
+        """Gradients for which a value is read when its buffer has another already."""
         owner = {
-            before: f.component.gradients
+            before: f.component
             for f in fused
             for before in f.replaced.values()
             if before is not None
@@ -240,7 +271,7 @@ class _Search:
         scan = self._scan
         for v in variables([*scan.consts, *scan.carry]):
             if v in owner:
-                raise MixesError(owner[v], "the scan reads all of what it replaces")
+                yield _unfused(owner[v], "the scan reads all of what it replaces")
         for node in rest(self._step, [scan.position], fused):
             if node.position == scan.position or found.late.isdisjoint(node.reads):
                 continue
@@ -248,12 +279,11 @@ class _Search:
             reader = "another update" if node.left else name
             for v in node.reads:
                 if v in owner:
-                    raise MixesError(
-                        owner[v], f"{reader} reads what it replaces, after the scan"
-                    )
+                    why = f"{reader} reads what it replaces, after the scan"
+                    yield _unfused(owner[v], why)
 
-    def _check_later_scans(self, fused: Sequence[Fused]) -> None:
-        """Raises if a later scan waits for what is summed up after all scans.
+    def _later_scans(self, fused: Sequence[Fused]) -> Iterator[list[Unfused]]:
+        """Gradients for whose sums over all rows a later scan waits.
 
         Itself, or an update that is moved into it.
         """
@@ -267,10 +297,10 @@ class _Search:
                     continue
                 if i in self._later:
                     why = "a later scan needs what its update sums up over all rows"
-                    raise MixesError(f.component.gradients, why)
+                    yield _unfused(f.component, why)
                 late.update(step.defines(i))
             if not late.isdisjoint(inside):
-                raise MixesError(f.component.gradients, _LATER)
+                yield _unfused(f.component, _LATER)
 
 
 _ONCE = "it has to wait, and its scan, which has effects, runs once"
@@ -285,25 +315,26 @@ _KEPT = (
 )
 
 
+def _unfused(component: Component, reason: str) -> list[Unfused]:
+    return [Unfused(v, reason) for v in component.gradients]
+
+
+def _waiting(
+    unfused: Iterable[Unfused], waits: Mapping[jex.Var, tuple[jex.Var, ...]]
+) -> list[Unfused]:
+    """Gradients that are not fused, with the results that wait for them."""
+    return [o._replace(waits=waits.get(o.gradient, ())) for o in unfused]
+
+
 def _fused(
     step: Step,
     found: RowUses,
     component: Component,
     all_replaced: Mapping[jex.Var, jex.Var | None],
 ) -> Fused:
-    """Gradients, and what they are used up by.
-
-    Raises:
-      MixesError: They cannot be used up.
-    """
+    """Gradients, and what they are used up by."""
     rows = found.rows.restricted(component.ends)
     replaced = {v: all_replaced[v] for v in component.results}
-    # State that is the last gradient takes the place of the one before.
-    in_place = all(replaced.values()) and not component.waits
-    if not in_place and any(v in component.results for v in component.gradients):
-        raise MixesError(component.gradients, "the step returns it")
-    if not any(replaced.values()):
-        raise MixesError(component.gradients, "it replaces no argument of the step")
     codes = frozenset(
         v
         for v in component.results

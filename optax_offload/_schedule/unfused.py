@@ -5,27 +5,13 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload._program import Step, scans, shape, variables
-from optax_offload._schedule.follow import Scan, holds_update
-
-
-class Unfused(NamedTuple):
-    """A gradient that is computed whole.
-
-    Attributes:
-      gradient: The gradient.
-      reason: The reason.
-      waits: The results whose update would have had to wait for it, if there are any.
-    """
-
-    gradient: jex.Var
-    reason: str
-    waits: tuple[jex.Var, ...] = ()
+from optax_offload._schedule.follow import Scan, Unfused, holds_update
 
 
 def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:

@@ -189,13 +189,13 @@ MUTANTS = {
     ),
     "old parameters gone before the second run": Mutant(
         "_schedule/step.py",
-        "now, late = (), tuple(all_fused)",
+        "now, late = (), fused",
         "pass",
         (f"{LATE}::test_what_need_not_wait_for_a_second_run_does",),
     ),
     "a value read after it is replaced": Mutant(
         "_schedule/step.py",
-        "        self._check_old_values(found, all_fused)\n",
+        "        yield from self._old_values(found, fused)\n",
         "",
         (f"{LEFT}::test_what_else_a_step_does[old parameters used]",),
     ),
