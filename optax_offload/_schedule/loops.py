@@ -257,10 +257,11 @@ def _slice_loops(
 def _loops_of(
     groups: Sequence[Group], rows: Sequence[int], window_bytes: int
 ) -> list[Loop]:
-    """A loop over all slices of so many rows, and one that leaves the last of them.
+    """One or two loops over slices of so many rows; the cheaper one is chosen later.
 
-    If the number of slices is prime, as of 61 layers, no number of slices in an
-    iteration divides it.
+    The first loop takes all full slices. If they are all of the rows, a second loop
+    leaves the last slice for after the loop: a prime number of slices, such as those of
+    61 layers, cannot be divided into equal iterations, and one fewer can.
     """
     slices, rest = divmod(groups[0].rows, rows[0])
     least = slices if rest else max(2, slices - 1)
