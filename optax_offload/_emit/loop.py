@@ -14,10 +14,10 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit import sums
-from optax_offload._emit.moves import load, rows_of, store, with_rows
+from optax_offload._emit.moves import Leaf, RowKernel
 from optax_offload._lowered import Sharded, constrain, sharding_of
-from optax_offload._program import Places, Update, evaluate, key_data, read
-from optax_offload._schedule import Group, Loop, Part
+from optax_offload._program import Places, Update, key_data
+from optax_offload._schedule import Group, Loop, Part, Target
 
 T = TypeVar("T")
 Env = Mapping[jex.Var, Any]
@@ -85,21 +85,14 @@ class _Loop:
         self.update, self.program, self.traces = update, update.program, traces
         self._loop = loop
         self._env = env
-        self.loads = {self.program.invars[i] for g in loop.groups for i in g.loads}
 
     def run(self) -> Buffers:
         """The values of the outputs of all groups."""
         loop = self._loop
         values = list(self._env.values())
         self._places, self._data = Places.of(values), key_data(values)
-        buffers = {
-            k: self._buffer(k, alias)
-            for group in loop.groups
-            for k, alias in zip(group.outputs, group.aliases, strict=True)
-        }
-        for group in loop.groups:
-            for k, s in zip(group.outputs, group.sums, strict=False):
-                buffers[k] = sums.identity(self.program, s)
+        targets = [t for group in loop.groups for t in group.targets]
+        buffers = {t.output: self._buffer(t) for t in targets}
         iterations: Any = loop.trip_count
         if iterations == 1:
             # A compiler that knew would take the loop apart (F10).
@@ -121,9 +114,10 @@ class _Loop:
             last = _Slice(self, group, self._env, rest.rows, rest.first)
             for part in group.parts:
                 buffers = last.carry_out(part, buffers)
-        for group in loop.groups:
-            for k, s in zip(group.outputs, group.sums, strict=False):
-                buffers[k] = sums.finished(self.program, s, buffers[k])
+        for t in targets:
+            if t.sum is not None:
+                total = buffers[t.output]
+                buffers[t.output] = sums.finished(self.program, t.sum, total)
         return buffers
 
     def _iteration(self, number: Any, buffers: Buffers) -> Buffers:
@@ -160,16 +154,17 @@ class _Loop:
             self.program.invars[alias]
             for group in self._loop.groups
             for alias in group.aliases
-            if alias is not None
         }
         return [v for v, x in self._env.items() if v not in replaced and jnp.ndim(x)]
 
-    def _buffer(self, k: int, alias: int | None) -> Any:
+    def _buffer(self, t: Target) -> Any:
         """Returns the buffer of an output: if possible, its input."""
-        if alias is not None:
-            return self._env[self.program.invars[alias]]
-        aval: Any = self.program.outvars[k].aval
-        output = self.update.outputs[k]
+        if t.sum is not None:
+            return sums.identity(self.program, t.sum)
+        if t.alias is not None:
+            return self._env[self.program.invars[t.alias]]
+        aval: Any = self.program.outvars[t.output].aval
+        output = self.update.outputs[t.output]
         like = sharding_of(self.sharded, output.like) if output.stored else None
         return constrain(_memory.full(aval, 0), like, None)
 
@@ -187,9 +182,9 @@ class _Slice:
         self._first = first
         self._handed: dict[jex.Var, Any] = {}
         self._buffers = {
-            loop.program.invars[alias]: k
-            for k, alias in zip(group.outputs, group.aliases, strict=True)
-            if alias is not None
+            loop.program.invars[t.alias]: t.output
+            for t in group.targets
+            if t.alias is not None
         }
 
     def carry_out(
@@ -205,7 +200,7 @@ class _Slice:
         before hands on has been computed; else the parts would be computed as one
         (F06).
         """
-        program, rows = self._loop.program, self._rows
+        program = self._loop.program
         if load_after or self._handed:
             # A barrier over host buffers is what holds a load back in a loop's body, on
             # a GPU as on a TPU (F02).
@@ -223,9 +218,21 @@ class _Slice:
             buffers = buffers | dict(zip(held, after, strict=True))
             self._env = {**self._env, **dict(zip(only_read, read_after, strict=True))}
             self._handed = dict(zip(self._handed, handed, strict=True))
-        results = self._results(part, buffers)
+        kernel = self._kernel(part)
+        results = kernel.values(
+            self._first,
+            self._rows or 0,
+            lambda v: self._whole(v, buffers),
+            self._handed,
+        )
         if self.group.sums:
-            return buffers | self._totals(results, buffers)
+            # These rows are added to the running totals.
+            return buffers | {
+                t.output: sums.added(program, t.sum, buffers[t.output], results, {})
+                for t in self.group.targets
+                if t.sum is not None
+            }
+        self._handed = {v: x for v, x in results.items() if v not in part.outputs}
         if store_after:
             # The buffers of updates are in the barrier too: else a GPU's compiler
             # writes those at the end of the body, and keeps what they are computed
@@ -233,47 +240,26 @@ class _Slice:
             held = list(dict.fromkeys((*store_after, *part.outputs)))
             after = lax.optimization_barrier([buffers[k] for k in held])
             buffers = buffers | dict(zip(held, after, strict=True))
-        updated = dict(buffers)
-        alias_of = dict(zip(self.group.outputs, self.group.aliases, strict=True))
-        for k, y in zip(part.outputs, results, strict=True):
-            output, alias, axis = self._loop.update.outputs[k], alias_of[k], None
-            if rows is not None:
-                axis = self.group.in_rows.axes[_var(program.outvars[k])]
-            y = store(
-                y,
-                output.memory_kind,
-                of=program.outvars[k].aval if output.holds_codes else None,
-                like=sharding_of(
-                    self._loop.sharded, output.like if alias is None else alias
-                ),
-                axis=axis,
+        return buffers | {
+            t.output: self._target(t).store(
+                buffers[t.output], results[t.output], self._first
             )
-            if axis is not None:
-                y = with_rows(buffers[k], y, self._first, axis)
-            updated[k] = y
-        return updated
-
-    def _totals(self, rows: Sequence[Any], buffers: Buffers) -> Buffers:
-        """Adds these rows to the running totals."""
-        values = dict(zip(self.group.in_rows.outputs, rows, strict=True))
-        program = self._loop.program
-        return {
-            k: sums.added(program, s, buffers[k], values, {})
-            for k, s in zip(self.group.outputs, self.group.sums, strict=True)
+            for t in self.group.targets
+            if t.output in part.outputs
         }
 
-    def _results(self, part: Part, buffers: Mapping[int, Any]) -> list[Any]:
-        """The outputs of a part."""
-        program = self._loop.program
+    def _kernel(self, part: Part) -> RowKernel:
+        """The equations of a part, which names its further results for the next one.
+
+        Each part loads a gradient's rows for itself: kept from one to the next, a v5e's
+        compiler reads all slices before the first update (F08).
+        """
+        program, traces = self._loop.program, self._loop.traces
         if part.row_local is None:
-            loads = (program.invars[i] for i in part.loads)
-            loaded = {v: self._load(v, buffers) for v in loads}
-
-            def lookup(v: jex.Var) -> Any:
-                return loaded[v] if v in loaded else self._load(v, buffers)
-
-            loaded |= evaluate(program, self.group.equations, lookup)
-            return [read(program.outvars[k], lookup) for k in part.outputs]
+            jaxpr = self.group.jaxpr(program)
+            compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+            operands = {v: self._source(v) for v in jaxpr.invars}
+            return RowKernel(compute, operands, part.outputs)
         row_local = part.row_local
         rows = self._rows or row_local.rows
 
@@ -282,42 +268,32 @@ class _Slice:
             evaluated = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
             return jax.jit(evaluated, inline=True)
 
-        evaluated = self._loop.traces.once((rows, row_local.signature()), trace)
-        results = evaluated(
-            *(
-                self._handed[v] if v in self._handed else self._load(v, buffers)
-                for v in row_local.inputs
-            )
+        compute = traces.once((rows, row_local.signature()), trace)
+        own = () if self.group.sums else part.outputs
+        results = (*own, *row_local.outputs[len(own) :])
+        return RowKernel(
+            compute, {v: self._source(v) for v in row_local.inputs}, results
         )
-        own = len(self.group.sums and row_local.outputs) or len(part.outputs)
-        self._handed = dict(zip(row_local.outputs[own:], results[own:], strict=True))
-        return results[:own]
 
-    def _load(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
-        """The rows of a variable, on the device.
+    def _axis(self, v: Any) -> int | None:
+        return None if self._rows is None else self.group.in_rows.axes.get(v)
 
-        Each part reads the gradient's for itself: kept from one to the next, a v5e's
-        compiler reads all slices before the first update (F08).
-        """
-        loop, rows = self._loop, self._rows
-        x = buffers[self._buffers[v]] if v in self._buffers else self._env[v]
-        if rows is not None:
-            axis = self.group.in_rows.axes.get(v)
-            if axis is None:
-                return x
-            x = rows_of(x, self._first, rows, axis)
-        if v not in loop.loads:
-            # Else what reads it may be one with what replaces it, which a TPU's
-            # compiler does with a copy of the whole (F09).
-            replaced = v in self._buffers and rows is not None
-            return lax.optimization_barrier(x) if replaced else x
-        return load(x, v.aval)
+    def _source(self, v: jex.Var) -> Leaf:
+        return Leaf(self._axis(v), v.aval, replaced=v in self._buffers)
 
+    def _target(self, t: Target) -> Leaf:
+        loop = self._loop
+        a, output = loop.program.outvars[t.output], loop.update.outputs[t.output]
+        return Leaf(
+            self._axis(a),
+            a.aval if output.holds_codes else None,
+            output.memory_kind,
+            sharding_of(loop.sharded, output.like if t.alias is None else t.alias),
+        )
 
-def _var(a: Any) -> jex.Var:
-    """The variable that an output with rows is."""
-    assert isinstance(a, jex.Var)
-    return a
+    def _whole(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
+        """The value that rows of a variable are in now."""
+        return buffers[self._buffers[v]] if v in self._buffers else self._env[v]
 
 
 def _next(number: jax.Array) -> jax.Array:

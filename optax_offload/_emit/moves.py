@@ -1,11 +1,17 @@
-"""The only loads and stores: between where a value rests and where it is used."""
+"""The only loads and stores: between where a value rests and where it is used.
+
+And the row kernel, which loads, computes and stores rows, in a loop or inside a scan.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._lowered import Sharded, constrain
@@ -63,3 +69,77 @@ def with_rows(x: jax.Array, rows: jax.Array, first: Any, axis: int) -> jax.Array
     return lax.dynamic_update_slice_in_dim(
         x, rows, first, axis, allow_negative_indices=False
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A value at rest, of which rows are loaded, or into which they are stored.
+
+    Attributes:
+      axis: The axis of the rows; None where all of it is taken.
+      layout: The type of all of it, if rows keep its layout on a TPU.
+      memory_kind: The memory kind that rows are stored in.
+      like: The sharding of what it replaces, if its type does not say it.
+      replaced: Whether its rows on the device are replaced where they are read.
+    """
+
+    axis: int | None = None
+    layout: Any = None
+    memory_kind: str = "device"
+    like: Sharded | None = None
+    replaced: bool = False
+
+    def load(self, x: Any, first: Any, count: int) -> Any:
+        """So many rows of a value, on the device."""
+        if self.axis is not None:
+            x = rows_of(x, first, count, self.axis)
+            if self.replaced and not _memory.on_host(x):
+                # Else what reads it may be one with what replaces it, which a TPU's
+                # compiler does with a copy of the whole (F09).
+                return lax.optimization_barrier(x)
+        return load_whole(x) if self.layout is None else load(x, self.layout)
+
+    def store(self, buffer: Any, rows: Any, first: Any) -> Any:
+        """The buffer with rows stored in it; what is stored, if that is all of it."""
+        rows = store(
+            rows, self.memory_kind, of=self.layout, like=self.like, axis=self.axis
+        )
+        if self.axis is None:
+            return rows
+        return with_rows(buffer, rows, first, self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowKernel:
+    """Equations for some rows of leaves, or for all of them.
+
+    Attributes:
+      compute: The equations, as a function of operands on the device.
+      operands: The variables that the operands are rows of, in order, as leaves.
+      results: The names of the results, in order.
+    """
+
+    compute: Callable[..., Sequence[Any]]
+    operands: Mapping[jex.Var, Leaf]
+    results: Sequence[Hashable]
+
+    def values(
+        self,
+        first: Any,
+        count: int,
+        whole: Callable[[jex.Var], Any],
+        given: Mapping[jex.Var, Any],
+    ) -> dict[Any, Any]:
+        """The results for some rows, by name.
+
+        Args:
+          first: The first of the rows.
+          count: The number of rows.
+          whole: Returns the value that rows of a variable are loaded from.
+          given: The operands of which the rows are there already.
+        """
+        operands = [
+            load_whole(given[v]) if v in given else leaf.load(whole(v), first, count)
+            for v, leaf in self.operands.items()
+        ]
+        return dict(zip(self.results, self.compute(*operands), strict=True))

@@ -15,10 +15,10 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
-from optax_offload._emit.moves import load, load_whole, rows_of, store, with_rows
+from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of
 from optax_offload._lowered import Sharded, constrain
 from optax_offload._program import Builder, Program, is_store, read, variables
-from optax_offload._rows import Kernel, RowLocal, Sum, kernel_of
+from optax_offload._rows import Kernel, Sum, kernel_of
 from optax_offload._schedule import Fused, Scan
 
 Env = Mapping[jex.Var, Any]
@@ -29,14 +29,26 @@ class _Unit:
     """An update of a row: loaded, computed and stored."""
 
     def __init__(self, fused: Fused, k: Kernel, debug_info: Any):
-        self.fused, self.kernel = fused, k
-        self.jaxpr = k.rows.jaxpr(1, debug_info)
+        self.fused, self.rows = fused, k.rows
+        jaxpr = k.rows.jaxpr(1, debug_info)
+        axes = [k.rows.axes.get(v) for v in k.sources]
+        operands = {
+            v: Leaf(axis, None if axis is None else to.aval)
+            for v, axis, to in zip(k.sources, axes, k.rows.inputs, strict=True)
+        }
+        compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+        self.kernel = RowKernel(compute, operands, k.targets)
         self.results = [v for v in k.targets if v in fused.replaced]
 
-    @property
-    def rows(self) -> RowLocal:
-        """The equations, with what they move."""
-        return self.kernel.rows
+    def target(self, v: jex.Var, sharded: Mapping[jex.Var, Sharded]) -> Leaf:
+        """The leaf that the rows of a result are stored into."""
+        before = self.fused.replaced[v]
+        return Leaf(
+            self.rows.axes[v],
+            v.aval if v in self.fused.codes else None,
+            _memory.kind_of_type(v.aval),
+            None if before is None else sharded.get(before),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +141,13 @@ class _Loop:
             for after, before in f.replaced.items()
             if before is not None
         }
+        # What rows are stored into; the body stores those that are kept by itself.
+        self._leaves = {
+            v: unit.target(v, sharded) for unit in self._units for v in unit.results
+        }
+        for v in (*work.kept, *work.waiting):
+            by_us = v in work.waiting or v in work.delayed
+            self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
         self._ahead = tuple(work.ahead)
         xs = enumerate(scan.xs, len(scan.consts) + len(scan.carry))
         stacked = enumerate(scan.stacked, len(scan.carry))
@@ -245,7 +264,8 @@ class _Loop:
         """Buffers, with what an iteration left to be stored."""
         stored = dict(buffers)
         for v, row in zip(self._delayed, rows, strict=True):
-            stored[v] = self._put(buffers[v], v, row, self._position(number))
+            i = self._position(number)
+            stored[v] = self._leaves[v].store(buffers[v], row, i)
         return stored
 
     def _iteration(
@@ -296,14 +316,12 @@ class _Loop:
             rows |= self._after_loads(unit, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
             for v, row in (_together(now) if self._delayed else now).items():
-                buffers[v] = self._put(buffers[v], v, row, i)
+                buffers[v] = self._leaves[v].store(buffers[v], row, i)
         for v in self._work.kept:
-            if v in self._delayed:
-                continue
-            buffers[v] = with_rows(buffers[v], stacked[v], i, 0)
+            if v not in self._delayed:
+                buffers[v] = self._leaves[v].store(buffers[v], stacked[v], i)
         for v in self._work.waiting:
-            row = store(rows[v], "pinned_host", of=v.aval)
-            buffers[v] = with_rows(buffers[v], row, i, 0)
+            buffers[v] = self._leaves[v].store(buffers[v], rows[v], i)
         totals = [
             sums.added(self._program, s, total, rows, self._env)
             for s, total in zip(self._work.sums, state.totals, strict=True)
@@ -321,9 +339,14 @@ class _Loop:
 
     def _row(self, v: jex.Var, i: Any, axis: int, buffers: Buffers) -> Any:
         """The row of a value of the step, as it was before the scan."""
-        after, replaced_axis = self._now.get(v, (v, None))
-        whole = buffers[after] if replaced_axis == axis else self._env[v]
-        return rows_of(whole, i, 1, axis)
+        return rows_of(self._unreplaced(v, axis, buffers), i, 1, axis)
+
+    def _unreplaced(self, v: jex.Var, axis: int | None, buffers: Buffers) -> Any:
+        """What has the rows along an axis that are not yet replaced."""
+        if v not in self._now or axis is None:
+            return self._env[v]
+        after, replaced_axis = self._now[v]
+        return buffers[after] if replaced_axis == axis else self._env[v]
 
     def _x(
         self, a: Any, i: Any, buffers: Buffers, loaded: Mapping[jex.Var, Any]
@@ -366,44 +389,19 @@ class _Loop:
         loaded: Mapping[jex.Var, Any],
     ) -> dict[jex.Var, Any]:
         """The outputs of a unit."""
-        k = unit.kernel
-        rows = {**rows, **{v: x for v, x in loaded.items() if k.rows.axes.get(v) == 0}}
-        inputs = [
-            load_whole(rows[v]) if v in rows else self._input(v, to, unit, i, buffers)
-            for v, to in zip(k.sources, k.rows.inputs, strict=True)
-        ]
-        values = jax.core.eval_jaxpr(unit.jaxpr, (), *inputs)
-        return dict(zip(k.targets, values, strict=True))
+        axes = unit.rows.axes
+        given = {**rows, **{v: x for v, x in loaded.items() if axes.get(v) == 0}}
 
-    def _input(
-        self, v: jex.Var, to: jex.Var, unit: _Unit, i: Any, buffers: Buffers
-    ) -> Any:
-        """Operands of the equations for a row."""
-        axis = unit.rows.axes.get(v)
-        if axis is None:
-            return load_whole(self._env[v])
-        return load(self._row(v, i, axis, buffers), to.aval)
+        def whole(v: jex.Var) -> Any:
+            return self._unreplaced(v, axes.get(v), buffers)
+
+        return unit.kernel.values(i, 1, whole, given)
 
     def _whole(self, unit: _Unit, before: Buffers, buffers: Buffers, v: jex.Var) -> Any:
         """The value to take a part of a row from, with this unit's writes alone."""
         after, _ = self._now.get(v, (v, None))
         now = buffers if after in unit.results else before
         return now.get(after, self._env[v])
-
-    def _put(self, buffer: Any, v: jex.Var, row: Any, i: Any) -> Any:
-        """The buffer of a result, with the row in it."""
-        if v not in self._unit_of:
-            return with_rows(buffer, store(row, "pinned_host", of=v.aval), i, 0)
-        unit = self._unit_of[v]
-        axis, before = unit.rows.axes[v], unit.fused.replaced[v]
-        row = store(
-            row,
-            _memory.kind_of_type(v.aval),
-            of=v.aval if v in unit.fused.codes else None,
-            like=None if before is None else self._sharded.get(before),
-            axis=axis,
-        )
-        return with_rows(buffer, row, i, axis)
 
 
 def _on_device(

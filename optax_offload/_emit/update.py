@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 
 from optax_offload import _memory, _trees
 from optax_offload._emit.loop import Traces, run_loop
-from optax_offload._emit.moves import load_whole, store, with_rows
+from optax_offload._emit.moves import Leaf, load_whole, store
 from optax_offload._errors import warn
 from optax_offload._lowered import (
     Sharded,
@@ -256,11 +256,11 @@ def _filled(update: Update, k: int, axis: int, like: Sharded | None) -> Any:
     e, aval = program.equations[program.producers[a]], cast("Any", a.aval)
     number = read(e.invars[0], {}.__getitem__)
     sizes = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
+    leaf = Leaf(axis, aval, kind, like)
 
     def row(i: Any, buffer: Any) -> Any:
         made = _memory.full(aval.update(shape=sizes), number)
-        made = store(made, kind, of=aval, like=like, axis=axis)
-        return with_rows(buffer, made, i, axis)
+        return leaf.store(buffer, made, i)
 
     return lax.fori_loop(0, aval.shape[axis], row, _memory.full(aval, 0, kind))
 

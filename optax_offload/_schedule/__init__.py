@@ -3,7 +3,7 @@
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep
-from optax_offload._schedule.group import Group, Part
+from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.order import (
     by_gradients,
@@ -40,6 +40,7 @@ __all__ = [
     "Scan",
     "Schedule",
     "Straight",
+    "Target",
     "asked_window",
     "by_gradients",
     "delayed_rows",

@@ -28,12 +28,28 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class Target:
+    """A leaf that a group writes.
+
+    Attributes:
+      output: The output that it is, as a position.
+      alias: The input whose buffer it is written into, as a position; None where a
+        buffer has to be made on the device.
+      sum: The equation that reduces it over the rows, in a pass that only reads.
+    """
+
+    output: int
+    alias: int | None = None
+    sum: Sum | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """Leaves that must be on the device together: usually the state of one parameter.
 
     Attributes:
       loads: The inputs that are loaded, as positions.
-      outputs: The outputs that are computed from them, as positions.
+      targets: The leaves that are computed from them.
       equations: The equations that only this group needs, as positions; of those that
         depend on no load, only if it is in a loop and not updated in slices.
       nbytes: The bytes that its loads take on each device, or its stores if more; of
@@ -44,32 +60,44 @@ class Group:
         first of each primitive, of sums of all if there are some, as for a norm.
       joined: The loads that these depend on, as positions.
       row_local: The equations as they are for a slice, if it can be updated in slices.
-      aliases: For each output the input whose buffer it is written into, as a position;
-        None where a buffer has to be made on the device. () if the host has none.
+      in_place: Whether all that is stored has a buffer on the host to be written into,
+        so that it can be updated in a loop.
       row_multiple: The number of rows of a slice is a multiple of this.
       parts: The order within an update: two parts where half of the loads suffice for a
         store, which then takes place beside the other loads.
-      sums: For each output the equation that reduces it over the rows, in a pass that
-        only reads; () in others.
       filled_axis: The axis along which an output that is one number everywhere, as a
         new moment is, is made and stored row by row; None for all others.
       whole_reason: The reason why it cannot be updated in slices; "" if it can.
     """
 
     loads: tuple[int, ...]
-    outputs: tuple[int, ...]
+    targets: tuple[Target, ...]
     equations: tuple[int, ...]
     nbytes: int
     moved_bytes: int
     tied_by: tuple[jex.JaxprEqn, ...] = ()
     joined: tuple[int, ...] = ()
     row_local: RowLocal | None = None
-    aliases: tuple[int | None, ...] = ()
+    in_place: bool = False
     row_multiple: int = 1
     parts: tuple[Part, ...] = ()
-    sums: tuple[Sum, ...] = ()
     filled_axis: int | None = None
     whole_reason: str = ""
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The outputs that are computed, as positions."""
+        return tuple(t.output for t in self.targets)
+
+    @property
+    def aliases(self) -> tuple[int, ...]:
+        """The inputs whose buffers are written into, as positions."""
+        return tuple(t.alias for t in self.targets if t.alias is not None)
+
+    @property
+    def sums(self) -> tuple[Sum, ...]:
+        """The reductions of a pass that only reads; () in others."""
+        return tuple(t.sum for t in self.targets if t.sum is not None)
 
     @property
     def rows(self) -> int:
@@ -85,15 +113,21 @@ class Group:
 
     def reads(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to update the group."""
-        aliases = [program.invars[alias] for alias in self.aliases if alias is not None]
+        aliases = [program.invars[alias] for alias in self.aliases]
         if self.row_local is not None:
             return [*self.row_local.inputs, *aliases]
+        return [*self.jaxpr(program).invars, *aliases]
+
+    def jaxpr(self, program: Program) -> jex.Jaxpr:
+        """The equations for all of it, which take its loads first."""
         equations = [program.equations[i] for i in self.equations]
+        outvars = [program.outvars[k] for k in self.outputs]
         defined = {v for e in equations for v in e.outvars}
-        used = [v for e in equations for v in variables(e.invars)]
-        used += variables(program.outvars[k] for k in self.outputs)
-        loads = [program.invars[i] for i in self.loads]
-        return [*loads, *(v for v in used if v not in defined), *aliases]
+        used = [program.invars[i] for i in self.loads]
+        used += [v for e in equations for v in variables(e.invars)]
+        used += variables(outvars)
+        free = dict.fromkeys(v for v in used if v not in defined)
+        return jex.Jaxpr((), [*free], outvars, equations, debug_info=program.debug_info)
 
     def signature(self, program: Program, inputs: Mapping[jex.Var, int]) -> Hashable:
         """Equal for groups that are updated alike, given how inputs are numbered."""
@@ -120,6 +154,7 @@ class Group:
             tuple(inputs[v] for v in reads),
             tuple(inputs[program.invars[i]] for i in self.loads),
             tuple(
-                None if i is None else inputs[program.invars[i]] for i in self.aliases
+                None if t.alias is None else inputs[program.invars[t.alias]]
+                for t in self.targets
             ),
         )

@@ -18,7 +18,7 @@ from optax_offload._rows import (
     analyze,
     summed,
 )
-from optax_offload._schedule.group import Group, Part
+from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._units import MIB
 
 # Leaves of less are loaded together with the others of their group: what their stores
@@ -31,16 +31,15 @@ def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group
     try:
         return _in_slices(update, group, beside)
     except NotRowLocalError as e:
-        aliases = tuple(update.in_place(k) for k in group.outputs)
-        stored = (update.outputs[k].stored for k in group.outputs)
-        if not _compat.LOOPS_RUN_ONCE or any(
-            alias is None and on_host
-            for alias, on_host in zip(aliases, stored, strict=True)
-        ):
-            aliases = ()
+        targets = tuple(Target(k, update.in_place(k)) for k in group.outputs)
+        no_buffer = any(
+            t.alias is None and update.outputs[t.output].stored for t in targets
+        )
+        in_place = bool(targets) and _compat.LOOPS_RUN_ONCE and not no_buffer
         return dataclasses.replace(
             group,
-            aliases=aliases,
+            targets=targets if in_place else group.targets,
+            in_place=in_place,
             parts=(Part(group.loads, group.outputs),),
             whole_reason=str(e),
         )
@@ -51,8 +50,8 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     sums = _sums(program, group)
     ends: list[Atom] = [program.outvars[k] for k in group.outputs]
     if sums:
-        ends = [*dict.fromkeys(v for s in sums for v in s.operands)]
-    reduced = {s.position for s in sums}
+        ends = [*dict.fromkeys(v for s in sums.values() for v in s.operands)]
+    reduced = {s.position for s in sums.values()}
     row_local = analyze(
         program,
         [i for i in group.equations if i not in reduced],
@@ -60,14 +59,16 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
         ends,
         {before: _var(program, k) for before, k in beside.items()},
     )
-    for e in (program.equations[s.position] for s in sums):
+    for e in (program.equations[i] for i in reduced):
         if not summed(e, row_local.axes):
             raise NotRowLocalError(f"{e.primitive.name} mixes rows")
     # What is on the device, and is read for slices, is replaced in slices too.
     position = {_var(program, k): k for k in beside.values()}
     more = [position[v] for v in row_local.outputs[len(ends) :]]
     outputs = (*group.outputs, *more)
-    aliases = tuple(_row_alias(update, k, row_local) for k in outputs)
+    targets = tuple(
+        Target(k, _row_alias(update, k, row_local), sums.get(k)) for k in outputs
+    )
     moved = {program.invars[i] for i in group.loads}
     moved.update(_var(program, k) for k in outputs if update.outputs[k].stored)
     # What has one number for each row, as counters of a population, and does not cross
@@ -83,27 +84,24 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
         raise NotRowLocalError(f"{row_local.rows} rows, in units of {multiple}")
     group = dataclasses.replace(
         group,
-        outputs=outputs,
+        targets=targets,
+        in_place=bool(targets),
         row_local=row_local,
-        aliases=aliases,
         row_multiple=multiple,
-        sums=sums,
     )
     return dataclasses.replace(group, parts=_parts(program, group))
 
 
-def _sums(program: Program, group: Group) -> tuple[Sum, ...]:
+def _sums(program: Program, group: Group) -> dict[int, Sum]:
     """The sum that makes each output, if all outputs are numbers that are reduced."""
-    positions = [program.producers[_var(program, k)] for k in group.outputs]
-    equations = [program.equations[i] for i in positions]
-    if not all(
-        e.primitive.name in SUMMED_BY and not shape(e.outvars[0]) for e in equations
-    ):
-        return ()
-    return tuple(
-        Sum(i, tuple(variables(e.invars)))
-        for i, e in zip(positions, equations, strict=True)
-    )
+    found: dict[int, Sum] = {}
+    for k in group.outputs:
+        i = program.producers[_var(program, k)]
+        e = program.equations[i]
+        if e.primitive.name not in SUMMED_BY or shape(e.outvars[0]):
+            return {}
+        found[k] = Sum(i, tuple(variables(e.invars)))
+    return found
 
 
 def _var(program: Program, k: int) -> jex.Var:
@@ -124,10 +122,10 @@ def _parts(program: Program, group: Group) -> tuple[Part, ...]:
             missing.update(e.outvars)
     first: list[int] = []
     last: list[int] = []
-    for k, alias in zip(group.outputs, group.aliases, strict=True):
+    for t in group.targets:
         # What is not loaded is read by both parts, and replaced by the last.
-        ready = alias in early and program.outvars[k] not in missing
-        (first if ready else last).append(k)
+        ready = t.alias in early and program.outvars[t.output] not in missing
+        (first if ready else last).append(t.output)
     if group.sums:
         first = []
     small = group.nbytes < LEAST_PART_BYTES * len(group.loads)

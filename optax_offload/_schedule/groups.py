@@ -23,7 +23,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.group import Group
+from optax_offload._schedule.group import Group, Target
 from optax_offload._schedule.group_slices import sliced
 from optax_offload._schedule.loops import MOST_SLICE_BYTES
 
@@ -107,7 +107,7 @@ def _of_no_load(program: Program, k: int) -> Group:
         )
         if e.primitive.name == "broadcast_in_dim" and number:
             axis = _memory.slice_axis(a.aval)
-    return Group((), (k,), (), nbytes, 0, filled_axis=axis)
+    return Group((), (Target(k),), (), nbytes, 0, filled_axis=axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _whole(
     tied_by = _first_of_each(ties) if several else ()
     return Group(
         loads=tuple(loads),
-        outputs=tuple(outputs),
+        targets=tuple(map(Target, outputs)),
         equations=tuple(equations),
         nbytes=max(decoded),
         moved_bytes=max(moved),
@@ -274,7 +274,7 @@ def _own(
         else:
             for i in g.equations:
                 used = variables(program.equations[i].invars)
-                want(used, at if g.aliases else None)
+                want(used, at if g.in_place else None)
     left: list[int] = []
     for i in reversed(shared):
         e = program.equations[i]

@@ -33,7 +33,7 @@ def stages(
     shared = _in_shared_loops(groups, window_bytes)
     if at_once:
         return shared
-    apart = [_alone(g, window_bytes) if g.aliases else g for g in groups]
+    apart = [_alone(g, window_bytes) if g.in_place else g for g in groups]
     slower = _cost_of(apart) > MOST_TIMES_APART * _cost_of(shared)
     return shared if slower else apart
 
@@ -50,7 +50,7 @@ def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group |
     found: list[Group | Loop] = []
     unfilled: list[Loop] = []
     for group in groups:
-        if not group.aliases:
+        if not group.in_place:
             found.append(group)
             continue
         alone = _alone(group, window_bytes)

@@ -96,10 +96,8 @@ MUTANTS = {
     ),
     "gradients that wait stored in the wrong row": Mutant(
         "_emit/scan.py",
-        """            row = store(rows[v], "pinned_host", of=v.aval)
-            buffers[v] = with_rows(buffers[v], row, i, 0)""",
-        """            row = store(rows[v], "pinned_host", of=v.aval)
-            buffers[v] = with_rows(buffers[v], row, number, 0)""",
+        "self._leaves[v].store(buffers[v], rows[v], i)",
+        "self._leaves[v].store(buffers[v], rows[v], number)",
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "no barrier between what leaves together": Mutant(
@@ -166,12 +164,10 @@ MUTANTS = {
     ),
     "a sum without the rows that are left": Mutant(
         "_emit/loop.py",
-        """        if self.group.sums:
-            return buffers | self._totals(results, buffers)""",
-        """        if self.group.sums and not isinstance(self._first, int):
-            return buffers | self._totals(results, buffers)
-        if self.group.sums:
-            return buffers""",
+        """                for t in self.group.targets
+                if t.sum is not None""",
+        """                for t in self.group.targets
+                if not isinstance(self._first, int)""",
         (f"{PASSES}::test_rows_that_are_left_when_a_loop_ends",),
     ),
     "a slice that is only read waits for none": Mutant(
@@ -231,8 +227,8 @@ MUTANTS = {
         (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),
     "no barrier between read and replace": Mutant(
-        "_emit/loop.py",
-        "return lax.optimization_barrier(x) if replaced else x",
+        "_emit/moves.py",
+        "return lax.optimization_barrier(x)",
         "return x",
         (f"{STREAM}::test_what_is_replaced_is_read_before",),
     ),

@@ -235,7 +235,7 @@ def test_half_of_a_group_is_stored_beside_the_other_halfs_loads(tx, rows, parts)
     assert tuple(i for part in group.parts for i in part.loads) == group.loads
     stored = [part.outputs for part in group.parts]
     assert sorted(sum(stored, ())) == sorted(group.outputs)
-    aliases = dict(zip(group.outputs, group.aliases, strict=True))
+    aliases = {t.output: t.alias for t in group.targets}
     for part in group.parts[:-1]:
         assert {aliases[k] for k in part.outputs} <= set(part.loads)
 
