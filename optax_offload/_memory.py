@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -149,6 +149,11 @@ def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     if on_host(x) == (memory_kind == "pinned_host"):
         return x
     return jax.device_put(x, _SPACES[memory_kind])
+
+
+def transfer_all(values: Iterable[Any], memory_kinds: Iterable[str]) -> list[Any]:
+    """Moves traced values, each to its memory kind."""
+    return [transfer(x, k) for x, k in zip(values, memory_kinds, strict=True)]
 
 
 def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:

@@ -13,7 +13,7 @@ from jax.extend import core as jex
 from optax_offload import _memory
 from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
-from optax_offload._program import Input, Output, Program, Step, Update
+from optax_offload._program import Input, Output, Program, Step, Update, bound
 from optax_offload._rows import Kernel, kernel_of
 from optax_offload._schedule import Fused, Scan, asked_window
 
@@ -37,7 +37,7 @@ def updated(
     window_bytes = asked_window(step, fused)
     known = {i: sharded[v] for i, v in enumerate(sources) if v in sharded}
     values = carry_out(update, window_bytes, args, known)
-    return dict(zip(results, values, strict=True))
+    return bound(results, values)
 
 
 def over_rows(scan: Scan) -> Scan:
@@ -66,8 +66,8 @@ def _one_update(
         for e in k.rows.equations:
             equations[program.producers[e.outvars[0]]] = e
         axes |= {v: i for v, i in k.rows.axes.items() if v in k.rows.inputs}
-        sources |= dict(zip(k.rows.inputs, k.sources, strict=True))
-        inside = dict(zip(k.targets, k.rows.outputs, strict=True))
+        sources |= bound(k.rows.inputs, k.sources)
+        inside = bound(k.targets, k.rows.outputs)
         outputs += [(v, inside[v], f.replaced[v]) for v in f.component.results]
     known = set(sources.values())
     for _, _, before in outputs:

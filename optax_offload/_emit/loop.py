@@ -14,9 +14,9 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit import sums
-from optax_offload._emit.moves import Leaf, RowKernel
+from optax_offload._emit.moves import Leaf, RowKernel, together
 from optax_offload._lowered import Sharded, constrain, sharding_of
-from optax_offload._program import Places, Update, key_data
+from optax_offload._program import Places, Update, bound, key_data
 from optax_offload._schedule import Group, Loop, Part, Target
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def run_loop(
     outputs = [k for group in loop.groups for k in group.outputs]
 
     def fn(*values: Any) -> list[Any]:
-        here = dict(zip(inputs, values, strict=True))
+        here = bound(inputs, values)
         done = _Loop(update, loop, here, traces, sharded).run()
         return [done[k] for k in outputs]
 
@@ -60,7 +60,7 @@ def run_loop(
     signature = loop.signature(update.program), kinds, own
     traced = traces.once(signature, lambda: jax.jit(fn, inline=True))
     results = traced(*(env[v] for v in inputs))
-    return dict(zip(outputs, results, strict=True))
+    return bound(outputs, results)
 
 
 class _Loop:
@@ -123,22 +123,20 @@ class _Loop:
     def _iteration(self, number: Any, buffers: Buffers) -> Buffers:
         """The steps of the schedule, in its order."""
         loop = self._loop
-        values = self._places.keys(self._data)
-        env = dict(zip(self._env, values, strict=True))
+        env = bound(self._env, self._places.keys(self._data))
         if not loop.rows:
             # What is computed from these alone would be computed before the loop, and
             # kept (F11); of a slice it cannot be.
             whole = self._read_whole()
             values, _ = lax.optimization_barrier(([env[v] for v in whole], number))
-            env = {**env, **dict(zip(whole, values, strict=True))}
-        rows_of = loop.rows or [None] * len(loop.groups)
+            env |= bound(whole, values)
         at = self._position
         slices = [
             [
                 _Slice(
                     self, group, env, rows, at((number * loop.unroll + i) * (rows or 0))
                 )
-                for group, rows in zip(loop.groups, rows_of, strict=True)
+                for group, rows, _ in loop.members
             ]
             for i in range(loop.unroll)
         ]
@@ -215,9 +213,9 @@ class _Slice:
                     list(self._handed.values()),
                 )
             )
-            buffers = buffers | dict(zip(held, after, strict=True))
-            self._env = {**self._env, **dict(zip(only_read, read_after, strict=True))}
-            self._handed = dict(zip(self._handed, handed, strict=True))
+            buffers = buffers | bound(held, after)
+            self._env = {**self._env, **bound(only_read, read_after)}
+            self._handed = bound(self._handed, handed)
         kernel = self._kernel(part)
         results = kernel.values(
             self._first,
@@ -237,9 +235,8 @@ class _Slice:
             # The buffers of updates are in the barrier too: else a GPU's compiler
             # writes those at the end of the body, and keeps what they are computed
             # from until then (F05).
-            held = list(dict.fromkeys((*store_after, *part.outputs)))
-            after = lax.optimization_barrier([buffers[k] for k in held])
-            buffers = buffers | dict(zip(held, after, strict=True))
+            held = {k: buffers[k] for k in (*store_after, *part.outputs)}
+            buffers = buffers | together(held)
         return buffers | {
             t.output: self._target(t).store(
                 buffers[t.output], results[t.output], self._first

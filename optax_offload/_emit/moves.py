@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax import lax
@@ -15,6 +15,9 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._lowered import Sharded, constrain
+from optax_offload._program import bound
+
+T = TypeVar("T")
 
 
 def load(x: Any, of: Any) -> Any:
@@ -27,6 +30,11 @@ def load(x: Any, of: Any) -> Any:
     if not _memory.on_host(x):
         return x
     return _tpu_layout.constrain(_memory.transfer(x, "device"), of)
+
+
+def together(values: Mapping[T, Any]) -> dict[T, Any]:
+    """Values that are all there before any of them is used."""
+    return bound(values, lax.optimization_barrier([*values.values()]))
 
 
 def load_whole(x: Any) -> Any:
@@ -142,4 +150,4 @@ class RowKernel:
             load_whole(given[v]) if v in given else leaf.load(whole(v), first, count)
             for v, leaf in self.operands.items()
         ]
-        return dict(zip(self.results, self.compute(*operands), strict=True))
+        return bound(self.results, self.compute(*operands))

@@ -15,9 +15,9 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
-from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of
+from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of, together
 from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import Builder, Program, is_store, read, variables
+from optax_offload._program import Builder, Program, bound, is_store, read, variables
 from optax_offload._rows import Kernel, Sum, kernel_of
 from optax_offload._schedule import Fused, Scan
 
@@ -187,7 +187,7 @@ class _Loop:
         )
 
         def given(state: _State) -> Buffers:
-            return dict(zip(names, state.buffers, strict=True))
+            return bound(names, state.buffers)
 
         def iteration(number: Any, before: Any, then: Any, state: _State) -> _State:
             buffers = self._with_delayed(given(state), state.delayed, before)
@@ -213,7 +213,7 @@ class _Loop:
             last, lambda n: (end + n, end + n - 1, length - 1 - n), iteration, state
         )
         last = scan.length - 1
-        found = dict(zip(scan.carried, state.carry, strict=True))
+        found = bound(scan.carried, state.carry)
         found |= self._with_delayed(given(state), state.delayed, last)
         for s, total in zip(work.sums, state.totals, strict=True):
             result = self._program.equations[s.position].outvars[0]
@@ -263,7 +263,7 @@ class _Loop:
     ) -> Buffers:
         """Buffers, with what an iteration left to be stored."""
         stored = dict(buffers)
-        for v, row in zip(self._delayed, rows, strict=True):
+        for v, row in bound(self._delayed, rows).items():
             i = self._position(number)
             stored[v] = self._leaves[v].store(buffers[v], row, i)
         return stored
@@ -281,14 +281,14 @@ class _Loop:
         """
         scan, body, i = self._scan, self._body, self._position(number)
         ahead = self._rows_ahead(then, buffers)
-        loaded = dict(zip(self._ahead, state.ahead, strict=True)) | {
+        loaded = bound(self._ahead, state.ahead) | {
             v: load_whole(self._row(v, i, 0, buffers))
             for v in self._work.loaded
             if v not in self._ahead
         }
         # Nothing is written into a buffer before what is loaded from it is there.
         read = {v: x for v, x in loaded.items() if v not in self._ahead}
-        read |= zip(self._ahead, ahead, strict=True)
+        read |= bound(self._ahead, ahead)
         xs = [self._x(a, i, buffers, loaded) for a in scan.xs]
         consts = [self._read(a) for a in scan.consts]
         results = jax.core.eval_jaxpr(
@@ -297,7 +297,7 @@ class _Loop:
         count = len(state.carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
-            for v, y in zip(scan.stacked, results[count:], strict=True)
+            for v, y in bound(scan.stacked, results[count:]).items()
         }
         # Else every device adds all of a gradient up for its norm, and what waits is
         # made anew on the host.
@@ -315,7 +315,7 @@ class _Loop:
             rows |= self._values(unit, i, before, rows, loaded)
             rows |= self._after_loads(unit, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
-            for v, row in (_together(now) if self._delayed else now).items():
+            for v, row in (_leaving_together(now) if self._delayed else now).items():
                 buffers[v] = self._leaves[v].store(buffers[v], row, i)
         for v in self._work.kept:
             if v not in self._delayed:
@@ -418,7 +418,7 @@ def _on_device(
     invars = list(jaxpr.invars)
     for i in loaded:
         invars[i] = jex.Var(_memory.device_type(jaxpr.invars[i].aval))
-    given = {a: b for a, b in zip(jaxpr.invars, invars, strict=True) if a is not b}
+    given = {a: b for a, b in bound(jaxpr.invars, invars).items() if a is not b}
     before: dict[Any, Any] = {}
     for e in jaxpr.eqns:
         of = [given[a] for a in variables(e.invars) if a in given]
@@ -441,13 +441,12 @@ def _as_typed(x: Any, v: jex.Var) -> Any:
     return _memory.transfer(x, _memory.kind_of_type(v.aval))
 
 
-def _together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
+def _leaving_together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
     """The rows of an update, of which those that leave the device do so together.
 
     Then a GPU loads all that the update takes at once (F65).
     """
-    leave = [v for v in rows if _memory.on_host(v.aval)]
+    leave = {v: row for v, row in rows.items() if _memory.on_host(v.aval)}
     if len(leave) < 2:
         return rows
-    together = lax.optimization_barrier([rows[v] for v in leave])
-    return rows | dict(zip(leave, together, strict=True))
+    return rows | together(leave)

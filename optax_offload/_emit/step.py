@@ -6,15 +6,16 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _flops, _memory
 from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
+from optax_offload._emit.moves import together
 from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
 from optax_offload._program import (
+    bound,
     constrained,
     dependents,
     evaluate,
@@ -179,9 +180,8 @@ class _Run:
         products = (e for e in program.equations[:at] if _flops.of_equation(e))
         wanted &= dependents(program, {v for e in products for v in e.outvars})
         found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
-        found = list(dict.fromkeys([*found, *variables(scan.carry)]))
-        values = lax.optimization_barrier([self._env[v] for v in found])
-        self._env |= zip(found, values, strict=True)
+        found += variables(scan.carry)
+        self._env |= together({v: self._env[v] for v in found})
 
     def _require(self, wanted: Iterable[jex.Var]) -> None:
         """Evaluates the equations that lead to variables, but for known values."""
@@ -240,7 +240,7 @@ class _Run:
             if isinstance(a, jex.Var) and a in self._sharded
         }
         values = carry_out(update, inlined.what.caller.window_bytes, args, sharded)
-        self._env |= zip(results, values, strict=True)
+        self._env |= bound(results, values)
 
 
 def _whole(fused: Sequence[Fused]) -> list[Fused]:

@@ -20,7 +20,7 @@ from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
-from optax_offload._program import Atom, Step
+from optax_offload._program import Atom, Step, bound
 from optax_offload._schedule import FusedStep
 
 
@@ -151,7 +151,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     def fn(*given: Any) -> list[Any]:
         values = {
             v: _memory.transfer(x, _memory.kind_of_type(v.aval))
-            for v, x in zip(operands, given, strict=True)
+            for v, x in bound(operands, given).items()
         }
         return emit.results(plan, values, sharded, late=late)
 
@@ -165,12 +165,11 @@ def _batched(given: Any, dims: Any, **params: Any) -> Any:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Makes no tangents of values that have none."""
-    given = list(primals)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
 
     def of(*values: Any) -> list[Any]:
-        for i, x in zip(moving, values, strict=True):
-            given[i] = x
+        moved = bound(moving, values)
+        given = [moved.get(i, x) for i, x in enumerate(primals)]
         return _plain(*given, **params)
 
     return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._program import Program, variables
+from optax_offload._program import Program, bound, variables
 from optax_offload._rows import SUMMED_BY, Sum
 
 _ADD = {
@@ -64,7 +64,7 @@ def added(
     """
     before = program.equations[s.position]
     e = _widened(before)
-    free = dict(zip(variables(e.invars), variables(before.invars), strict=True))
+    free = bound(variables(e.invars), variables(before.invars))
     one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
 
     def value(v: jex.Var, like: Any) -> Any:

@@ -29,6 +29,7 @@ from optax_offload._program import (
     Call,
     Places,
     Update,
+    bound,
     evaluate,
     key_data,
     offloaded_update,
@@ -146,12 +147,12 @@ def _run(
     if isinstance(schedule, Phased):
         for reading, each in schedule.passes:
             values = _run(reading, each, args, around)
-            sums = dict(zip(variables(reading.program.outvars), values, strict=True))
+            sums = bound(variables(reading.program.outvars), values)
             around = around._replace(known={**around.known, **sums})
         return _run(schedule.update, schedule.schedule, args, around)
     program = update.program
     known = {**around.known, **program.constants}
-    env = dict(zip(program.invars, args, strict=True)) | known
+    env = bound(program.invars, args) | known
     if isinstance(schedule, Branched):
         before = evaluate(program, schedule.branches.before, _on_device(env))
         env |= before
@@ -223,8 +224,7 @@ def _run_group(
         return {k: made}, [], tokens[:1]
     loaded = [program.invars[i] for i in group.loads]
     loads, held = _after(tokens, [env[v] for v in loaded])
-    loads = [load_whole(x) for x in loads]
-    local = dict(zip(loaded, loads, strict=True))
+    local = bound(loaded, map(load_whole, loads))
 
     def lookup(v: jex.Var) -> Any:
         return local[v] if v in local else env[v]
@@ -234,14 +234,15 @@ def _run_group(
     if not group.loads:
         results, held = _after(tokens, results)
     done: dict[int, Any] = {}
-    for k, x in zip(group.outputs, results, strict=True):
+    of_output = bound(group.outputs, results)
+    for k, x in of_output.items():
         output = update.outputs[k]
         source = update.in_place(k)
         like = sharding_of(sharded, output.like if source is None else source)
         done[k] = store(x, output.memory_kind, like=like)
     stored = [
         x
-        for k, x in zip(group.outputs, results, strict=True)
+        for k, x in of_output.items()
         if update.outputs[k].stored
         and isinstance(x, jax.Array)
         and not _memory.on_host(x)
@@ -304,7 +305,7 @@ def _run_branches(
             _, values = carry
             found = places.keys(data)
             here, rest = found[: len(args)], found[len(args) :]
-            inside = dict(zip(around.known, rest, strict=True))
+            inside = bound(around.known, rest)
             for k, alias in branches.outputs.items():
                 if alias is not None:
                     here[alias] = values[k]
@@ -325,10 +326,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> A
     update, window_bytes = what.update, what.caller.window_bytes
 
     def fn(*data: Any) -> list[Any]:
-        args = [
-            _memory.transfer(x, "pinned_host" if input.on_host else "device")
-            for x, input in zip(what.given.keys(list(data)), update.inputs, strict=True)
-        ]
+        kinds = ("pinned_host" if x.on_host else "device" for x in update.inputs)
+        args = _memory.transfer_all(what.given.keys(list(data)), kinds)
         return key_data(carry_out(update, window_bytes, args, sharded))
 
     return lower(ctx, fn, found, data)

@@ -22,7 +22,7 @@ from jax.extend import source_info_util
 
 from optax_offload import _compat, _memory
 from optax_offload._program.call import called, called_where_it_rests
-from optax_offload._program.graph import nested, read, variables
+from optax_offload._program.graph import bound, in_pairs, nested, read, variables
 from optax_offload._program.replaced import returning
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 from optax_offload._program.wanted import HAND_ON, has_update, wanted_at_rest
@@ -142,7 +142,7 @@ class _Walk:
 
     def name(self, values: Sequence[Any], arguments: Sequence[int | None]) -> None:
         """Says which argument of the step each value is, as long as it lives."""
-        self._argument |= dict(zip(map(id, values), arguments, strict=True))
+        self._argument |= bound(map(id, values), arguments)
 
     def _of(self, x: Any) -> int | None:
         return self._argument.get(id(x))
@@ -177,8 +177,7 @@ class _Walk:
         self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
     ) -> list[Any]:
         """The results of equations, each where it was left."""
-        env: dict[jex.Var, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env |= dict(zip(jaxpr.invars, args, strict=True))
+        env = bound([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
         plain: list[jex.JaxprEqn] = []
         stored = self._stored(jaxpr)
 
@@ -199,7 +198,7 @@ class _Walk:
                 e.source_info.traceback, name_stack=e.source_info.name_stack
             ):
                 results = self._results(jaxpr, e, values, stored)
-            env.update(zip(e.outvars, results, strict=True))
+            env |= bound(e.outvars, results)
         run_plain()
         results = [read(a, env.__getitem__) for a in jaxpr.outvars]
         return [x.whole() if isinstance(x, RowValue) else x for x in results]
@@ -216,8 +215,7 @@ class _Walk:
         moved: set[jex.Var] = set()
         for e in jaxpr.eqns:
             if e.primitive.name == "device_put":
-                pairs = zip(e.invars, e.outvars, strict=True)
-                some = {a for a, v in pairs if _memory.on_host(v.aval)}
+                some = {a for a, v in in_pairs(e) if _memory.on_host(v.aval)}
                 moved.update(variables(some))
                 whole.update(set(variables(e.invars)) - some)
                 continue
@@ -285,13 +283,17 @@ class _Walk:
             for i, x in enumerate(values[:count])
         ]
         # What is carried rests where it did.
-        updated = [
-            i in wanted.updated or (i in wanted.rows and rests(values[i]))
+        kinds = [
+            "pinned_host"
+            if i in wanted.updated or (i in wanted.rows and rests(values[i]))
+            else "device"
             for i in range(count, first)
         ]
         carry = [
-            _memory.transfer(_load_rows(x), "pinned_host") if kept else self._load(x, e)
-            for x, kept in zip(values[count:first], updated, strict=True)
+            _memory.transfer(_load_rows(values[count + i]), kind)
+            if kind == "pinned_host"
+            else self._load(values[count + i], e)
+            for i, kind in enumerate(kinds)
         ]
         kept = [first + i in wanted.updated for i in range(len(xs))]
         made = made_of_rows(e, xs, kept)
@@ -315,16 +317,13 @@ class _Walk:
 
         def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
             self._times = around * length
-            rows = dict(zip(sources, given, strict=True))
+            rows = bound(sources, given)
             self.name(carry, list(map(self._of, values[count:first])))
             own = [row(x, keep, rows) for x, keep in zip(xs, kept, strict=True)]
             results = self.evaluate(
                 closed.jaxpr, closed.consts, [*consts, *carry, *own]
             )
-            after = [
-                _memory.transfer(x, "pinned_host" if keep else "device")
-                for x, keep in zip(results[:carried], updated, strict=True)
-            ]
+            after = _memory.transfer_all(results[:carried], kinds)
             stacked = zip(e.outvars[carried:], results[carried:], strict=True)
             return after, [
                 _memory.transfer(y, "pinned_host") if v in stored else y
@@ -363,18 +362,14 @@ class _Walk:
         index, *operands = values
         branches = e.params["branches"]
         operands = list(map(_load_rows, operands))
-        kinds = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
-        resting = [any(map(_memory.on_host, some)) for some in zip(*kinds, strict=True)]
+        types = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
+        kinds = [
+            "pinned_host" if any(map(_memory.on_host, some)) else "device"
+            for some in zip(*types, strict=True)
+        ]
 
         def branch(b: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-            def fn(*args: Any) -> list[Any]:
-                results = self._body(b)(*args)
-                return [
-                    _memory.transfer(x, "pinned_host" if rests else "device")
-                    for x, rests in zip(results, resting, strict=True)
-                ]
-
-            return fn
+            return lambda *args: _memory.transfer_all(self._body(b)(*args), kinds)
 
         return lax.switch(index, list(map(branch, branches)), *operands)
 
@@ -396,7 +391,7 @@ class _Walk:
         ][second:]
 
         def placed(carry: Sequence[Any]) -> list[Any]:
-            return [_memory.transfer(x, k) for x, k in zip(carry, kinds, strict=True)]
+            return _memory.transfer_all(carry, kinds)
 
         def goes_on(carry: Sequence[Any]) -> Any:
             (found,) = self._body(condition)(*of_condition, *map(_on_device, carry))
@@ -463,7 +458,7 @@ def _evaluated(
     results = [v for e in equations for v in e.outvars if v in used]
     some = jex.Jaxpr((), free, results, list(equations), debug_info=jaxpr.debug_info)
     values = jax.core.eval_jaxpr(some, (), *(env[v] for v in free))
-    return dict(zip(results, values, strict=True))
+    return bound(results, values)
 
 
 def _bound(jaxpr: jex.Jaxpr, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
@@ -480,8 +475,7 @@ def makes_rows(closed: jex.ClosedJaxpr) -> bool:
     for e in closed.jaxpr.eqns:
         if e.primitive.name == "scan":
             stacked.update(e.outvars[_compat.scan_counts(e.params)[1] :])
-        elif e.primitive.name == "device_put":
-            pairs = zip(e.invars, e.outvars, strict=True)
-            if any(a in stacked and _memory.on_host(v.aval) for a, v in pairs):
-                return True
+        moved = in_pairs(e) if e.primitive.name == "device_put" else ()
+        if any(a in stacked and _memory.on_host(v.aval) for a, v in moved):
+            return True
     return False

@@ -10,7 +10,7 @@ import jax.core
 import numpy as np
 from jax.extend import core as jex
 
-from optax_offload._program.graph import Atom, Program
+from optax_offload._program.graph import Atom, Program, bound
 
 # Enough to know a predicate, and what a selection is multiplied with. By NumPy: when a
 # program is lowered, JAX's own would be evaluated on devices that may not be here.
@@ -51,7 +51,7 @@ class Builder:
 
     def rename(self, before: Iterable[jex.Var], after: Iterable[Atom]) -> None:
         """Has variables stand for others, or for literals, from here on."""
-        self._names.update(zip(before, after, strict=True))
+        self._names |= bound(before, after)
 
     def read(self, a: Atom) -> Atom:
         """Returns the atom that replaces an atom."""
@@ -110,7 +110,7 @@ class Builder:
         Returns:
           The atoms that stand for its results.
         """
-        self.close_over(dict(zip(closed.jaxpr.constvars, closed.consts, strict=True)))
+        self.close_over(bound(closed.jaxpr.constvars, closed.consts))
         self.rename(closed.jaxpr.invars, operands)
         for e in closed.jaxpr.eqns:
             body, inside = self._body(e)

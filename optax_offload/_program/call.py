@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching
 
 from optax_offload import _compat, _memory
 from optax_offload._lowered import Argument
-from optax_offload._program.graph import evaluate, read
+from optax_offload._program.graph import bound, evaluate, read
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.update import Input, Update
 
@@ -80,7 +80,7 @@ class Call:
     def plain(self, args: Sequence[Any]) -> list[Any]:
         """The values of the outputs, given those of the inputs, all on the device."""
         program = self.update.program
-        env = dict(zip(program.invars, args, strict=True)) | program.constants
+        env = bound(program.invars, args) | program.constants
         env |= evaluate(program, range(len(program.equations)), env.__getitem__)
         return [read(a, env.__getitem__) for a in program.outvars]
 
@@ -129,8 +129,7 @@ def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
     def meaning(*data: Any) -> list[Any]:
         loaded = [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
         kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
-        results = zip(what.plain(loaded), kinds, strict=True)
-        return key_data([_memory.transfer(x, kind) for x, kind in results])
+        return key_data(_memory.transfer_all(what.plain(loaded), kinds))
 
     # JAX looks through the bodies of equations to learn whether anything is moved.
     body = jax.make_jaxpr(meaning)(*data)
@@ -197,9 +196,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     on_device = [_memory.transfer(x, "device") for x in primals]
 
     def of(*some: Any) -> list[Any]:
-        data = list(on_device)
-        for i, x in zip(moving, some, strict=True):
-            data[i] = x
+        given = bound(moving, some)
+        data = [given.get(i, x) for i, x in enumerate(on_device)]
         return key_data(what.plain(what.given.keys(data)))
 
     _, out = jax.jvp(

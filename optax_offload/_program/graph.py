@@ -164,6 +164,16 @@ def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     return [a for a in atoms if isinstance(a, jex.Var)]
 
 
+def bound(names: Iterable[T], values: Iterable[Any]) -> dict[T, Any]:
+    """Values by their names, of which there are as many."""
+    return dict(zip(names, values, strict=True))
+
+
+def in_pairs(e: jex.JaxprEqn) -> Iterator[tuple[Atom, jex.Var]]:
+    """Yields each operand of an equation, with the result that it becomes."""
+    return zip(e.invars, e.outvars, strict=True)
+
+
 def shape(a: Atom) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     aval: Any = a.aval
@@ -216,7 +226,7 @@ def evaluate(
         debug_info=program.debug_info,
     )
     values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
-    return dict(zip(results, values, strict=True))
+    return bound(results, values)
 
 
 _FRAME = re.compile(r"(?P<file>.*):(?P<line>\d+):\d+ \((?P<function>.*)\)")

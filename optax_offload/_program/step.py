@@ -25,6 +25,7 @@ from optax_offload._program.graph import (
     Atom,
     Program,
     handed_through,
+    in_pairs,
     live,
     variables,
 )
@@ -347,7 +348,7 @@ def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
             outvars=[v],
             params={name: (values[i],) for name, values in e.params.items()},
         )
-        for i, (a, v) in enumerate(zip(e.invars, e.outvars, strict=True))
+        for i, (a, v) in enumerate(in_pairs(e))
     ]
 
 
@@ -389,7 +390,7 @@ _HANDS_ON = {
 def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
     """Yields each variable that an equation only hands on, with the result for it."""
     if e.primitive.name in _HANDS_ON:
-        for a, v in zip(e.invars, e.outvars, strict=True):
+        for a, v in in_pairs(e):
             if isinstance(a, jex.Var):
                 yield a, v
 

@@ -177,36 +177,36 @@ def trace(
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
     program = flatten(closed)
     with_paths, out_structure = _trees.flatten_with_path(out)
-    paths = [_trees.path_string(keys[1:]) for keys, _ in with_paths]
+    made = [
+        (_trees.path_string(keys[1:]), a.aval)
+        for (keys, _), a in zip(with_paths, program.outvars, strict=True)
+    ]
     updates = len(jax.tree.leaves(out[0]))
-    state_types = [a.aval for a in program.outvars[updates:]]
-    kinds = ["device"] * updates
-    kinds += _state_kinds(config, paths[updates:], state_types)
-    aliases = _aliases(args, updates, paths[updates:], state)
-    with_types = list(zip(paths, (a.aval for a in program.outvars), strict=True))
-    likes = _templates.arguments_like(with_types, args)
+    kinds = ["device"] * updates + _state_kinds(config, made[updates:])
+    aliases = _aliases(args, updates, [path for path, _ in made[updates:]], state)
+    likes = _templates.arguments_like(made, args)
     outputs = [
-        Output(path, kind, alias, k < updates, _holds_codes(path, a.aval), like)
-        for k, (path, kind, alias, like, a) in enumerate(
-            zip(paths, kinds, aliases, likes, program.outvars, strict=True)
+        Output(
+            path, kinds[k], aliases[k], k < updates, _holds_codes(path, aval), likes[k]
         )
+        for k, (path, aval) in enumerate(made)
     ]
     inputs = _inputs(config, args, state)
     return Update(program, inputs, tuple(outputs)), out_structure
 
 
 def _state_kinds(
-    config: _rules.OffloadConfig, paths: list[str], types: list[Any]
+    config: _rules.OffloadConfig, state: Sequence[tuple[str, Any]]
 ) -> list[str]:
-    elsewhere = [p for p, x in zip(paths, types, strict=True) if _memory.on_host(x)]
+    elsewhere = [path for path, aval in state if _memory.on_host(aval)]
     if elsewhere:
         raise TypeError(
             "a part of the wrapped optimizer is offloaded already: it puts "
             f"{', '.join(map(repr, elsewhere))} into host memory. Use one "
             "offload(...), around the whole or around parts that do not overlap"
         )
-    sizes = [_memory.movable_nbytes(x) for x in types]
-    placements = _rules.place(config, list(zip(paths, sizes, strict=True)))
+    sizes = [(path, _memory.movable_nbytes(aval)) for path, aval in state]
+    placements = _rules.place(config, sizes)
     return [placement.memory_kind for placement in placements]
 
 

@@ -8,7 +8,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat
 from optax_offload._program.call import called
-from optax_offload._program.graph import nested, variables, within
+from optax_offload._program.graph import in_pairs, nested, variables, within
 
 # What gives a value back as it is, wherever that rests.
 HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint"}
@@ -39,7 +39,7 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
                     updated.update(variables([a]))
             continue
         if e.primitive.name in HAND_ON:
-            for a, v in zip(e.invars, e.outvars, strict=True):
+            for a, v in in_pairs(e):
                 for some in (updated, rows):
                     if v in some:
                         some.update(variables([a]))

@@ -176,14 +176,18 @@ class Analysis:
         more = self._copy()
         try:
             ins = rule_of(e).backward(e, [axis], self._rows)
-            more._note_whole(e, ins, ())
-            for a, wanted in zip(e.invars, ins, strict=True):
-                if wanted is not None:
-                    more.demand(a, wanted)
+            more._demand_all(e, ins)
         except NotRowLocalError:
             return
         self.axes, self.positions = more.axes, {*more.positions, position}
         self._whole_to = more._whole_to
+
+    def _demand_all(self, e: jex.JaxprEqn, axes: Sequence[int | None]) -> None:
+        """Counts the operands of an equation in rows, those that have an axis."""
+        self._note_whole(e, axes, ())
+        for a, axis in zip(e.invars, axes, strict=True):
+            if axis is not None:
+                self.demand(a, axis)
 
     def _copy(self) -> Analysis:
         """Returns a copy that can be carried further than this."""
@@ -222,10 +226,7 @@ class Analysis:
             ins = rule_of(e).backward(e, [axis], self._rows)
             if all(x is None for x in ins):
                 return None  # The same for all rows.
-            more._note_whole(e, ins, ())
-            for a, wanted in zip(e.invars, ins, strict=True):
-                if wanted is not None:
-                    more.demand(a, wanted)
+            more._demand_all(e, ins)
         except NotRowLocalError:
             return None
         more.positions.add(position)

@@ -17,7 +17,15 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._program import Builder, Program, flatten, live, shape, variables
+from optax_offload._program import (
+    Builder,
+    Program,
+    flatten,
+    in_pairs,
+    live,
+    shape,
+    variables,
+)
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.rules.registry import NotRowLocalError
 from optax_offload._units import MIB
@@ -45,7 +53,7 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         a: rows
         for e in program.equations
         if e.primitive.name == "device_put"
-        for a, v in zip(e.invars, e.outvars, strict=True)
+        for a, v in in_pairs(e)
         if isinstance(a, jex.Var) and a in alone and _memory.on_host(v.aval)
         for rows in [_rows_of(program, a)]
         if rows is not None

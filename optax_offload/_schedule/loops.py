@@ -64,6 +64,20 @@ class Remainder(NamedTuple):
     first: int
 
 
+class Member(NamedTuple):
+    """A group in a loop.
+
+    Attributes:
+      group: The group.
+      rows: The number of rows in a slice of it; None where its leaves are whole.
+      nbytes: The bytes of a slice, or of all of it, on each device.
+    """
+
+    group: Group
+    rows: int | None
+    nbytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """Groups that are updated together: slice by slice, or whole.
@@ -92,7 +106,12 @@ class Loop:
     @property
     def slice_bytes(self) -> tuple[int, ...]:
         """The bytes of a slice of each group, or of all of it, on each device."""
-        return _slice_bytes(self.groups, self.rows)
+        return tuple(m.nbytes for m in self.members)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The groups, each with its slices."""
+        return _members(self.groups, self.rows)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -104,10 +123,8 @@ class Loop:
         """Groups that are updated when the loop has ended."""
         return tuple(
             Remainder(at, group.rows - self.slices * rows, self.slices * rows)
-            for at, (group, rows) in enumerate(
-                zip(self.groups, self.rows, strict=False)
-            )
-            if group.rows > self.slices * rows
+            for at, (group, rows, _) in enumerate(self.members)
+            if rows is not None and group.rows > self.slices * rows
         )
 
     def inputs(self, program: Program) -> list[jex.Var]:
@@ -177,18 +194,14 @@ def cost(loop: Loop) -> float:
     the rows that remain when a loop has ended.
     """
     updates = [
-        nbytes + LINK.latency_bytes * len(group.loads)
-        for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True)
+        (m.group, m.nbytes + LINK.latency_bytes * len(m.group.loads))
+        for m in loop.members
     ]
-    parts = [
-        nbytes / len(group.parts)
-        for nbytes, group in zip(updates, loop.groups, strict=True)
-        for _ in group.parts
-    ] * loop.unroll
+    parts = [u / len(g.parts) for g, u in updates for _ in g.parts] * loop.unroll
     iteration = parts[0] + sum(map(max, parts, parts[1:])) + parts[-1]
     total = loop.trip_count * iteration + LINK.bytes_in(LOOP_SECONDS)
-    in_turn = (u for u, g in zip(updates, loop.groups, strict=True) if not g.parts[1:])
-    left = sum(updates[rest.group] for rest in loop.remainders)
+    in_turn = (u for g, u in updates if not g.parts[1:])
+    left = sum(updates[rest.group][1] for rest in loop.remainders)
     return max(total, 2 * loop.slices * max(in_turn, default=0)) + 2 * left
 
 
@@ -276,7 +289,8 @@ def _loop_of(
     # follows from the counter of a loop, and of a loop of one it has none (F14).
     most = min(UPDATES_IN_AN_ITERATION // len(groups), slices // 2)
     unroll = next((n for n in range(most, 1, -1) if slices % n == 0), 1)
-    waits = window.waits(_slice_bytes(groups, rows) * unroll, window_bytes)
+    sizes = [m.nbytes for m in _members(groups, rows)]
+    waits = window.waits(sizes * unroll, window_bytes)
     if len(groups) > 1:
         # A group's next slice waits for the one before anyway.
         sliceable = all(group.row_local is not None for group in groups)
@@ -290,9 +304,11 @@ def _loop_of(
     return Loop(tuple(groups), slices, tuple(rows), unroll, waits)
 
 
-def _slice_bytes(groups: Sequence[Group], rows: Sequence[int]) -> tuple[int, ...]:
+def _members(groups: Sequence[Group], rows: Sequence[int]) -> tuple[Member, ...]:
+    """Groups in slices of so many rows, or whole where these are ()."""
     if not rows:
-        return tuple(g.nbytes for g in groups)
+        return tuple(Member(g, None, g.nbytes) for g in groups)
     return tuple(
-        math.ceil(g.nbytes * n / g.rows) for g, n in zip(groups, rows, strict=True)
+        Member(g, n, math.ceil(g.nbytes * n / g.rows))
+        for g, n in zip(groups, rows, strict=True)
     )

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax.extend import core as jex
 
 from optax_offload import _compat, _flops, _memory
-from optax_offload._program import Step, is_store, is_transfer, nested, variables
+from optax_offload._program import Step, bound, is_store, is_transfer, nested, variables
 from optax_offload._rows import Sum
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
@@ -120,7 +120,7 @@ def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
     """
     body = scan.body.jaxpr
     at, _ = _until(body)
-    inside = dict(zip(scan.stacked, body.outvars[len(scan.carried) :], strict=True))
+    inside = bound(scan.stacked, body.outvars[len(scan.carried) :])
     start = (0, 0)
     return [
         max(

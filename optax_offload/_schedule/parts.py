@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _tpu_layout
 from optax_offload._lowered import is_unknown
-from optax_offload._program import Program, shape
+from optax_offload._program import Program, bound, shape
 from optax_offload._rows import NotRowLocalError, RowLocal, analyze, kernel_of
 
 
@@ -97,7 +97,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
         except NotRowLocalError as e:
             why = e
             continue
-        axes, sources = found.axes, dict(zip(one.invars, k.sources, strict=True))
+        axes, sources = found.axes, bound(one.invars, k.sources)
         outputs = zip(k.targets, k.rows.outputs, found.outputs, strict=True)
         return Parts(
             found,

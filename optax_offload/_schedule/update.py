@@ -117,7 +117,7 @@ class Straight(Printed):
             joined = group.joined if len(group.joined) < len(group.loads) else ()
             yield OverWindow(group.nbytes, group.outputs, why, joined)
         for loop in self.loops:
-            for group, nbytes in zip(loop.groups, loop.slice_bytes, strict=True):
+            for group, _, nbytes in loop.members:
                 if asked is not None and nbytes > asked and group.row_local is not None:
                     yield OverWindow(
                         nbytes, group.outputs, "there are no smaller slices"
