@@ -300,8 +300,8 @@ class _Loop:
                 rows |= self._after_loads(unit, gradients, rows, read)
             rows |= self._values(unit, i, before, rows, loaded)
             if not self._work.loads_first:
-                results = [v for v in unit.results if unit.fused.replaced[v] in read]
-                rows |= self._after_loads(unit, results, rows, read)
+                tied = [v for v in unit.results if unit.fused.replaced[v] in read]
+                rows |= self._after_loads(unit, tied, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
             for v, row in (_together(now) if self._delayed else now).items():
                 buffers[v] = self._put(buffers[v], v, row, i)
