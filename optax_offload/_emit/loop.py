@@ -16,7 +16,7 @@ from optax_offload import _memory
 from optax_offload._emit import sums
 from optax_offload._emit.moves import Leaf, RowKernel, together
 from optax_offload._lowered import Sharded, constrain, sharding_of
-from optax_offload._program import Places, Update, bound, key_data
+from optax_offload._program import Places, Program, Update, bound, key_data
 from optax_offload._schedule import Group, Loop, Part, Target
 
 T = TypeVar("T")
@@ -253,10 +253,7 @@ class _Slice:
         """
         program, traces = self._loop.program, self._loop.traces
         if part.row_local is None:
-            jaxpr = self.group.jaxpr(program)
-            compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
-            operands = {v: self._source(v) for v in jaxpr.invars}
-            return RowKernel(compute, operands, part.outputs)
+            return whole_kernel(program, self.group, self._source)
         row_local = part.row_local
         rows = self._rows or row_local.rows
 
@@ -291,6 +288,15 @@ class _Slice:
     def _whole(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
         """The value that rows of a variable are in now."""
         return buffers[self._buffers[v]] if v in self._buffers else self._env[v]
+
+
+def whole_kernel(
+    program: Program, group: Group, source: Callable[[jex.Var], Leaf]
+) -> RowKernel:
+    """The equations of a group that is updated whole."""
+    jaxpr = group.jaxpr(program)
+    compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
+    return RowKernel(compute, {v: source(v) for v in jaxpr.invars}, group.outputs)
 
 
 def _next(number: jax.Array) -> jax.Array:

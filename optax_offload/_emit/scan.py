@@ -81,25 +81,6 @@ class InScan:
     loads_first: bool = False
 
 
-def run(
-    program: Program,
-    scan: Scan,
-    work: InScan,
-    env: Env,
-    sharded: Mapping[jex.Var, Sharded],
-) -> dict[jex.Var, Any]:
-    """Evaluates a scan with the work in it, and returns the values that these define.
-
-    Args:
-      program: The step.
-      scan: The scan.
-      work: The work in it.
-      env: The values of the variables that it takes.
-      sharded: The shardings of arguments whose types do not say it.
-    """
-    return _Loop(program, scan, work, env, sharded).run()
-
-
 class _State(NamedTuple):
     """The values that an iteration hands on to the next.
 
@@ -118,8 +99,12 @@ class _State(NamedTuple):
     ahead: Any
 
 
-class _Loop:
-    """A scan whose stacked gradients are used up row by row."""
+class ScanLoop:
+    """A scan with work in it: its stacked gradients are used up row by row.
+
+    Attributes of the step are given: its program, the values of the variables that the
+    scan and the work take, and the shardings of arguments whose types do not say it.
+    """
 
     def __init__(
         self,
@@ -161,7 +146,7 @@ class _Loop:
         )
 
     def run(self) -> dict[jex.Var, Any]:
-        """The values of what the loop defines."""
+        """Evaluates the scan, and returns the values that it and the work define."""
         scan, work = self._scan, self._work
         carry = [self._read(a) for a in scan.carry]
         buffers: dict[jex.Var, Any] = {}

@@ -176,7 +176,9 @@ class _Run:
     def _run_work(self, scan: Scan, work: body.InScan) -> None:
         if work.delayed:
             self._finish_products(scan)
-        self._env |= body.run(self._step.program, scan, work, self._env, self._sharded)
+        program = self._step.program
+        loop = body.ScanLoop(program, scan, work, self._env, self._sharded)
+        self._env |= loop.run()
 
     def _finish_products(self, scan: Scan) -> None:
         """Has products that only the rest of the step reads computed before a scan.

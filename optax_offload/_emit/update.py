@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload import _memory, _trees
-from optax_offload._emit.loop import Traces, run_loop
+from optax_offload._emit.loop import Traces, run_loop, whole_kernel
 from optax_offload._emit.moves import Leaf, load_whole, store
 from optax_offload._errors import warn
 from optax_offload._lowered import (
@@ -74,28 +75,7 @@ def carry_out(
     for each, straight in planned.updates(update):
         for message in _over_window(each, window_bytes, straight):
             warn(message)
-    return run(update, planned, args, sharded)
-
-
-def run(
-    update: Update,
-    schedule: Schedule,
-    args: Sequence[Any],
-    sharded: Mapping[int, Sharded] | None = None,
-) -> list[Any]:
-    """Evaluates an update as its schedule says.
-
-    Args:
-      update: The update.
-      schedule: Its schedule.
-      args: The values of its inputs, wherever they are.
-      sharded: The shardings of inputs whose types do not say it, by position.
-
-    Returns:
-      The values of its outputs, each in its memory kind.
-    """
-    sharded = sharded or {}
-    return _run(update, schedule, args, _Around({}, sharded))
+    return run(update, planned, args, Around(sharded=sharded))
 
 
 def _over_window(
@@ -129,27 +109,41 @@ def _instead(update: Update, over: OverWindow) -> str:
     return found
 
 
-class _Around(NamedTuple):
-    """Facts about an update that come from outside, where it is a version of another.
+class Around(NamedTuple):
+    """Facts about an update that come from outside.
 
     Attributes:
-      known: The values of further variables.
+      known: The values of further variables, where it is a version of another.
       sharded: The shardings of inputs whose types do not say it, by position.
     """
 
-    known: Env
-    sharded: Mapping[int, Sharded]
+    known: Env = types.MappingProxyType({})
+    sharded: Mapping[int, Sharded] = types.MappingProxyType({})
 
 
-def _run(
-    update: Update, schedule: Schedule, args: Sequence[Any], around: _Around
+_ALONE = Around()
+
+
+def run(
+    update: Update, schedule: Schedule, args: Sequence[Any], around: Around = _ALONE
 ) -> list[Any]:
+    """Evaluates an update as its schedule says.
+
+    Args:
+      update: The update.
+      schedule: Its schedule.
+      args: The values of its inputs, wherever they are.
+      around: Facts from outside.
+
+    Returns:
+      The values of its outputs, each in its memory kind.
+    """
     if isinstance(schedule, Phased):
         for reading, each in schedule.passes:
-            values = _run(reading, each, args, around)
+            values = run(reading, each, args, around)
             sums = bound(variables(reading.program.outvars), values)
             around = around._replace(known={**around.known, **sums})
-        return _run(schedule.update, schedule.schedule, args, around)
+        return run(schedule.update, schedule.schedule, args, around)
     program = update.program
     known = {**around.known, **program.constants}
     env = bound(program.invars, args) | known
@@ -159,18 +153,15 @@ def _run(
         predicate = schedule.branches.predicate  # Maybe an argument.
         before[predicate] = load_whole(env[predicate])
         env |= evaluate(program, schedule.branches.beside, _on_device(env))
-        done = _run_branches(
-            update, schedule, args, _Around(known | before, around.sharded)
-        )
+        inside = around._replace(known=known | before)
+        done = _run_branches(update, schedule, args, inside)
     else:
         done = _run_stages(update, schedule, env, around.sharded)
     return [
         done[k]
         if k in done
-        else _memory.transfer(read(a, env.__getitem__), output.memory_kind)
-        for k, (a, output) in enumerate(
-            zip(program.outvars, update.outputs, strict=True)
-        )
+        else _memory.transfer(read(a, env.__getitem__), update.outputs[k].memory_kind)
+        for k, a in enumerate(program.outvars)
     ]
 
 
@@ -224,17 +215,12 @@ def _run_group(
         return {k: made}, [], tokens[:1]
     loaded = [program.invars[i] for i in group.loads]
     loads, held = _after(tokens, [env[v] for v in loaded])
-    local = bound(loaded, map(load_whole, loads))
-
-    def lookup(v: jex.Var) -> Any:
-        return local[v] if v in local else env[v]
-
-    local |= evaluate(program, group.equations, lookup)
-    results = [read(program.outvars[k], lookup) for k in group.outputs]
+    kernel = whole_kernel(program, group, lambda _: Leaf())
+    of_output = kernel.values(0, 0, env.__getitem__, bound(loaded, loads))
     if not group.loads:
-        results, held = _after(tokens, results)
+        results, held = _after(tokens, [*of_output.values()])
+        of_output = bound(group.outputs, results)
     done: dict[int, Any] = {}
-    of_output = bound(group.outputs, results)
     for k, x in of_output.items():
         output = update.outputs[k]
         source = update.in_place(k)
@@ -280,7 +266,7 @@ def _on_device(env: Env) -> Callable[[jex.Var], Any]:
 
 
 def _run_branches(
-    update: Update, schedule: Branched, args: Sequence[Any], around: _Around
+    update: Update, schedule: Branched, args: Sequence[Any], around: Around
 ) -> dict[int, Any]:
     """The values of the outputs that the predicate may change.
 
@@ -309,7 +295,7 @@ def _run_branches(
             for k, alias in branches.outputs.items():
                 if alias is not None:
                     here[alias] = values[k]
-            results = _run(version, each, here, around._replace(known=inside))
+            results = run(version, each, here, around._replace(known=inside))
             return jnp.asarray(False), {k: results[k] for k in values}
 
         _, values = lax.while_loop(lambda carry: carry[0], once, (wanted, values))

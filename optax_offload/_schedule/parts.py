@@ -74,15 +74,16 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     one = k.rows.jaxpr(1, debug_info)
     # Nothing is computed for the whole row beside: so it has no results of its own.
     program = Program(list(one.eqns), {}, list(one.invars), [], debug_info)
+    sources = bound(one.invars, k.sources)
     loaded = [
         v
-        for v, source in zip(one.invars, k.sources, strict=True)
+        for v, source in sources.items()
         if _memory.on_host(source.aval) and source in rows.axes
     ]
     if any(is_unknown(v.aval) for v in loaded):
         raise NotRowLocalError("no type says along which axes it is not sharded")
-    taken = zip(one.invars, k.rows.inputs, strict=True)
-    of_rows = {v: k.rows.axes.get(row) for v, row in taken}
+    taken = bound(one.invars, k.rows.inputs)
+    of_rows = {v: k.rows.axes.get(row) for v, row in taken.items()}
     # A part is at one position along both axes (`_emit/part_by_part.py`).
     behind = {v: axis + 1 for v, axis in of_rows.items() if axis is not None}
     why = NotRowLocalError("it has no other axis")
@@ -97,7 +98,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
         except NotRowLocalError as e:
             why = e
             continue
-        axes, sources = found.axes, bound(one.invars, k.sources)
+        axes = found.axes
         outputs = zip(k.targets, k.rows.outputs, found.outputs, strict=True)
         return Parts(
             found,

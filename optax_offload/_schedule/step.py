@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -35,6 +35,9 @@ from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
 from optax_offload._schedule.unfused import gradients, in_bodies
 from optax_offload._step_options import LateGradients, Options
+
+# Gradients that are not fused, by reason.
+Refusals: TypeAlias = Iterator[list[Unfused]]
 
 
 def plan(step: Step, asked: Options) -> FusedStep:
@@ -134,7 +137,7 @@ class _Search:
 
     def _unusable(
         self, found: RowUses, replaced: Mapping[jex.Var, jex.Var | None]
-    ) -> Iterator[list[Unfused]]:
+    ) -> Refusals:
         """Gradients that cannot be used up by what follows from them."""
         for c in found.components:
             if not self._taken.isdisjoint(c.results):
@@ -150,7 +153,7 @@ class _Search:
 
     def _refusals(
         self, found: RowUses, fused: Sequence[Fused], late: Sequence[Fused]
-    ) -> Iterator[list[Unfused]]:
+    ) -> Refusals:
         """Gradients that could be used up, and must not be in this scan."""
         why = self._why_not_late(found, late)
         if why:
@@ -241,9 +244,7 @@ class _Search:
             found["recompute"] = _ONCE
         return found
 
-    def _always_moved(
-        self, found: RowUses, fused: Sequence[Fused]
-    ) -> Iterator[list[Unfused]]:
+    def _always_moved(self, found: RowUses, fused: Sequence[Fused]) -> Refusals:
         """Gradients whose state is only moved in some steps, known before the scan.
 
         `optax.MultiSteps` keeps it in the others. In a scan it would be moved in all.
@@ -258,9 +259,7 @@ class _Search:
                 if f.loaded_bytes and any(o.inlined is inlined for o in of):
                     yield _unfused(f.component, _KEPT)
 
-    def _old_values(
-        self, found: RowUses, fused: Sequence[Fused]
-    ) -> Iterator[list[Unfused]]:
+    def _old_values(self, found: RowUses, fused: Sequence[Fused]) -> Refusals:
         """Gradients for which a value is read when its buffer has another already."""
         owner = {
             before: f.component
@@ -282,7 +281,7 @@ class _Search:
                     why = f"{reader} reads what it replaces, after the scan"
                     yield _unfused(owner[v], why)
 
-    def _later_scans(self, fused: Sequence[Fused]) -> Iterator[list[Unfused]]:
+    def _later_scans(self, fused: Sequence[Fused]) -> Refusals:
         """Gradients for whose sums over all rows a later scan waits.
 
         Itself, or an update that is moved into it.

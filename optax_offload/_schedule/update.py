@@ -96,11 +96,8 @@ class Straight(Printed):
         """All that is carried out of an update, each with its schedule."""
         return ((update, self),)
 
-    def over_window(self, asked: int | None) -> tuple[OverWindow, ...]:
-        """The groups and slices that exceed the window, given the one asked for."""
-        return tuple(self._over_window(asked))
-
-    def _over_window(self, asked: int | None) -> Iterator[OverWindow]:
+    def over_window(self, asked: int | None) -> Iterator[OverWindow]:
+        """Yields groups and slices that exceed the window, given the one asked for."""
         for group in self.whole:
             if not group.loads:
                 continue
@@ -231,7 +228,9 @@ class Phased(Printed):
 Schedule = Straight | Phased | Branched
 
 
-def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
+def schedule(
+    update: Update, window_bytes: int | None = None, *, version: bool = False
+) -> Schedule:
     """Splits an update into groups and puts them in order.
 
     State that an equation joins, as a norm of all of it, is read first, in passes of
@@ -245,15 +244,11 @@ def schedule(update: Update, window_bytes: int | None = None) -> Schedule:
       update: The update.
       window_bytes: The bytes that may be on each device at once. None: a sixteenth of
         the state, but at least 16 and at most 64 MiB.
+      version: Whether it is a version of an update, which needs all gradients.
     """
-    return _schedule(update, window_bytes, version=False)
-
-
-def _schedule(update: Update, window_bytes: int | None, version: bool) -> Schedule:
-    """Schedules an update, or a version: one loop that needs all gradients."""
     found = find_branches(update)
     if found is not None:
-        zero, one = (_schedule(v, window_bytes, version=True) for v in found.versions)
+        zero, one = (schedule(v, window_bytes, version=True) for v in found.versions)
         return Branched(found, (zero, one))
     most_bytes = window_bytes or MOST_WINDOW_BYTES
     passes, rest, grouping = reading_passes(update, most_bytes)

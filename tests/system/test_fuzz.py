@@ -47,7 +47,7 @@ def test_a_mistake_is_found(monkeypatch):
     """Rows in the wrong order are; without a mistake there is nothing to find."""
     (found,) = run(SMALL)
     assert found.kind == "fused", str(found)
-    monkeypatch.setattr(body._Loop, "_position", lambda self, number: number)
+    monkeypatch.setattr(body.ScanLoop, "_position", lambda self, number: number)
     (found,) = run(SMALL)
     assert found.kind == "FAILED"
     assert "away in" in found.detail
