@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,11 +28,8 @@ def updated(
         step, [(f, kernel_of(f.rows.restricted(f.component.results))) for f in fused]
     )
     args = [env[v] for v in sources]
-    inputs = tuple(
-        dataclasses.replace(x, on_host=_memory.on_host(value))
-        for x, value in zip(update.inputs, args, strict=True)
-    )
-    update = dataclasses.replace(update, inputs=inputs)
+    on_host = [i for i, x in enumerate(args) if _memory.on_host(x)]
+    update = update.with_inputs_on_host(on_host)
     window_bytes = asked_window(step, fused)
     known = {i: sharded[v] for i, v in enumerate(sources) if v in sharded}
     values = carry_out(update, window_bytes, args, known)

@@ -102,8 +102,8 @@ class _State(NamedTuple):
 class ScanLoop:
     """A scan with work in it: its stacked gradients are used up row by row.
 
-    Attributes of the step are given: its program, the values of the variables that the
-    scan and the work take, and the shardings of arguments whose types do not say it.
+    It takes the program of the step, the values of the variables that the scan and the
+    work take, and the shardings of arguments whose types do not say it.
     """
 
     def __init__(

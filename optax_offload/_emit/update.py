@@ -283,9 +283,8 @@ def _run_branches(
     index = around.known[branches.predicate] > 0
     with_keys = [*args, *around.known.values()]
     places, data = Places.of(with_keys), key_data(with_keys)
-    for wanted, version, each in zip(
-        (~index, index), branches.versions, schedule.schedules, strict=True
-    ):
+    for value, (version, each) in enumerate(schedule.cases):
+        wanted = index if value else ~index
 
         def once(carry: Any, version: Update = version, each: Schedule = each) -> Any:
             _, values = carry

@@ -294,8 +294,8 @@ class _Taken:
                     predicate, value = dropped[v]
                     builder.rename([v], [self._zero_if(predicate, value, v)])
         results = [
-            self._moved(builder.read(a), output.memory_kind)
-            for a, output in zip(program.outvars, what.update.outputs, strict=True)
+            self._moved(builder.read(program.outvars[k]), output.memory_kind)
+            for k, output in enumerate(what.update.outputs)
         ]
         inside = [*program.invars, *(v for e in program.equations for v in e.outvars)]
         return InlinedUpdate(
@@ -332,10 +332,8 @@ class _Taken:
 
 def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
     """Returns whether what comes from the host has such a type."""
-    return all(
-        _memory.on_host(a.aval) == x.on_host
-        for a, x in zip(operands, update.inputs, strict=True)
-    )
+    typed = [i for i, a in enumerate(operands) if _memory.on_host(a.aval)]
+    return typed == update.loads
 
 
 def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:

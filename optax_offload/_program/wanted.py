@@ -34,9 +34,7 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
     for e in reversed(body.eqns):
         what = called(e)
         if what is not None:
-            for a, x in zip(e.invars, what.update.inputs, strict=True):
-                if x.on_host:
-                    updated.update(variables([a]))
+            updated.update(variables(e.invars[i] for i in what.update.loads))
             continue
         if e.primitive.name in HAND_ON:
             for a, v in in_pairs(e):

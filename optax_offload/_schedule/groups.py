@@ -168,18 +168,15 @@ def _members(
 def _beside(update: Update, of: Mapping[jex.Var, int]) -> dict[jex.Var, int]:
     """Outputs that stay on the device and depend on no load, by what they replace."""
     program = update.program
-    return {
-        program.invars[output.alias]: k
-        for k, (a, output) in enumerate(
-            zip(program.outvars, update.outputs, strict=True)
-        )
-        if output.alias is not None
-        and not output.stored
-        and isinstance(a, jex.Var)
-        and a not in of
-        and shape(a)
-        and a is not program.invars[output.alias]
-    }
+    found: dict[jex.Var, int] = {}
+    for k, output in enumerate(update.outputs):
+        a = program.outvars[k]
+        if output.alias is None or output.stored or not shape(a):
+            continue
+        before = program.invars[output.alias]
+        if isinstance(a, jex.Var) and a not in of and a is not before:
+            found[before] = k
+    return found
 
 
 def _whole(

@@ -132,10 +132,8 @@ def _made_whole(step: Step, left: RemainingUpdate) -> Iterator[jex.Var]:
     """The replacements that would be loaded with state that is on the device whole."""
     arguments = {v for v in step.program.invars if _memory.on_host(v.aval)}
     made = {
-        k: v
-        for k, (v, output) in enumerate(
-            zip(left.results, left.update.outputs, strict=True)
-        )
+        k: left.results[k]
+        for k, output in enumerate(left.update.outputs)
         if output.is_update
         and output.alias is not None
         and left.operands[output.alias] in arguments

@@ -162,14 +162,18 @@ class Branched(Printed):
     branches: Branches
     schedules: tuple[Schedule, Schedule]
 
+    @property
+    def cases(self) -> tuple[tuple[Update, Schedule], ...]:
+        """The update if the predicate is 0, and if it is 1, each with its schedule."""
+        return tuple(zip(self.branches.versions, self.schedules, strict=True))
+
     def straights(self) -> tuple[Straight, ...]:
         """The schedules of all versions."""
         return tuple(s for each in self.schedules for s in each.straights())
 
     def updates(self, update: Update) -> tuple[tuple[Update, Straight], ...]:
         """All versions, each with its schedule."""
-        pairs = zip(self.branches.versions, self.schedules, strict=True)
-        return tuple(x for version, each in pairs for x in each.updates(version))
+        return tuple(x for version, each in self.cases for x in each.updates(version))
 
     def __str__(self) -> str:
         lines = []
