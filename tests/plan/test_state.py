@@ -116,7 +116,7 @@ def no_step(offload, target):
 @pytest.mark.parametrize(
     ("make_step", "error", "message"),
     [
-        (plain, ValueError, "does not call its first argument: what it makes has to"),
+        (plain, ValueError, "does not call offload, its first argument"),
         (never_initialised, ValueError, r"does not call init .*oo\.eval_shape"),
         (
             no_step,
