@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sys
 import types
 
@@ -225,3 +226,13 @@ def test_a_machine_without_accelerators_leaves_plugins_alone(monkeypatch):
     monkeypatch.setattr(jax_view, "_versions", lambda: {"jax-metal": "0.1.1"})
     jax_view.look(NOTHING, None)
     assert len(asked) == 1
+
+
+def test_the_page_shows_what_is_printed(doctor):
+    """Its lines are those of a machine of the tests, however they are wrapped."""
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "doctor.md"
+    (block,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    printed = doctor("--machine", CAPTURED / "h100_two_nodes.txt").stdout
+    printed = " ".join(printed.split())
+    for finding in re.split(r"\n(?= *\w+  \w)", block):
+        assert " ".join(finding.split()) in printed

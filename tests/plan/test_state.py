@@ -121,7 +121,7 @@ def no_step(offload, target):
         (
             no_step,
             TypeError,
-            r"returns an optax_offload\.Step\(fn, args, \.\.\.\)",
+            r"must return an optax_offload\.Step\(fn, args, \.\.\.\)",
         ),
     ],
 )
