@@ -96,14 +96,14 @@ class Alternatives(Printed):
         return "\n".join([*lines, *self.not_compiled])
 
 
+# Those that end in a space are of numbers.
 HEADERS = (
-    "what is moved",
     "peak ",
     "each host ",
     "over the link ",
     "modelled step ",
     "times plain ",
-    "",
+    "what is moved",
 )
 
 
