@@ -112,10 +112,7 @@ def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
     """Prints the lines that a train script needs, for the file if one is written."""
     if plan.before.fits:
         return
-    heading = "in the training script:"
-    say(console, heading if file else "write a rule file with --out FILE; then,")
-    if not file:
-        say(console, heading)
+    say(console, f"{'' if file else 'with --out FILE, '}in the training script:")
     for line in plan.training(str(file or "FILE")):
         console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 

@@ -1,5 +1,6 @@
 """What a person is shown."""
 
+import dataclasses
 import io
 import pathlib
 import re
@@ -8,6 +9,7 @@ from rich.console import Console
 
 import optax_offload as oo
 from optax_offload import _plan, aot
+from optax_offload._plan import state
 from optax_offload._plan.alternatives import alternatives
 from optax_offload._plan.variants import Variant
 from optax_offload.aot import Target
@@ -186,3 +188,33 @@ def test_findings_at_80_columns():
         for word in f"{finding.seen} {finding.means}".split():
             assert whole(word.strip(".,;()'"), lines), word
     assert all(any(line.endswith(p) for line in lines) for p in pasted)
+
+
+def test_the_page_explains_what_is_printed():
+    """Each line or part of a plan that it names is there."""
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "reading-output.md"
+    rows = re.findall(
+        r"^\| (`.*?) \|", page.read_text().partition("## A plan")[2], re.M
+    )
+    named = [name for row in rows for name in re.findall(r"`(.*?)`", row)]
+    plan = a_plan(
+        first="state on the host; fused, backward twice",
+        second="state on the host; fused, late gradients on the host",
+        parts={"state loaded at once (by 'f')": 1, "other temporaries": 1},
+    )
+    leaves = [state.Leaf("mu/w", 2**20, 2**20, 0, True)]
+    plan = dataclasses.replace(
+        plan,
+        moved=tuple(state.leaf_patterns(leaves)),
+        environment={"XLA_CLIENT_MEM_FRACTION": "0.9"},
+        alternatives=dataclasses.replace(
+            plan.alternatives, not_compiled=("not compiled: 1 way that failed",)
+        ),
+    )
+    text = shown(tables.print_plan, plan) + shown(
+        tables.print_training, plan, "my.toml"
+    )
+    assert len(named) > 12
+    for name in named:
+        for piece in name.split("..."):
+            assert piece.strip() in text, name
