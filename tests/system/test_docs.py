@@ -185,3 +185,41 @@ def test_named_files_exist():
             if path is None or (test and f"def {test}(" not in path.read_text()):
                 missing.append((document.name, name, test))
     assert missing == []
+
+
+def test_both_moments_are_written_one_way():
+    """One regex for one thing, in pages, examples, rule files and docstrings."""
+    regex = re.compile(r"[(.*/)?^\w\\]*\(mu\\?\|nu\)[(.*/)?$\\]*")
+    folders = ROOT / "docs", ROOT / "examples", ROOT / "configs", ROOT / "optax_offload"
+    paths = [x for folder in folders for x in folder.rglob("*") if x.is_file()]
+    found = {
+        (match, str(path.relative_to(ROOT)))
+        for path in [ROOT / "README.md", *paths]
+        if path.suffix in (".md", ".py", ".toml")
+        for line in path.read_text().splitlines()
+        if not line.startswith("#")
+        for match in regex.findall(line)
+    }
+    assert {match.replace("\\", "") for match, _ in found} == {".*/(mu|nu)/.*"}, found
+
+
+@pytest.mark.parametrize("name", ["index", "internals"])
+def test_the_menu_has_the_titles_of_the_pages(name):
+    """The table that leads to a page names it as the page, and so the menu, does."""
+    text = (ROOT / "docs" / f"{name}.md").read_text()
+    rows = re.findall(r"^\| \[([^\]]+)\]\(([\w-]+\.md)\)", text, re.MULTILINE)
+    assert len(rows) > 5
+    for title, page_name in rows:
+        page_text = (ROOT / "docs" / page_name).read_text()
+        assert re.search(r"^# (.*)$", page_text, re.MULTILINE)[1] == title
+
+
+def test_guides_are_short():
+    """All of them have at most 15,000 words, as `wc -w` counts."""
+    text = (ROOT / "docs" / "index.md").read_text()
+    (menu,) = re.findall(r":caption: Guides\n:hidden:\n\n(.*?)```", text, re.DOTALL)
+    words = {
+        name: len((ROOT / "docs" / f"{name}.md").read_text().split())
+        for name in menu.split()
+    }
+    assert sum(words.values()) <= 15_000, words
