@@ -98,8 +98,8 @@ def test_rule_that_matches_nothing_lists_near_paths():
 def test_rule_that_matches_nothing_in_an_empty_tree():
     """Without leaves there are no near paths."""
     message = (
-        r"The tree has no leaves\. An optimizer without state, such as optax.sgd "
-        r"without momentum, has nothing to move: leave offload\(\.\.\.\) out"
+        r"the tree has no leaves\. An optimizer without state, such as optax.sgd "
+        r"without momentum, has nothing to move, so leave offload\(\.\.\.\) out"
     )
     with pytest.raises(ValueError, match=message):
         kinds("a", [])
@@ -170,7 +170,7 @@ def test_bad_rule(arguments, error, message):
             TypeError,
             r"rules\[0\] is 3; it must be an optax_offload.Rule or a regex",
         ),
-        ([], ValueError, "rules is empty: nothing would be offloaded"),
+        ([], ValueError, "rules is empty, so nothing would be offloaded"),
     ],
 )
 def test_bad_rules(rules, error, message):

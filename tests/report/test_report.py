@@ -27,7 +27,7 @@ def test_rows_and_totals():
     rows = {row.path: row for row in report.rows}
     assert rows["0/mu/w"].nbytes == 256 * 128 * 4
     assert rows["0/mu/w"].planned == rows["0/mu/w"].actual == "pinned_host"
-    assert "under 65536 bytes" in rows["0/mu/b"].why
+    assert "under 64.00 KiB" in rows["0/mu/b"].why
     assert rows["0/count"].why == "no rule matches"
     assert report.totals == {"device": 2 * 512 + 4, "pinned_host": 2 * 131072}
 
@@ -270,12 +270,12 @@ def test_too_little_host_memory(shape, tmp_path, monkeypatch):
     (tmp_path / "proc").rmdir()
     machine(tmp_path, free_kib=200)
     message = (
-        r"256\.00 KiB of host memory \(pinned_host\) are still to be allocated by this "
-        r"process, and the machine has 200\.00 KiB left of 1000\.00 KiB\. offload less"
+        r"this process still needs 256\.00 KiB of host memory \(pinned_host\), but the "
+        r"machine has only 200\.00 KiB left of 1000\.00 KiB\. Offload less"
     )
     with pytest.warns(oo.OffloadWarning, match=message):
         report = oo.memory_report(state, ".*")
-    assert "(!) 256.00 KiB of" in str(report)
+    assert "(!) this process still needs 256.00 KiB" in str(report)
     assert len(report.as_dict()["host"]["shortages"]) == 1
     placed = oo.offload(optax.adam(1e-3)).init(PARAMS)
     there = oo.memory_report(placed, ".*").host
