@@ -222,3 +222,12 @@ def test_guides_are_short():
         for name in menu.split()
     }
     assert sum(words.values()) <= 15_000, words
+
+
+@pytest.mark.parametrize("document", RUN_WHOLE, ids=lambda x: x.name)
+def test_blocks_have_a_language_and_fit_the_page(document):
+    """Output is named `text`, so that it is not coloured; code has 88 columns."""
+    for language, block in FENCE.findall(document.read_text()):
+        assert language, block
+        if language.split()[0] in ("python", "py", "sh", "{code-cell}"):
+            assert max(map(len, block.splitlines())) <= 88, block
