@@ -39,7 +39,7 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as e:
-        raise ValueError(f"pattern {pattern!r} is no regex: {e}") from e
+        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
     if compiled.flags & re.DOTALL:
@@ -48,7 +48,7 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def check_memory_kind(memory_kind: object) -> None:
-    """Raises a ValueError that names the kinds there are."""
+    """Raises a ValueError that names the kinds that are allowed."""
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
             f"memory_kind is {memory_kind!r}; it must be one of "

@@ -1,4 +1,4 @@
-"""Findings about the devices: which they are, their memory, the link, `fit`."""
+"""Findings about the devices, their memory, the link and `fit`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def target_of(facts: Facts) -> tuple[Target | None, bool]:
 
 
 def _chip(kind: str) -> tuple[Chip | None, bool]:
-    """The chip of that name, or the one most like it."""
+    """The chip of that name, or else the most similar one."""
     if kind in _TPU_KINDS:
         return CHIPS[_TPU_KINDS[kind]], True
     gpus = {

@@ -1,4 +1,4 @@
-"""Findings about the host: its memory, what may be pinned of it, where it is."""
+"""Findings about the host: its memory, how much may be pinned, and NUMA."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _host_memory(facts: Facts) -> Finding:
 
 
 def _more_memory(facts: Facts, gib: int) -> str:
-    """A line that asks for more memory of whoever made the cgroup."""
+    """A line that asks the creator of the cgroup for more memory."""
     groups = facts.machine.read("proc/self/cgroup")
     if "slurm" in groups:
         return f"sbatch --mem={gib}G ..."
@@ -228,7 +228,7 @@ def _numa_of_devices(facts: Facts) -> Finding:
 
 
 def _ask_for_processors(facts: Facts, wanted: list[int]) -> tuple[str, ...]:
-    """Lines that ask whoever gave this process others for processors of nodes."""
+    """Lines that ask for processors of the wanted nodes."""
     if "slurm" in facts.machine.read("proc/self/cgroup"):
         return ("sbatch --gres-flags=enforce-binding ...",)
     path = "/sys/devices/system/node/node"

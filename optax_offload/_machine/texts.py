@@ -118,7 +118,7 @@ class Here(Texts):
 
 
 class Saved(Texts):
-    """A machine as it was saved: what is not in the text it does not have."""
+    """A saved machine, which has only what its text says."""
 
     def __init__(self, text: str):
         """Takes the text apart.

@@ -95,7 +95,7 @@ def _item(path: pathlib.Path) -> pathlib.Path:
 
 
 def _metadata(item: pathlib.Path) -> Any:
-    """The tree that a checkpoint has, of what Orbax says of each leaf."""
+    """The tree of a checkpoint, with Orbax's metadata for each leaf."""
     from orbax import checkpoint as ocp
 
     file = item / "_METADATA"
@@ -124,7 +124,7 @@ def _metadata(item: pathlib.Path) -> Any:
 
 
 def _without_boxes(paths: Sequence[str]) -> list[str]:
-    """The paths that rules see: what stands alone under ``value`` was in a box."""
+    """The paths that rules see. What stands alone under ``value`` was in a box."""
     below = collections.Counter(
         "/".join(parts[:i])
         for parts in (path.split("/") for path in paths)

@@ -42,7 +42,7 @@ DOES_NOT_FIT, BAD_INPUT, IDLE_RULE, INTERRUPTED = 1, 2, 4, 130
 
 
 def _examples(*lines: str) -> str:
-    """The foot of `--help`. rich keeps a line where an empty one is before it."""
+    """The examples below `--help`. rich keeps line breaks after empty lines only."""
     return "\n\n".join(["Examples:", *(f"optax-offload {line}" for line in lines)])
 
 
@@ -114,7 +114,7 @@ def main_options(
         ),
     ] = False,
 ) -> None:
-    """Sets what holds for every command."""
+    """Sets the options of all commands."""
     del version
     global _traceback
     _traceback = traceback
@@ -232,13 +232,13 @@ def _say_what_was_found(planner: _plan.Planner) -> None:
 
 
 def _cache_folder() -> pathlib.Path:
-    """The folder of peaks and times of earlier runs, in the user's cache folder."""
+    """The folder in the user's cache that keeps peaks and times of earlier runs."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "optax_offload" / "compiled"
 
 
 def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    """Finds what would fail only after all compiling.
+    """Finds mistakes that would otherwise fail after minutes of compiling.
 
     Raises:
       ValueError: a file is a directory, or cannot be made where it is to be.
@@ -406,7 +406,7 @@ def _progress() -> Generator[_plan.Progress, None, None]:
 
 @contextlib.contextmanager
 def _errors() -> Generator[None, None, None]:
-    """Turns what is raised into a line and an exit code.
+    """Turns any exception into a line and an exit code.
 
     Whatever it is: a step factory, and the step it makes, may raise anything.
     """
@@ -436,7 +436,7 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The command. A program of its own: it may choose for JAX."""
+    """Runs the command, and chooses JAX's platform for it."""
     # Nothing is run but `--measure-link` and `doctor`: a GPU or TPU that is here stays
     # free.
     command = next((x for x in sys.argv[1:] if not x.startswith("-")), "")

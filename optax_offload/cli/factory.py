@@ -1,4 +1,4 @@
-"""Finding a step factory by its name, and its arguments in options."""
+"""Finds a step factory by its name, and its arguments in options."""
 
 from __future__ import annotations
 

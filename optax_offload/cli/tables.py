@@ -46,7 +46,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
-    """Prints a plan: what is chosen, what fills the device, what else there is."""
+    """Prints a plan: what it chose, what fills the device, and the alternatives."""
     fits = "fits as it is: nothing is moved"
     if not plan.before.fits:
         fits = f"fits with {plan.after.what}"
@@ -84,7 +84,7 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
 
 
 def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
-    """Prints what was looked at, the chosen one marked, and what times assume."""
+    """Prints the ways that were compiled, and what modelled times assume."""
     # What is moved takes a line of its own: beside five numbers it has no room.
     *numbers, what = _plan.HEADERS
     rows = [[n.strip() for n in numbers], *(cells[1:-1] for cells in found.cells())]
@@ -109,7 +109,7 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
 
 
 def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
-    """Prints the lines that a train script needs, for the file if one is written."""
+    """Prints the lines that a train script needs to use a plan."""
     if plan.before.fits:
         return
     say(console, f"{'' if file else 'with --out FILE, '}in the training script:")

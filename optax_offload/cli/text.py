@@ -1,4 +1,4 @@
-"""Text that a terminal of any width does not cut in the middle of a word."""
+"""Text that terminals of any width break between words only."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ class Breakable:
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> RenderResult:
-        """What rich calls to draw it."""
+        """Draws it, for rich."""
         yield Text("\n".join(self.lines(options.max_width)), overflow="fold")
 
     def __rich_measure__(
         self, console: Console, options: ConsoleOptions
     ) -> Measurement:
-        """What rich calls to find how wide it has to be, and can be."""
+        """The least and the most columns that it takes, for rich."""
         longest = max((len(piece.rstrip()) for piece in self._pieces), default=0)
         whole = sum(map(len, self._pieces))
         return Measurement(longest, whole).with_maximum(options.max_width)
