@@ -25,7 +25,7 @@ H100 = aot.Target("h100")
 @pytest.mark.parametrize(
     ("make_step", "options", "error", "message"),
     [
-        (lambda offload, target: 3, {}, TypeError, r"returns an .*Step.*, got 3"),
+        (lambda offload, target: 3, {}, TypeError, r"must return an .*Step.*, got 3"),
         (adam_step, {"budget_bytes": 0}, ValueError, "budget_bytes is 0; .* at most"),
         (
             adam_step,
