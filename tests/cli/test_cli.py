@@ -258,7 +258,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         (("fit", "my_steps:make_step", "--target", "h10"), "names no chip"),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--budget", "7 apples"),
-            "'7 apples' is no size; write it as 70GiB",
+            "'7 apples' is not a size; write it as 70GiB",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--budget", "100GiB"),
@@ -266,7 +266,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--host-memory", "all"),
-            "'all' is no size; write it as 70GiB",
+            "'all' is not a size; write it as 70GiB",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--allow", "int3"),
