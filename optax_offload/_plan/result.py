@@ -221,7 +221,8 @@ class Plan(Printed):
         leaves = sum(len(pattern.leaves) for pattern in self.moved)
         return (
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device, "
-            f"{leaves} leaves moved, peak {size_text(before)} -> {size_text(after)}"
+            f"{leaves} {'leaf' if leaves == 1 else 'leaves'} moved, peak "
+            f"{size_text(before)} -> {size_text(after)}"
         )
 
     def __str__(self) -> str:

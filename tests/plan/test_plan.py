@@ -261,7 +261,7 @@ def test_a_jitted_step(jit, folder):
     assert any(c.fused for c in found.compiled) is (jit is oo.jit)
     if jit is jax.jit:
         assert found.moved
-        assert "Jit it with oo.jit" in str(found)
+        assert "jit it with oo.jit" in str(found)
 
 
 @aot_mark
