@@ -37,6 +37,7 @@ from optax_offload.cli.errors import error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
 from optax_offload.cli.interrupts import leave, until_interrupted
+from optax_offload.cli.text import say
 
 DOES_NOT_FIT, BAD_INPUT, IDLE_RULE, INTERRUPTED = 1, 2, 4, 130
 
@@ -212,7 +213,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     if not as_json:
         for path in (out, plot):
             if path is not None:
-                _out.print(f"wrote {path}", highlight=False)
+                say(_out, f"wrote {path}")
         tables.print_training(_out, plan, out)
     if not complete:
         # The compiler may still be at work in its thread, and cannot be stopped.
@@ -316,8 +317,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         tables.print_explanation(_out, str(rules), found)
         for rule in found.idle_rules:
             allowed = " (optional)" if rule.optional else ""
-            line = f"rule {rule.rule} decides nothing{allowed}: {rule.pattern}"
-            _err.print(line, highlight=False, markup=False)
+            say(_err, f"rule {rule.rule} decides nothing{allowed}: {rule.pattern}")
     if any(not rule.optional for rule in found.idle_rules):
         raise typer.Exit(IDLE_RULE)
 
@@ -399,7 +399,7 @@ def _progress() -> Generator[_plan.Progress, None, None]:
             if isinstance(what, str):
                 status.update(what)
             else:
-                _err.print(f"compiled: {what}", highlight=False, markup=False)
+                say(_err, f"compiled: {what}")
 
         yield show
 
@@ -427,7 +427,7 @@ def _errors() -> Generator[None, None, None]:
     line = f"error: {error_line(shown)}"
     _err.print(line, markup=False, highlight=False, soft_wrap=True)
     if code == BAD_INPUT:
-        _err.print("(optax-offload --traceback ... prints the traceback)", style="dim")
+        say(_err, "(optax-offload --traceback ... prints the traceback)", "dim")
     raise typer.Exit(code)
 
 

@@ -202,7 +202,7 @@ def test_both_moments_are_written_one_way():
     assert {match.replace("\\", "") for match, _ in found} == {".*/(mu|nu)/.*"}, found
 
 
-@pytest.mark.parametrize("name", ["index", "internals"])
+@pytest.mark.parametrize("name", ["index", "internals", "api"])
 def test_the_menu_has_the_titles_of_the_pages(name):
     """The table that leads to a page names it as the page, and so the menu, does."""
     text = (ROOT / "docs" / f"{name}.md").read_text()
