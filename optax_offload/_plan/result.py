@@ -300,10 +300,10 @@ def _commented(line: str) -> str:
 
 def _comment(pattern: LeafPattern) -> list[str]:
     why = {
-        (True, True): "stacked layers, updated in slices: all of it leaves the peak",
-        (True, False): "updated in slices: all of it leaves the peak",
-        (False, True): "stacked layers, but sharded along every axis: updated whole",
-        (False, False): "updated whole: the largest leaf visits the device for that",
+        (True, True): "stacked layers, updated in slices, so all of it leaves the peak",
+        (True, False): "updated in slices, so all of it leaves the peak",
+        (False, True): "stacked layers, but sharded along every axis, so updated whole",
+        (False, False): "updated whole, so the largest leaf visits the device",
     }[pattern.slice_axis is not None, pattern.stacked]
     size = size_text(pattern.nbytes_per_device)
     return [

@@ -71,7 +71,7 @@ def test_each_rule_has_a_comment():
         "pattern = '0/nu/.*'\n"
         'memory_kind = "device"\n\n'
         "# Moves 2 leaves, the first 0/mu/w0: 512.00 KiB off each device.\n"
-        "# Why: updated whole: the largest leaf visits the device for that.\n"
+        "# Why: updated whole, so the largest leaf visits the device.\n"
         "[[rules]]\n"
         r"pattern = '\d+/mu/w\d+'" + "\n"
     )
