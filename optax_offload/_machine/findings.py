@@ -134,7 +134,7 @@ class Facts:
 
     @property
     def has_somewhere_to_offload(self) -> bool:
-        """True if the host has its own memory, and enough of it can be pinned."""
+        """True if host memory is apart from the device's, and enough can be pinned."""
         return self.one_memory is None and not self.is_wsl
 
     @property
