@@ -238,4 +238,4 @@ def _not_compiled(
                 "predicted to be no faster than the chosen, the fastest "
                 f"{milliseconds(near.seconds)}"
             )
-        yield f"{count} {line} ({near.variant.text(asked.codec)})"
+        yield f"{count} {line} ({near.variant.text()})"

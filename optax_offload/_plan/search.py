@@ -145,22 +145,32 @@ class Search:
         return max(expected + error, 0)
 
     def predicted_seconds(self, variant: Variant) -> float:
-        """The time of a step: as expected, and as much longer as it was of the nearest.
+        """The time of a step, with as little beside its transfers as of the nearest.
 
-        Only what is much like it counts: what it is worth to wait for a link depends on
-        what is computed beside it.
+        The share of its transfers that nothing is computed beside is that of the way
+        that is most like it; if none is much like it, the least share that was seen.
         """
-        expected = self._expect(variant).seconds
-        like = [
-            v
-            for v, c in self.known.items()
-            if c.time is not None and _distance(variant, v) <= MOST_UNLIKE
-        ]
-        if not like:
-            return expected
-        near = min(like, key=lambda other: _distance(variant, other))
-        longer = self.known[near].step_seconds / (self._expect(near).seconds or 1.0)
-        return expected * max(longer, 1.0)
+        expected = self._expect(variant)
+        seen = {v: share for v in self.known if (share := self._exposed(v)) is not None}
+        near = min(seen, key=lambda other: _distance(variant, other), default=None)
+        if near is None:
+            return expected.seconds
+        share = seen[near]
+        if _distance(variant, near) > MOST_UNLIKE:
+            share = min(1.0, *seen.values())
+        hidden = expected.serial_seconds - expected.seconds
+        return expected.seconds + share * hidden
+
+    def _exposed(self, variant: Variant) -> float | None:
+        """The share of the transfers that could be hidden which are not.
+
+        None where a way moves next to nothing, or the compiler refused it.
+        """
+        expected, found = self._expect(variant), self.known[variant]
+        hidden = expected.serial_seconds - expected.seconds
+        if found.time is None or hidden <= LEAST_GAIN * expected.seconds:
+            return None
+        return max((found.step_seconds - expected.seconds) / hidden, 0.0)
 
     def passed_over(self) -> list[PassedOver]:
         """All that was not compiled, each with the reason."""
@@ -214,7 +224,7 @@ def _moves_more(one: Variant, other: Variant) -> bool:
     same = (
         one.options.fuse == other.options.fuse
         and one.options.late_gradients == other.options.late_gradients
-        and one.encoded == other.encoded
+        and one.codecs == other.codecs
         and one.window_bytes == other.window_bytes
     )
     rank = _MORE_PARAMETERS.index
@@ -235,7 +245,7 @@ def _distance(one: Variant, other: Variant) -> int:
         + 4 * (one.parameters != other.parameters)
         + 4 * (bool(one.state) != bool(other.state))
         + 2 * (one.options.late_gradients != other.options.late_gradients)
-        + 2 * (one.encoded != other.encoded)
+        + 2 * len({*one.codecs} ^ {*other.codecs})
         + 2 * (one.window_bytes != other.window_bytes)
         + (one.options.residuals != other.options.residuals)
     )

@@ -9,11 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Sharding
 
 from optax_offload import _memory, _offload, _rules, _trees, aot
-from optax_offload._low_bit import encoded_parts, low_bit, moments
+from optax_offload._low_bit import encoded_parts, low_bit, master_paths, moments
 from optax_offload._plan.step import StepFactory
 from optax_offload._step_options import Options
 
@@ -43,6 +44,12 @@ class Leaf:
     slice_axis: int | None
     stacked: bool
     codec: _rules.CodecName | None = None
+
+
+# The codecs of a plan, in order; none where state keeps its dtype.
+Codecs = tuple[_rules.CodecName, ...]
+# The one that changes no number: it is for master weights, the others are for moments.
+REMAINDER: _rules.CodecName = "bfloat16-remainder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,31 +155,56 @@ class RecordedOptimizer(NamedTuple):
       parameter_bytes: The bytes on each device of the parameters that it was
         initialised with.
       parameters: The leaves of these that are arguments of the step.
+      moments: The paths of the leaves that are known to be moments.
+      halves: The paths of master weights whose other half a bfloat16 parameter has.
+      parameter_dtypes: The dtypes of the parameters, in the order of their names.
     """
 
     state: tuple[Leaf, ...]
     parameter_bytes: int
     parameters: tuple[Parameter, ...] = ()
+    moments: frozenset[str] = frozenset()
+    halves: frozenset[str] = frozenset()
+    parameter_dtypes: tuple[str, ...] = ()
+
+
+class _Call(NamedTuple):
+    """An optimizer's initialisation.
+
+    Attributes:
+      params: The types of the parameters, by path.
+      state: The types of the state, by path.
+      formats: The formats of the parts of encoded leaves, by path.
+      moments: The paths of moments.
+      halves: The paths of master weights of bfloat16 parameters.
+    """
+
+    params: list[tuple[str, Any]]
+    state: list[tuple[str, Any]]
+    formats: Mapping[str, str]
+    moments: set[str]
+    halves: set[str]
 
 
 def record(
     factory: StepFactory,
     given: _rules.OffloadConfig | None = None,
-    codec: _rules.CodecName | None = None,
+    codecs: Codecs = (),
 ) -> tuple[RecordedOptimizer, ...]:
     """Calls a step factory, and notes the state of each optimizer.
 
     Args:
       factory: Makes the step.
       given: The rules that the user gave, some of which may have a codec.
-      codec: The format for moments of which no given rule decides; None for none.
+      codecs: The formats for leaves of which no given rule decides: one of moments,
+        that of master weights, both or none.
 
     Raises:
       TypeError: the factory returns something else than a `Step`.
       ValueError: the factory gives no optimizer to ``offload``, or does not initialise
         it.
     """
-    calls: list[tuple[Any, Any, Mapping[str, str]] | None] = []
+    calls: list[_Call | None] = []
 
     def offload(inner: Any) -> Any:
         wrapped = _offload.check_inner(inner)
@@ -181,11 +213,12 @@ def record(
 
         def init(params: Any) -> Any:
             state = wrapped.init(params)
-            rules = _codecs(state, given, codec)
+            of = moments(state), _halves(state, params)
+            rules = _codec_rules(given, codecs, *of)
             if rules is not None:
                 state = low_bit(wrapped, rules, codec=None).init(params)
-            formats = encoded_parts(state) if codec else {}
-            calls[position] = (_types(params), _types(state), formats)
+            formats = encoded_parts(state) if codecs else {}
+            calls[position] = _Call(_types(params), _types(state), formats, *of)
             return state
 
         return optax.GradientTransformationExtraArgs(init, wrapped.update)
@@ -204,21 +237,27 @@ def record(
         for end in _trees.tails(path):
             arguments.setdefault((end, getattr(x, "shape", ())), x)
     made = [call for call in calls if call is not None]
-    state_paths = {path for _, state, _ in made for path, _ in state}
+    state_paths = {path for call in made for path, _ in call.state}
     free = _no_state(_trees.leaves_with_paths(step.args), state_paths)
     recorded = []
-    for params, state, formats in made:
-        leaves = [_leaf(path, x, arguments, factory.target) for path, x in state]
-        leaves = _joined(leaves, formats, codec)
-        weights = [_leaf(path, x, arguments, factory.target) for path, x in params]
+    for call in made:
+        leaves = [_leaf(path, x, arguments, factory.target) for path, x in call.state]
+        leaves = _joined(leaves, call.formats)
+        weights = [_leaf(path, x, arguments, factory.target) for path, x in call.params]
         nbytes = sum(leaf.nbytes_per_device for leaf in weights)
-        types = [x for _, x in params]
+        types = [x for _, x in call.params]
         found = [
             Parameter(leaf, at)
             for leaf, x in zip(weights, types, strict=True)
             if (at := _argument_of(leaf.path, x, free)) is not None
         ]
-        recorded.append(RecordedOptimizer(tuple(leaves), nbytes, tuple(found)))
+        dtypes = tuple(sorted({str(x.dtype) for x in types}))
+        recorded.append(
+            RecordedOptimizer(
+                *(tuple(leaves), nbytes, tuple(found)),
+                *(frozenset(call.moments), frozenset(call.halves), dtypes),
+            )
+        )
     return tuple(recorded)
 
 
@@ -246,25 +285,38 @@ def _argument_of(
     return free.get((path, aval.shape, aval.dtype))
 
 
-def _codecs(
-    state: Any, given: _rules.OffloadConfig | None, codec: _rules.CodecName | None
+def _codec_rules(
+    given: _rules.OffloadConfig | None,
+    codecs: Codecs,
+    of_moments: Collection[str],
+    halves: Collection[str],
 ) -> _rules.OffloadConfig | None:
-    """The rules with a codec: those given, then one for moments that are left."""
+    """The rules with a codec: those given, then one for each format of what is left."""
     rules = list(given.made_lenient().rules) if given else []
-    if codec is not None:
-        patterns = sorted({pattern_of(path) for path in moments(state)})
+    for codec in codecs:
+        paths = halves if codec == REMAINDER else of_moments
+        patterns = sorted({pattern_of(path) for path in paths})
         if patterns:
             rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
     return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
 
 
-def _joined(
-    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: _rules.CodecName | None
-) -> list[Leaf]:
+def _halves(state: Any, params: Any) -> set[str]:
+    """The paths of master weights whose other half a bfloat16 parameter has."""
+    short = {
+        path
+        for path, x in _trees.leaves_with_paths(params)
+        if getattr(x, "dtype", None) == jnp.bfloat16
+    }
+    return {p for p in master_paths(state) if short.intersection(_trees.tails(p))}
+
+
+def _joined(leaves: Sequence[Leaf], formats: Mapping[str, str]) -> list[Leaf]:
     """With codes and scales as one leaf again, which one rule moves."""
     found: dict[str, Leaf] = {}
     for leaf in leaves:
         path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
+        codec: Any = formats.get(leaf.path, "").partition(" of ")[0]
         if path is None:
             found[leaf.path] = leaf
         elif path not in found:

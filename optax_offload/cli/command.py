@@ -14,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Generator
 from importlib import metadata
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 try:
     import typer
@@ -27,7 +27,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _link, _plan, _rule_files, _rules, aot
+from optax_offload import __version__, _link, _plan, _rule_files, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -110,6 +110,7 @@ def main_options(
         "fit my_steps:make_step --target h100",
         "fit my_steps:make_step --target v5e:2x4 --budget 14GiB --out rules.toml",
         "fit my_steps:make_step --target rtx4090 --allow int8 --host-memory 64GiB",
+        "fit my_steps:make_step --target h100 --allow int8,bfloat16-remainder",
         "fit my_steps:make_step --target h100 --set layers=24",
     )
 )
@@ -135,8 +136,12 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         typer.Option(help="A rule file of what has to go, and what has to stay."),
     ] = None,
     allow: Annotated[
-        str | None,
-        typer.Option(help="A codec in which moments may be kept, such as int8."),
+        list[str] | None,
+        typer.Option(
+            help="A codec in which state may be kept: int8 and others for moments, "
+            "bfloat16-remainder for float32 copies of bfloat16 parameters. Several "
+            "with commas, or given repeatedly."
+        ),
     ] = None,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="Write the rule file here.")
@@ -162,8 +167,6 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         _check_can_write(out, plot)
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
-        if allow is not None:
-            _rules.Rule(".*", codec=cast("_rules.CodecName", allow))
         chips = Target(target)
         asked = _plan.Asked(
             _plan.checked_budget(
@@ -171,7 +174,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 None if host_memory is None else parse_size(host_memory),
                 chips,
             ),
-            codec=allow,
+            allow=_plan.allowed(allow),
             link_bytes_per_second=link,
             folder=_cache_folder() if cache else None,
         )

@@ -255,7 +255,14 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--allow", "int3"),
-            "codec is 'int3'; it must be one of 'int8'",
+            "allow has 'int3'; each must be one of 'int8'",
+        ),
+        (
+            (
+                *("fit", "my_steps:make_step", "--target", "h100"),
+                *("--allow", "int8, bfloat16-remainder"),
+            ),
+            "its parameters are float32; make them bfloat16, and write offload(",
         ),
         (
             ("fit", "my_steps:no_optimizer", "--target", "h100"),

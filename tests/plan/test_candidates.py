@@ -58,7 +58,7 @@ def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None)
 def test_what_tracing_tells():
     """Of a scan of layers, whose gradients a norm needs first."""
     factory = StepFactory(adam_step, TARGET)
-    found = facts(factory, state_of(factory), Variant(EVERY, False, "all", MOST))
+    found = facts(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
     assert found.gradient_bytes == found.late_bytes == STACK
     assert "0/layers" in found.row_arguments
     assert "0/head" not in found.row_arguments
@@ -80,7 +80,7 @@ def test_a_jitted_step_has_only_its_state_moved(jitted):
 
     factory = StepFactory(make_step, TARGET)
     state = state_of(factory)
-    found = facts(factory, state, Variant(EVERY, False, "all", MOST))
+    found = facts(factory, state, Variant(EVERY, (), "all", MOST))
     assert found.can_stream is not jitted
     if jitted:
         assert "Jit it with oo.jit" in found.outside[0]

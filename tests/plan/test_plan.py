@@ -8,6 +8,7 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from step_factories import HEAD, MIB, STACK, adam_step
@@ -34,7 +35,12 @@ H100 = aot.Target("h100")
             r"at most what 'h100' has, 84942979072 \(79\.11 GiB\)",
         ),
         (adam_step, {"host_memory_bytes": -1}, ValueError, "host_memory_bytes is -1"),
-        (adam_step, {"codec": "int3"}, ValueError, "codec is 'int3'; it must be one"),
+        (
+            adam_step,
+            {"allow": "int8,int3"},
+            ValueError,
+            "allow has 'int3'; each must be one",
+        ),
         (adam_step, {"rules": "0/mou/.*"}, ValueError, "matches no leaf.*'0/mu/"),
     ],
 )
@@ -388,13 +394,43 @@ def test_codecs_are_in_the_search(tmp_path, folder):
     """Moments are encoded if that may be and is faster, and the file says so."""
     budget = 240 * MIB
     found = oo.plan(
-        unclipped_step, target=H100, budget_bytes=budget, codec="int8", folder=folder
+        unclipped_step, target=H100, budget_bytes=budget, allow="int8", folder=folder
     )
     assert found.after.used_bytes <= budget
     assert found.encoded
     assert "kept as int8" in str(found)
     check_by_hand(found, tmp_path, unclipped_step)
     assert {rule.codec for rule in found.config.rules} == {"int8"}
+
+
+masters_step = functools.partial(
+    adam_step,
+    clip=None,
+    optimizer=oo.master_weights(optax.adam(1e-3)),
+    dtype=jnp.bfloat16,
+)
+
+
+@aot_mark
+@pytest.mark.slow
+def test_remainders_where_the_host_is_too_small(tmp_path, folder):
+    """The error names the codecs to allow; with these the file says so, and fits."""
+    masters = STACK + HEAD
+    options = {
+        "target": H100,
+        "budget_bytes": 140 * MIB,
+        "host_memory_bytes": 2 * masters,
+        "folder": folder,
+    }
+    with pytest.raises(aot.DoesNotFitError, match="--allow int8,bfloat16-remainder"):
+        oo.plan(masters_step, **options, allow="int8")
+    both = ["int8", "bfloat16-remainder"]
+    found = oo.plan(masters_step, **options, allow=both)
+    assert found.after.host_bytes <= 2 * masters
+    assert found.after.used_bytes <= found.budget_bytes
+    assert {rule.codec for rule in found.config.rules} == {*both}
+    assert "master weights are kept as bfloat16-remainder" in str(found)
+    check_by_hand(found, tmp_path, masters_step)
 
 
 def test_plans_are_values():
