@@ -184,10 +184,10 @@ class Planner:
             search.run()
             self._move_less()
             least = search.least()
-            # What moves all that is used by rows is the end of the table.
+            # What needs least is the end of the table.
             if least is not None and search.best is not None:
                 used = min(c.used_bytes for c in self.compiled)
-                if search.predicted(least) < used and least.parameters != "all":
+                if search.predicted(least) < used:
                     search.ask(least)
         self.complete = True
 
