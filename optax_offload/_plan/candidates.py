@@ -21,7 +21,7 @@ from optax_offload._plan.variants import (
     host_bytes,
     late_bytes_left,
 )
-from optax_offload._units import milliseconds, size_text
+from optax_offload._units import milliseconds, seconds_text, size_text
 
 # The name of the part of a peak that is state in host memory, all of it loaded.
 STATE_AT_ONCE = "state loaded at once"
@@ -92,7 +92,7 @@ class CompiledCandidate:
         step = ""
         if self.time is not None:
             step = f", modelled step {milliseconds(self.time.seconds)}"
-        how = "kept from before" if self.was_kept else f"{self.seconds:.0f} s"
+        how = "kept from before" if self.was_kept else seconds_text(self.seconds)
         return (
             f"{self.what}: peak {size_text(self.used_bytes)}, "
             f"{size_text(self.host_bytes)} on the host{step}, {fits} ({how})"

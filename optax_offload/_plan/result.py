@@ -19,7 +19,7 @@ from optax_offload._plan.candidates import (
 )
 from optax_offload._plan.state import REMAINDER, Codecs, LeafPattern
 from optax_offload._step_options import Options
-from optax_offload._units import Printed, milliseconds, size_text
+from optax_offload._units import Printed, milliseconds, seconds_text, size_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -119,7 +119,7 @@ class Plan(Printed):
             lines.append(f"peak of it: {size_text(after)}")
         lines += self.host()
         lines += self.timing()
-        lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
+        lines.append(f"compiled {len(self.compiled)} times, {seconds_text(took)}")
         if not self.complete:
             lines.append("interrupted: the best that was found by then")
         lines += self.numerics()

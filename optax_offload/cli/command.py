@@ -275,6 +275,9 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             "opt_state/1. Rules match paths from there."
         ),
     ] = "",
+    parameters_under: Annotated[
+        str, typer.Option(help="Where in the checkpoint the parameters are.")
+    ] = "params",
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -283,24 +286,38 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         if (step is None) == (checkpoint is None):
             raise ValueError("give one of --step and --checkpoint")
         config = _rule_files.load_config(rules)
+        parameters: list[tuple[str, int | None]] = []
         if checkpoint is not None:
-            leaves = checkpoints.under(checkpoints.leaves(checkpoint), under)
+            saved = checkpoints.leaves(checkpoint)
+            leaves = checkpoints.under(saved, under)
+            if config.parameters:
+                parameters = checkpoints.under(saved, parameters_under)
         else:
             assert step is not None
             factory = load_factory(step, set_ or ())
             made = _plan.StepFactory(factory, Target(target))
             recorded = _plan.record(made, config)
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
-        found = explanation_of(config, leaves)
+            weights = {x.argument: x.leaf for r in recorded for x in r.parameters}
+            parameters = [(x.path, x.nbytes) for x in weights.values()]
+        found = {"": explanation_of(config.rules, leaves)}
+        if config.parameters:
+            found[" of parameters"] = explanation_of(config.parameters, parameters)
+    idle = [(of, rule) for of, each in found.items() for rule in each.idle_rules]
     if as_json:
-        _print_json(found.as_dict())
+        of_state, *of_parameters = (each.as_dict() for each in found.values())
+        if of_parameters:
+            of_state["parameters"] = of_parameters[0]
+        _print_json(of_state)
     else:
-        tables.print_explanation(_out, str(rules), found)
-        for rule in found.idle_rules:
+        for of, each in found.items():
+            title = f"parameters of {rules}" if of else str(rules)
+            tables.print_explanation(_out, title, each)
+        for of, rule in idle:
             allowed = " (optional)" if rule.optional else ""
-            line = f"rule {rule.rule} decides nothing{allowed}: {rule.pattern}"
+            line = f"rule {rule.rule}{of} decides nothing{allowed}: {rule.pattern}"
             _err.print(line, highlight=False, markup=False)
-    if any(not rule.optional for rule in found.idle_rules):
+    if any(not rule.optional for _, rule in idle):
         raise typer.Exit(IDLE_RULE)
 
 
