@@ -329,15 +329,19 @@ class Planner:
         if share * waiting < best.step_seconds * GAIN_OF_LESS_STATE:
             return
 
+        # The host may have no room for more than it moves.
+        positions = sorted(whole.state)
+
         def used(selection: Selection) -> int:
-            variant = dataclasses.replace(whole, state=selection)
+            state = frozenset(positions[i] for i in selection)
+            variant = dataclasses.replace(whole, state=state)
             if not selection:
                 return search.predicted(variant)
             found = search.ask(variant)
             return budget_bytes + 1 if found is None else found.used_bytes
 
         smallest_that_fits(
-            self._sizes.patterns[whole.codecs],
+            [self._sizes.patterns[whole.codecs][i] for i in positions],
             used,
             budget_bytes,
             LESS_STATE_ATTEMPTS if best.seconds > QUICK_SECONDS else None,

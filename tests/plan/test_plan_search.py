@@ -257,3 +257,20 @@ def test_where_nothing_is_hidden_few_are_compiled():
         assert search.best is not None
         compiled[hidden] = len(machine.compiled)
     assert compiled[0.0] <= 4
+
+
+def test_how_gradients_wait_decides_what_is_hidden():
+    """A way that waits for all of the link says little of one that waits otherwise."""
+    machine = Machine(6.4e9, hidden=0.0)
+    search = machine.search(12 * GIB)
+    every = frozenset([0, 1])
+    stored, twice, again = (
+        Variant(every, parameters=which, options=Options(late_gradients=late))
+        for which, late in (("device", "host"), ("rows", "recompute"), ("rows", "host"))
+    )
+    search.ask(stored)
+    expected = machine.outlook(again)
+    assert search.predicted_seconds(again) == pytest.approx(expected.serial_seconds)
+    expected = machine.outlook(twice)
+    assert expected.seconds < search.predicted_seconds(twice)
+    assert search.predicted_seconds(twice) < 0.9 * expected.serial_seconds
