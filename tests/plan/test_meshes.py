@@ -70,12 +70,6 @@ def by_hand(found, make_step):
     return aot.compile(step.fn, params, *rest, target=found.target)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where what one test compiles is kept for the others."""
-    return tmp_path_factory.mktemp("compiled")
-
-
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
