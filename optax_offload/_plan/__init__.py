@@ -11,8 +11,8 @@ from optax_offload._plan.candidates import (
 from optax_offload._plan.forms import allowed
 from optax_offload._plan.picture import check_can_plot, save_plot
 from optax_offload._plan.planner import Planner, plan
+from optax_offload._plan.recording import record
 from optax_offload._plan.result import NothingFitsError, Plan
-from optax_offload._plan.state import record
 from optax_offload._plan.step import Step, StepFactory, compile_step
 
 __all__ = [

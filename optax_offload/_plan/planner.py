@@ -25,6 +25,7 @@ from optax_offload._plan.forms import (
 )
 from optax_offload._plan.least_state import smallest_that_fits
 from optax_offload._plan.prepare import facts
+from optax_offload._plan.recording import record
 from optax_offload._plan.result import NothingFitsError, Plan
 from optax_offload._plan.search import Failed, Search
 from optax_offload._plan.state import (
@@ -33,7 +34,6 @@ from optax_offload._plan.state import (
     Parameters,
     Selection,
     movable_state,
-    record,
 )
 from optax_offload._plan.step import Step, StepFactory
 from optax_offload._plan.variants import Facts, Outlook, Sizes, Variant, variants

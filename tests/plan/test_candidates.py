@@ -14,7 +14,8 @@ from optax_offload._plan import candidates
 from optax_offload._plan.candidates import Asked, Budget, CandidateCompiler
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.prepare import facts, prepared
-from optax_offload._plan.state import movable_state, record
+from optax_offload._plan.recording import record
+from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory
 from optax_offload._plan.variants import Facts, Variant
 from optax_offload._step_options import Options

@@ -10,7 +10,8 @@ import pytest
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._plan.prepare import facts
-from optax_offload._plan.state import movable_state, record
+from optax_offload._plan.recording import record
+from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory
 from optax_offload._plan.variants import Variant
 from optax_offload._step_options import Options

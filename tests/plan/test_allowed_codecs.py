@@ -13,7 +13,8 @@ from optax_offload import aot
 from optax_offload._plan.candidates import Asked, Budget
 from optax_offload._plan.forms import allowed, forms, worth_allowing
 from optax_offload._plan.planner import Planner
-from optax_offload._plan.state import movable_state, record
+from optax_offload._plan.recording import record
+from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory
 
 H100 = aot.Target("h100")
