@@ -1,7 +1,7 @@
 """Step factories in Flax linen, Flax NNX and Equinox, for `optax-offload fit`.
 
-Each has the same layers, scanned, and a train step as one would write it: `fit` finds
-what of it rests on the host, parameters too, and the step stays as it is. Nothing is
+Each has the same scanned layers and an ordinary train step. `fit` finds what should
+rest on the host, parameters included, and the step stays as it is. Nothing is
 allocated.
 
 Run:

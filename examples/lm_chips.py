@@ -1,4 +1,4 @@
-"""What the step of a language model takes on chips that are not here.
+"""The memory that the step of a language model takes on chips that are not attached.
 
 The step is compiled for each by its own compiler (the extra `aot`), and the peak of
 device memory is read from the compiled program. Nothing is run on an accelerator.
@@ -126,7 +126,8 @@ def report(
     """Prints the table and saves the picture, or says in one line why there is none."""
     if not chips:
         return
-    print(f"\nthis step, compiled for {' and '.join(chips)} (a minute):", flush=True)
+    names = " and ".join(chips)
+    print(f"\ncompiling this step for {names} takes a minute:", flush=True)
     try:
         peaks = list(compile_for_chips(step, create_state, settings, config, chips))
     except (ImportError, OSError, RuntimeError) as error:  # No compiler, or no memory.

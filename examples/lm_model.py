@@ -1,4 +1,4 @@
-"""What the models of the examples share: attention and the loss.
+"""Attention and the loss, which the models of the examples share.
 
 Plain functions of arrays, so linen and NNX modules call the same ones.
 """

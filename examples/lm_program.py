@@ -1,6 +1,6 @@
-"""What the language model examples share around their training loops.
+"""Code around the training loops of the language model examples.
 
-The flags, the optimizer, the progress shown, and what is printed at the end.
+It has the flags, the optimizer, the progress bar, and the report at the end.
 """
 
 import dataclasses
@@ -166,7 +166,7 @@ def finish(
     """
     frequency_loss = lm_data.byte_frequency_loss(*lm_data.load_text())
     print(f"held-out loss {held_out_loss:.4f} nats per byte")
-    print(f"by byte frequencies alone {frequency_loss:.4f}")
+    print(f"guessing by byte frequencies gives {frequency_loss:.4f}")
     save_plot(plot, losses, held_out_loss, frequency_loss)
     print(f"plot of the losses: {plot}\n")
 

@@ -1,16 +1,16 @@
-"""Train steps of models people know, as shapes only: for `optax-offload fit`.
+"""Train steps of well-known models, as shapes only, for `optax-offload fit`.
 
 Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B, GPT-2 XL and GPT-3 (175B),
-and a ViT-H/14, in Flax linen. Nothing is allocated: a step is compiled for chips that
-need not be here. What a step assumes, so that its peak is that of real training:
+and a ViT-H/14, in Flax linen. Nothing is allocated, because a step is only compiled. So
+that its peak is that of real training:
 
 - parameters, gradients and state are sharded over all devices (FSDP), one axis of each;
 - layers are scanned, and each is rematerialized in the backward pass (only its input
-  is kept); inside, attention and the loss are computed in chunks, of which only one is
-  there at a time, as a fused kernel would have it;
+  is kept); inside, attention and the loss are computed one chunk at a time, as a fused
+  kernel would;
 - matrix products are in bfloat16; gradients are clipped by their global norm; AdamW;
 - parameters in bfloat16 have a copy in float32 beside Adam's moments, in the state
-  (`oo.master_weights`): so all that is large and seldom used can be offloaded;
+  (`oo.master_weights`), so that everything large and seldom used can be offloaded;
 - `batch` sequences of `context` tokens on each device.
 
 Run:

@@ -1,9 +1,9 @@
 """Trains `train_lm.py`'s model in the device memory of one of its layers.
 
-The layers' parameters, Adam's moments and what the forward pass keeps for the backward
-pass rest in host memory. Three lines differ from `train_lm.py`: one says which
-parameters rest there, and two jit with `oo.jit`. The state is made there too, a layer
-at a time; half way it is saved, and restored straight into host memory.
+The layers' parameters, Adam's moments and residuals rest in host memory. Three lines
+differ from `train_lm.py`: one says which parameters rest there, and two jit with
+`oo.jit`. The state is made one layer at a time. Half way it is saved, and restored
+straight into host memory.
 
 Run:
     python examples/one_layer.py

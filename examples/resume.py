@@ -1,9 +1,9 @@
 """Trains as `train_lm.py` does, and can be killed at any time.
 
-The state is saved every `--save_every` steps with Orbax. Started again with the same
-command, the training goes on from the newest checkpoint, with the losses that it would
-have had. What belongs in host memory is restored there, never by way of the device: the
-template made by `oo.eval_shape` says where every leaf goes.
+It saves the state every `--save_every` steps with Orbax. Run the same command again,
+and it continues from the newest checkpoint with the losses that it would have had.
+Offloaded state is restored straight into host memory, because the template made by
+`oo.eval_shape` says where every leaf belongs.
 
 Run:
     python examples/resume.py

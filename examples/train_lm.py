@@ -1,8 +1,8 @@
-"""Trains a small Transformer in Flax linen, Adam's moments kept in host memory.
+"""Trains a small Transformer in Flax linen, with Adam's moments in host memory.
 
-Only the optimizer knows of it, wrapped in `oo.offload` by `make_optimizer` in
-`lm_program.py`: the losses are those of `--nooffload`. At the end the step is compiled
-for two chips, that need not be here, without offload and with it (`lm_chips.py`).
+Only the optimizer changes: `make_optimizer` in `lm_program.py` wraps it in
+`oo.offload`. The losses are those of `--nooffload`. At the end the step is compiled for
+two chips that are not attached, with and without offload (`lm_chips.py`).
 
 Run:
     python examples/train_lm.py

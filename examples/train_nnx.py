@@ -1,7 +1,7 @@
-"""Trains a small Transformer in Flax NNX, Adam's moments kept in host memory.
+"""Trains a small Transformer in Flax NNX, with Adam's moments in host memory.
 
-Only the optimizer given to `nnx.Optimizer` knows of it, wrapped in `oo.offload` by
-`make_optimizer` in `lm_program.py`: the losses are those of `--nooffload`.
+Only the optimizer given to `nnx.Optimizer` changes: `make_optimizer` in `lm_program.py`
+wraps it in `oo.offload`. The losses are those of `--nooffload`.
 
 Run:
     python examples/train_nnx.py

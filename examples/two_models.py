@@ -1,9 +1,9 @@
-"""Two small Flax models take turns on one device: one off it while the other trains.
+"""Two small Flax models take turns on one device.
 
-A model of scores learns to tell text from its bytes sorted; a language model
-learns the text. Before each turn the state of the other, parameters and optimizer, is
-moved off the device, to host memory or to disk, and its own is brought back. The losses
-are compared with those of the same turns with both models on the device all the time.
+One model learns to tell text from the same bytes sorted; the other is a language model.
+Before each turn the other model's parameters and optimizer state move off the device,
+to host memory or to disk, and its own come back. At the end all losses are compared
+with a run that keeps both models on the device.
 
 Run:
     python examples/two_models.py

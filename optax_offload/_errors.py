@@ -68,8 +68,9 @@ CAUSES = (
     "- a checkpoint restored without memory kinds: restore with a template of "
     "optax_offload.eval_shape, or state = optax_offload.place(state, template)\n"
     "- a template of jax.eval_shape: use optax_offload.eval_shape\n"
-    "- nothing, if its memory_kind is pinned_host: on one device, JAX types arrays of "
-    "some checkpoint libraries as device values. A step takes them as arguments; for a "
-    "loop, a branch or a jit within it: state = optax_offload.place(state, state)\n"
+    "- none of these, if its memory_kind is pinned_host: on one device, JAX types "
+    "arrays of some checkpoint libraries as device values. A step takes them as "
+    "arguments; for a loop, a branch or a jit within it: state = "
+    "optax_offload.place(state, state)\n"
     'For a first step after such a restore: offload(..., on_misplaced="move")'
 )

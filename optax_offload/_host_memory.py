@@ -44,14 +44,14 @@ class Limit:
         """The line that makes room for ``total_bytes`` of pinned memory."""
         gib = -(-total_bytes // GIB)
         if self.name == "GPU plugin":
-            return f"before JAX starts: export {PLUGIN_LIMIT}={gib}"
+            return f"Set this before JAX starts: export {PLUGIN_LIMIT}={gib}"
         if self.name == "cgroup":
             return (
-                f"give the job at least {gib} GiB more than the rest of it needs: "
+                f"Give the job {gib} GiB for this, and what else it needs: "
                 "docker run --memory=..., sbatch --mem=..., or the resources of a pod"
             )
         return (
-            "offload less (configs/second_moment.toml is half of Adam's state), or "
+            "Offload less (configs/second_moment.toml is half of Adam's state), or "
             "shard the state over more hosts"
         )
 
@@ -194,8 +194,8 @@ class HostMemory:
             if missing > limit.free_bytes:
                 used = limit.total_bytes - limit.free_bytes
                 messages.append(
-                    f"{size_text(missing)} of host memory ({'; '.join(kinds)}) are "
-                    f"still to be allocated by this process, and the {limit.name} has "
+                    f"this process still needs {size_text(missing)} of host memory "
+                    f"({'; '.join(kinds)}), but the {limit.name} has only "
                     f"{size_text(limit.free_bytes)} left of "
                     f"{size_text(limit.total_bytes)}. {limit.fix(used + missing)}"
                 )
@@ -213,7 +213,7 @@ class HostMemory:
     def __str__(self) -> str:
         needs = [
             f"{kind} of this process: {size_text(nbytes)}, "
-            f"{size_text(self.missing_bytes.get(kind, 0))} of them to be allocated"
+            f"{size_text(self.missing_bytes.get(kind, 0))} of it not allocated yet"
             for kind, nbytes in self.needed_bytes.items()
         ]
         rooms = [

@@ -73,7 +73,10 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         leaves = _trees.leaves_with_paths(state)
         belongs = _by_rules(leaves, like, under)
     elif under:
-        raise ValueError(f"under={under!r} says where rules begin: give the rules")
+        raise ValueError(
+            f"under={under!r} says where the paths of rules begin, and there are no "
+            "rules: give them too"
+        )
     else:
         belongs = _by_example(state, leaves, like)
     placed = [

@@ -34,11 +34,11 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     Example:
       >>> import pathlib, tempfile
       >>> file = pathlib.Path(tempfile.mkdtemp()) / "adam.toml"
-      >>> rules = "[[rules]]\npattern = '(.*/)?(mu|nu)/.*'\n"
+      >>> rules = "[[rules]]\npattern = '.*/(mu|nu)/.*'\n"
       >>> _ = file.write_text("[step]\nresiduals = 'host'\n" + rules)
       >>> config = load_config(file)
       >>> config.rules[0].regex, config.step["residuals"]
-      ('(.*/)?(mu|nu)/.*', 'host')
+      ('.*/(mu|nu)/.*', 'host')
     """
     file = os.fspath(path)
     with open(file, "rb") as f:

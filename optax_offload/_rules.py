@@ -9,6 +9,7 @@ from typing import Any, Literal, cast, get_args
 
 from optax_offload import _trees
 from optax_offload._step_options import Options
+from optax_offload._units import size_text
 
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
 MEMORY_KINDS: tuple[str, ...] = get_args(MemoryKind)
@@ -38,7 +39,7 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as e:
-        raise ValueError(f"pattern {pattern!r} is no regex: {e}") from e
+        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
     if compiled.flags & re.DOTALL:
@@ -47,7 +48,7 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def check_memory_kind(memory_kind: object) -> None:
-    """Raises a ValueError that names the kinds there are."""
+    """Raises a ValueError that names the kinds that are allowed."""
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
             f"memory_kind is {memory_kind!r}; it must be one of "
@@ -172,8 +173,8 @@ class OffloadConfig:
         rules = _checked("rules", self.rules)
         if not rules:
             raise ValueError(
-                "rules is empty: nothing would be offloaded. Give at least one Rule, "
-                "or leave the optimizer as it is"
+                "rules is empty, so nothing would be offloaded. Give at least one "
+                "Rule, or leave the optimizer as it is"
             )
         object.__setattr__(self, "rules", rules)
         parameters = _checked("parameters", self.parameters)
@@ -327,7 +328,8 @@ def _placement(
         if not nbytes:
             return Placement("device", f"empty leaf ({name})", rule)
         if nbytes < rule.min_bytes:
-            return Placement("device", f"under {rule.min_bytes} bytes ({name})", rule)
+            least = size_text(rule.min_bytes)
+            return Placement("device", f"under {least} ({name})", rule)
     return Placement(rule.memory_kind, name, rule)
 
 
@@ -344,12 +346,12 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
             )
     if not paths:
         return (
-            f"{name} matches no leaf. The tree has no leaves. An optimizer without "
-            "state, such as optax.sgd without momentum, has nothing to move: leave "
-            "offload(...) out"
+            f"{name} matches no leaf, because the tree has no leaves. An optimizer "
+            "without state, such as optax.sgd without momentum, has nothing to move, "
+            "so leave offload(...) out"
         )
     remedy = _trees.remedy(compile_pattern(rule.pattern), paths)
     return (
-        f"{name} matches no leaf. {remedy}. Patterns match "
-        "the whole path; Rule(..., optional=True) allows a rule to match nothing"
+        f"{name} matches no leaf. {remedy}. A pattern must match the whole path of a "
+        "leaf. If the rule may match nothing, write Rule(..., optional=True)"
     )

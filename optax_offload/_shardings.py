@@ -123,7 +123,7 @@ def _check_types(
     ]
     if strangers:
         raise TypeError(
-            "shardings has leaves that are no shardings: "
+            "shardings has leaves that are not shardings: "
             + ", ".join(strangers)
             + ". Allowed are a jax.sharding.Sharding, a jax.P, a Flax box around one, "
             "an array or struct, and None, where the library decides"

@@ -110,7 +110,7 @@ def spread(
         )
     except ValueError as e:
         raise ValueError(
-            f"{name} is no tree prefix of what the function returns: {e}"
+            f"{name} is not a tree prefix of what the function returns: {e}"
         ) from e
     return given
 
@@ -124,7 +124,7 @@ def check_shardings(name: str, given: Sequence[Any], result: Result) -> None:
     ]
     if strangers:
         raise TypeError(
-            f"{name} has leaves that are no jax.sharding.Sharding: "
+            f"{name} has leaves that are not a jax.sharding.Sharding: "
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + ". For a PartitionSpec give jax.NamedSharding(mesh, spec)"
         )

@@ -152,8 +152,8 @@ def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
                 why = ""
                 if core != regex:
                     why = (
-                        "The box of a framework, such as nnx.Variable, is no part of a "
-                        "path. "
+                        "The box of a framework, such as nnx.Variable, is not part of "
+                        "a path. "
                     )
                 leaves = "1 leaf" if count == 1 else f"{count} leaves"
                 return (

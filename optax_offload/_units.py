@@ -91,7 +91,7 @@ def parse_size(text: str) -> int:
     )
     if match is None:
         raise ValueError(
-            f"{text!r} is no size; write it as 70GiB (2**30 bytes), 24GB (10**9) or "
+            f"{text!r} is not a size; write it as 70GiB (2**30 bytes), 24GB (10**9) or "
             "bytes"
         )
     number, unit, binary = match.groups()

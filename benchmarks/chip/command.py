@@ -33,10 +33,10 @@ RESULTS = ROOT / "benchmarks" / "results" / "chips"
 MEASURED = ROOT / "optax_offload" / "aot" / "measured.json"
 TOY_BYTES = 2**30
 HELP = """\
-Runs every form of step on the attached GPU or TPU, and writes what came of it to
-benchmarks/results/chips/, one JSON for a device and a commit; then `--page` makes
-docs/on-a-chip.md of all of them, and the link that `optax_offload.aot` has a chip's
-steps modelled with. Needs JAX, optax and Flax, and nothing installed of this checkout.
+Runs every form of step on the attached GPU or TPU, and writes the results to
+benchmarks/results/chips/, one JSON for each device and commit. Then it makes
+docs/on-a-chip.md from all of them, and sets the link that `optax_offload.aot` models
+the chip's steps with. Needs JAX, optax and Flax; this checkout need not be installed.
 Called again, it runs what is missing."""
 
 
@@ -46,10 +46,10 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
     add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
-    add("--again", action="store_true", help="what is done already, too")
+    add("--again", action="store_true", help="run what is done already, too")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
-    add("--list", action="store_true", help="name the parts and their cases")
-    add("--page", action="store_true", help="only make the page, of what was measured")
+    add("--list", action="store_true", help="list the parts and their cases")
+    add("--page", action="store_true", help="only make the page from what was measured")
     add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
     add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")

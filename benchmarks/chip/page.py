@@ -20,34 +20,36 @@ Row = Sequence[str]
 TOP = """\
 # On a chip
 
-What real GPUs and TPUs do, beside what is predicted without one. This page is made
-from the files in `benchmarks/results/chips/` by `python -m benchmarks.chip --page`.
+This page compares predictions with measurements on real GPUs and TPUs. It is made by
+`python -m benchmarks.chip --page` from the files in `benchmarks/results/chips/`.
 
-On a machine with a GPU or a TPU, from a checkout, with JAX, optax and Flax installed
-and nothing else:
+To measure a GPU or a TPU, run this in a checkout on its machine. It needs JAX, optax
+and Flax, and nothing else:
 
 ```sh
 make accelerator   # or: python -m benchmarks.chip
 ```
 
-It takes at most 25 minutes, in six parts of at most 8:
+It takes at most 25 minutes and has six parts of at most 8:
 
-- `values`: every form of step against the plain step;
-- `peaks`: the memory of the device and of the host;
-- `link`: the link between them;
-- `time`: steps in turns with the plain step;
-- `largest`: the largest models that take a step;
-- `others`: what users of PyTorch would take instead, where it is installed.
+| part | measures |
+| --- | --- |
+| `values` | the results of every form of step against those of the plain step |
+| `peaks` | the memory that steps take of the device and of the host |
+| `link` | the bandwidth between them |
+| `time` | the time of steps, in turns with the plain step |
+| `largest` | the largest models that take a step |
+| `others` | what users of PyTorch would use instead, if PyTorch is installed |
 
-Each part runs in processes of its own, so that the others run whatever happens in one.
-What a case found is on the disk when it ends, and the command runs what is missing when
-it is called again. If a machine allows ten minutes a command, call it with
-`--minutes=9` until nothing is left. `--only=values,peaks` runs some parts, `--dry`
-all of them at toy size on the CPU, `--paper=h200` compiles for a chip not attached.
+Each part runs in processes of its own, so a crash in one does not stop the others. Each
+result is written to disk at once. Call the command again and it runs only what is
+missing: if your machine stops commands after ten minutes, repeat it with `--minutes=9`.
+`--only=values,peaks` runs some parts. `--dry` runs all of them at toy size on the CPU.
+`--paper=h200` compiles for a chip that is not attached.
 
-"Predicted" is read from the compiled program: peaks by `aot.peak`, times by
-`aot.step_time`, whose chips always reach their documented rates. Forms are what the
-[other tables](results.md) call modes.
+Predictions are read from compiled programs: peaks by `aot.peak`, and times by
+`aot.step_time`, which assumes that the chip always reaches its documented rates. The
+"forms" here are the "modes" of the [other tables](results.md).
 """
 
 
@@ -94,7 +96,7 @@ def origin(table: Table) -> list[str]:
     toy = "Toys, on the CPU: these figures mean nothing. " if table["dry"] else ""
     if table["on_paper"]:
         return [
-            f"Compiled for it on {table['date']}, by `python -m benchmarks.chip "
+            f"Compiled on {table['date']} by `python -m benchmarks.chip "
             f"--paper={table['device']}` ({versions}). Measured: {NOT_RUN}."
         ]
     host = table["host"]
@@ -161,9 +163,10 @@ def values(cases: Mapping[str, Table]) -> list[str]:
         for name, f in done(cases).items()
     ]
     said = (
-        "Differences to the plain step after five steps (thirty where it says so): the "
-        "largest in units of the last place of each leaf's largest value, and the "
-        "mean of parameters in learning rates. Matrix products are in full float32."
+        "Differences from the plain step after five steps, or thirty where the name "
+        "says so. `ulps` is the largest difference, in units of the last place of each "
+        "leaf's largest value. `mean` is the mean difference of parameters, in "
+        "learning rates. Matrix products are in full float32."
     )
     return [said, "", *grid(("form", "ulps", "mean", "bound", "within"), rows)]
 
@@ -181,10 +184,10 @@ def peaks(cases: Mapping[str, Table]) -> list[str]:
         for name, f in done(cases).items()
     ]
     header = ("workload", "form", "MiB, predicted", "measured")
-    header += ("of the host, predicted", "measured")
+    header += ("host MiB, predicted", "measured")
     said = (
-        "Measured is the device's own count in a fresh process (`peak_bytes_in_use`), "
-        "which makes the model too; of the host, what the machine had less than before."
+        "The device's peak is its own count (`peak_bytes_in_use`) in a fresh process, "
+        "which also makes the model. The host's is the drop in its available memory."
     )
     return [said, "", *grid(header, rows)]
 
@@ -228,10 +231,10 @@ def time(cases: Mapping[str, Table]) -> list[str]:
     header = ("size", "billions", "form", "ms, predicted", "measured")
     header += ("over plain", "tokens/s", "transfers hidden")
     said = (
-        "Gated layers of width 2048 under a scan, in float32, with adam: 24 of them, "
-        "and with 16384 tokens as many as fill the card (`filled`). Measured in turns "
-        "with the plain step, but for `filled`. Hidden is the share of the time of "
-        "transfers in which kernels run, from a profile."
+        "The model has gated layers of width 2048 under a scan, in float32, with adam. "
+        "It has 24 of them; `filled` has as many as fill the card, and 16384 tokens. "
+        'All but `filled` are timed in turns with the plain step. "Transfers hidden" '
+        "is the share of transfer time in which kernels run, from a profile."
     )
     return [said, "", *grid(header, rows)]
 
@@ -268,9 +271,9 @@ def largest(cases: Mapping[str, Table]) -> list[str]:
             rows.append((name, predicted, measured, number(".2f", f.get("seconds"))))
     header = ("model", "predicted", "measured", "s a step")
     said = (
-        "Billions of parameters of the largest model of such layers that takes a step, "
-        "and what bounds the prediction (on paper the device alone). Of a model people "
-        "know, its memory."
+        "Billions of parameters in the largest model of such layers that takes a step, "
+        "and the memory that limits the prediction (on paper only the device's). For "
+        "well-known models, the memory that a step takes."
     )
     return [said, "", *grid(header, rows)]
 
@@ -287,7 +290,9 @@ def others(cases: Mapping[str, Table]) -> list[str]:
         for name, f in done(cases).items()
     ]
     header = ("size", "optimizer", "ms a step", "tokens/s", "MiB")
-    said = "The same model, tokens and dtype in PyTorch; of these nothing is predicted."
+    said = (
+        "The same model, tokens and dtype in PyTorch. Nothing is predicted for these."
+    )
     return [said, "", *grid(header, rows)]
 
 

@@ -54,6 +54,8 @@ class InScan:
       ahead: The variables in host memory whose rows each iteration loads for the next
         one, and the position of the update that is stored after each of these loads.
       loaded: The variables whose rows are loaded for its body, ahead or not.
+      loads_first: Whether an update is computed once the rows are there that are loaded
+        from the buffers it is stored into, and not only stored then.
     """
 
     fused: Sequence[Fused]
@@ -64,6 +66,7 @@ class InScan:
     like: Mapping[jex.Var, jex.Var | None]
     ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
     loaded: Collection[jex.Var] = ()
+    loads_first: bool = False
 
 
 def run(
@@ -287,13 +290,18 @@ class _Loop:
         # What a unit replaces, another may read too.
         before, buffers = buffers, dict(buffers)
         for unit in self._units:
+            gradients = [v for v in unit.fused.component.gradients if v in rows]
             if unit.fused.parts is not None:
                 whole = functools.partial(self._whole, unit, before, buffers)
-                given = rows | self._after_loads(unit, rows, read)
+                given = rows | self._after_loads(unit, gradients, rows, read)
                 part_by_part.run(unit.fused, i, given, whole, buffers)
                 continue
+            if self._work.loads_first:
+                rows |= self._after_loads(unit, gradients, rows, read)
             rows |= self._values(unit, i, before, rows, loaded)
-            rows |= self._after_loads(unit, rows, read)
+            if not self._work.loads_first:
+                tied = [v for v in unit.results if unit.fused.replaced[v] in read]
+                rows |= self._after_loads(unit, tied, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
             for v, row in (_together(now) if self._delayed else now).items():
                 buffers[v] = self._put(buffers[v], v, row, i)
@@ -336,14 +344,17 @@ class _Loop:
         return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
 
     def _after_loads(
-        self, unit: _Unit, rows: Mapping[jex.Var, Any], read: Mapping[jex.Var, Any]
+        self,
+        unit: _Unit,
+        tied: Sequence[jex.Var],
+        rows: Mapping[jex.Var, Any],
+        read: Mapping[jex.Var, Any],
     ) -> dict[jex.Var, Any]:
         """Rows of a unit that are there once what is read of its buffers is.
 
         Unless one follows from the other, a compiler copies the whole buffer.
         """
-        fused, number = unit.fused, self._units.index(unit)
-        replaced = fused.replaced.values()
+        replaced, number = unit.fused.replaced.values(), self._units.index(unit)
         before = [
             x
             for v, x in read.items()
@@ -351,10 +362,6 @@ class _Loop:
         ]
         if not before:
             return {}
-        if fused.parts is not None:
-            tied = [v for v in fused.component.gradients if v in rows]
-        else:
-            tied = [v for v in unit.results if fused.replaced[v] in read]
         return {v: lax.optimization_barrier([rows[v], *before])[0] for v in tied}
 
     def _values(

@@ -33,6 +33,7 @@ from optax_offload._schedule import (
     by_gradients,
     delayed_rows,
     only_loaded,
+    replaced_rows_ahead,
     residuals_behind,
     rows_ahead,
 )
@@ -123,11 +124,23 @@ class _Run:
             delayed = delayed_rows(each.scan, _whole(ordered), ahead)
             behind = residuals_behind(self._step, each.scan)
             delayed = delayed.union(v for v in behind if v in kept)
+        else:
+            ahead = replaced_rows_ahead(self._step, each.scan, ordered)
         # What parts of a row are written into is not read as a whole, but by the scan.
         in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
         loaded = [v for v in only_loaded(each.scan) if v in ahead or v in in_parts]
-        return body.InScan(ordered, delayed, sums, kept, waiting, like, ahead, loaded)
+        return body.InScan(
+            ordered,
+            delayed,
+            sums,
+            kept,
+            waiting,
+            like,
+            ahead,
+            loaded,
+            loads_first=not self._late,
+        )
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """Returns the state, else the parameter, that a gradient is sharded like."""

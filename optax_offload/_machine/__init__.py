@@ -1,4 +1,4 @@
-"""Checks of a machine for offloading, made before anybody trains on it."""
+"""Checks whether offloading helps on a machine, before you train on it."""
 
 from optax_offload._machine.diagnosis import Diagnosis, diagnose
 from optax_offload._machine.findings import Finding, Level

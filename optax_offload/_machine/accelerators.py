@@ -54,7 +54,7 @@ class Accelerator:
 
 
 def accelerators(machine: Texts) -> list[Accelerator]:
-    """The accelerators of a machine, of one vendor: those that people train on.
+    """The accelerators of one vendor, those that a run would use, in a machine.
 
     An integrated GPU beside NVIDIA's is for the display.
     """
@@ -64,7 +64,7 @@ def accelerators(machine: Texts) -> list[Accelerator]:
 
 
 def apple_memory_bytes(machine: Texts) -> int | None:
-    """The memory of a machine of Apple's."""
+    """The memory of an Apple machine."""
     text = parse.fields(machine.output(SYSCTL_COMMAND)).get("hw.memsize", "")
     return int(text) if text.isdecimal() else None
 
@@ -99,7 +99,7 @@ def _google(machine: Texts) -> Iterator[Accelerator]:
 
 
 def _amd(machine: Texts) -> Iterator[Accelerator]:
-    """The GPUs that the driver for computing knows."""
+    """The GPUs that AMD's compute driver lists."""
     for path in machine.paths("sys/class/kfd/kfd/topology/nodes/*/properties"):
         says = parse.properties(machine.read(path))
         if not says.get("simd_count"):
@@ -124,7 +124,7 @@ def _amd(machine: Texts) -> Iterator[Accelerator]:
 
 
 def _jetson(machine: Texts) -> Iterator[Accelerator]:
-    """The GPU of a system on a chip, which is at no PCI bus."""
+    """The GPU of a Jetson, which is not on a PCI bus."""
     model = machine.read(_DEVICE_TREE).strip()
     if one_memory_of(model) is not None:
         yield Accelerator(model, "nvidia")

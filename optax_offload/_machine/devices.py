@@ -1,4 +1,4 @@
-"""Findings about the devices: which they are, their memory, the link, `fit`."""
+"""Findings about the devices, their memory, the link and `fit`."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ def about_fit(facts: Facts) -> Finding:
     """The finding about what `optax-offload fit` would assume of this machine."""
     topic = "fit"
     if not facts.has_somewhere_to_offload:
-        seen = "nothing: this machine has nothing to offload to"
-        means = "you can plan for other machines here"
+        seen = "offloading does not help on this machine"
+        means = "you can still plan for other machines here"
         return Finding(topic, "note", seen, means, (_fit("h100"),), ())
     target, exact = target_of(facts)
     if target is None:
-        seen = "no device that it knows"
+        seen = "no device was found"
         if facts.device_name:
-            seen = f"{facts.device_name} is none of the chips that it knows"
-        means = "name a chip; it need not be here"
+            seen = f"fit does not know {facts.device_name}"
+        means = "name the chip to plan for; it need not be attached"
         lines = ("optax-offload targets", _fit("h100"))
         return Finding(topic, "note", seen, means, lines)
     options = ""
@@ -84,12 +84,12 @@ def about_fit(facts: Facts) -> Finding:
         f"target {target.name}, {budget} on each device, a link of "
         f"{_gb_per_second(link)}"
     )
-    means = "the peak and the times of a plan are those on these"
+    means = "fit would plan for this machine with these figures"
     if not exact:
         means = (
-            f"{facts.device_name} is none of the chips that it knows, and "
-            f"{chip.name}, with {size_text(chip.memory_bytes)}, is the one most like "
-            "it: give --budget if yours has less"
+            f"fit does not know {facts.device_name}. The most similar chip is "
+            f"{chip.name}, with {size_text(chip.memory_bytes)}. Add --budget if yours "
+            "has less"
         )
     lines = (_fit(target.name, options),)
     return Finding(topic, "good" if exact else "note", seen, means, lines)
@@ -114,7 +114,7 @@ def target_of(facts: Facts) -> tuple[Target | None, bool]:
 
 
 def _chip(kind: str) -> tuple[Chip | None, bool]:
-    """The chip of that name, or the one most like it."""
+    """The chip of that name, or else the most similar one."""
     if kind in _TPU_KINDS:
         return CHIPS[_TPU_KINDS[kind]], True
     gpus = {
@@ -143,13 +143,13 @@ def _devices(facts: Facts) -> Finding:
     topic = "devices"
     device = facts.jax.accelerator
     if not facts.device_name:
-        seen = "no GPU of NVIDIA's or AMD's, no TPU, no chip of Apple's was seen"
+        seen = "no accelerator was found (NVIDIA, AMD, TPU or Apple)"
         means = (
-            "offload can be tried here, since JAX on the CPU has both memory kinds, "
-            "and plans be made for chips that are elsewhere"
+            "you can still try offload here, because JAX on the CPU has both memory "
+            "kinds, and plan for other machines"
         )
         if facts.jax.error:
-            means += f". JAX has no devices: {facts.jax.error}"
+            means += f". JAX found no devices: {facts.jax.error}"
         return Finding(topic, "unseen", seen, means, sources=(_INSTALL,))
     first = facts.accelerators[0] if facts.accelerators else None
     memory = first.memory_bytes if first else None
@@ -160,11 +160,9 @@ def _devices(facts: Facts) -> Finding:
         return _unused(facts, seen)
     kinds = ", ".join(device.memory_kinds)
     if "pinned_host" not in device.memory_kinds:
-        means = (
-            f"JAX uses it, but its memories are {kinds}: no pinned_host to offload to"
-        )
+        means = f"JAX uses it, but it has no pinned_host to offload to, only {kinds}"
         return Finding(topic, "stop", seen, means, sources=(_INSTALL,))
-    means = f"JAX uses {'them' if device.count > 1 else 'it'}: memories {kinds}"
+    means = f"JAX uses {'them' if device.count > 1 else 'it'}; memory kinds: {kinds}"
     return Finding(topic, "good", seen, means)
 
 
@@ -177,13 +175,13 @@ def _unused(facts: Facts, seen: str) -> Finding:
     why = f" ({facts.jax.error})" if facts.jax.error else ""
     first = facts.accelerators[0]
     if first.vendor == "apple":
-        means = f"JAX does not use its GPU{why}: training runs on the processor"
+        means = f"JAX does not use its GPU{why}, so training runs on the CPU"
         return Finding(topic, "note", seen, means, sources=(_INSTALL,))
     platforms, plugin, extra = _PLUGINS[first.vendor]
     chosen = facts.environment.get("JAX_PLATFORMS", "")
     if chosen and not platforms & set(chosen.split(",")):
         lines = ("unset JAX_PLATFORMS",)
-        means = f"JAX does not use it: JAX_PLATFORMS={chosen} forbids it"
+        means = f"JAX does not use it, because JAX_PLATFORMS={chosen} forbids it"
         return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
     if any(re.match(plugin, name) for name in facts.jax.versions):
         means = f"JAX does not use it, although its plugin is installed{why}"
@@ -194,7 +192,7 @@ def _unused(facts: Facts, seen: str) -> Finding:
     if extra == "cuda13" and major.isdecimal() and int(major) < _CUDA_13_DRIVER:
         extra = "cuda12"
     lines = (f'pip install -U "jax[{extra}]"',)
-    means = f"JAX does not use it{why}: its plugin is not installed"
+    means = f"JAX does not use it, because its plugin is not installed{why}"
     return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
 
 
@@ -202,17 +200,17 @@ def _versions(facts: Facts) -> Finding:
     topic = "JAX"
     versions = facts.jax.versions
     if "jax" not in versions:
-        means = "which version it is could not be seen"
+        means = "its version is not known"
         return Finding(topic, "unseen", "JAX was not asked", means)
     seen = ", ".join(f"{name} {version}" for name, version in versions.items())
     numbers = tuple(int(x) for x in re.findall(r"\d+", versions["jax"])[:3])
     if facts.has_gpu and numbers < _COPIES_SINCE:
         means = (
-            "on GPUs kernels move rows of host memory with this version, beside which "
-            "nothing else computes: with 0.11.1 or newer (Python 3.12) they are copies"
+            "with this version kernels move rows of host memory on GPUs, and nothing "
+            "else computes meanwhile. From 0.11.1 on (Python 3.12) copy engines do"
         )
         return Finding(topic, "fix", seen, means, ("pip install -U jax",), (_COPIES,))
-    means = "all of this library works with it"
+    means = "everything in this library works with it"
     return Finding(topic, "good", seen, means)
 
 
@@ -222,26 +220,23 @@ def _memories(facts: Facts) -> Finding:
     if one is not None:
         seen = f"{name} ({one.name}): host and device share one memory"
         means = (
-            "what is offloaded stays where it was, and is copied within it: offload "
-            "gains nothing. Leave it out. Updates in the backward pass (oo.jit) and "
-            "codecs still save memory. What JAX takes is gone for the host"
+            "offloading only copies state within it and frees nothing, so leave it "
+            "out. Updates in the backward pass (oo.jit) and codecs still save memory. "
+            "Memory that JAX preallocates is missing on the host"
         )
         lines = ("export XLA_PYTHON_CLIENT_PREALLOCATE=false",) * facts.has_gpu
         sources = (one.source, *((_GPU_MEMORY,) if facts.has_gpu else ()))
         return Finding(topic, "stop", seen, means, lines, sources)
     if facts.is_coherent:
-        seen = f"{name}: coherent with its host, in two memories"
-        means = (
-            "offload frees the device's memory, over a link several times as fast as "
-            "PCI Express"
-        )
+        seen = f"{name} has its own memory, coherent with the host's"
+        means = "offloading frees it, over a link several times as fast as PCI Express"
         return Finding(topic, "good", seen, means, sources=(_C2C,))
     # nvidia-smi says of no GPU that shares its host's memory how much it has.
     has_own = any(x.memory_bytes for x in facts.accelerators)
     if has_own or _chip(name)[0] is not None:
-        seen = f"{name} has a memory of its own"
+        seen = f"{name} has its own memory"
         return Finding(topic, "good", seen, "offloading frees it")
-    seen = f"whether {name} shares the host's memory is not known here"
+    seen = f"{name} may share the host's memory; this command does not know it"
     means = "if it does, offload gains nothing"
     return Finding(topic, "unseen", seen, means)
 
@@ -254,7 +249,7 @@ def _link(facts: Facts) -> Finding:
     if chip is not None:
         of = "it" if exact else chip.name
         per_second = _gb_per_second(chip.link.bytes_per_second)
-        documented = f"{per_second} are documented of {of}"
+        documented = f"{per_second} are documented for {of}"
         sources = (chip.link_source,)
     # Memory of a coherent device is not reached through its slot.
     devices = [] if facts.is_coherent else facts.accelerators
@@ -275,15 +270,15 @@ def _link(facts: Facts) -> Finding:
     if measured is None:
         level = "unseen"
         if lanes:
-            parts.append(f"only {lanes} are in use, maybe since it rests")
+            parts.append(f"only {lanes} are in use, perhaps because it is idle")
             sources = (*sources, _LANES)
     elif chip and measured < _USUAL_SHARE * chip.link.bytes_per_second:
         level = "fix"
-        causes = "NUMA, and what else uses the link"
+        causes = "check NUMA, and whether something else uses the link"
         if lanes:
-            causes = f"its slot, since only {lanes} are in use, {causes}"
-        parts.append(f"less than is usual: see {causes}")
-    means = "; ".join(parts) or "nothing is documented of it here"
+            causes = f"only {lanes} are in use; {causes}"
+        parts.append(f"less than usual: {causes}")
+    means = "; ".join(parts) or "no documented bandwidth is known for it"
     return Finding(topic, level, seen, means, sources=sources)
 
 

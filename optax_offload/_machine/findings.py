@@ -1,4 +1,4 @@
-"""A finding: what was seen of a machine, what it means, what to do; and the facts."""
+"""Findings about a machine, and the facts that they are made from."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Level = Literal["good", "note", "fix", "stop", "unseen"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something that was found out about a machine.
+    """A finding: what was seen of a machine, what it means, and what to do.
 
     Attributes:
       topic: The subject, such as "host memory".
@@ -125,7 +125,7 @@ class Facts:
 
     @property
     def free_bytes(self) -> int | None:
-        """The host memory that a process can still have; None if that is not known."""
+        """The host memory that a process can still get; None if that is not known."""
         free = {name: x.free_bytes for name, x in self.limits.items()}
         free.pop("GPU plugin", None)
         if "machine" in free:

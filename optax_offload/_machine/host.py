@@ -1,4 +1,4 @@
-"""Findings about the host: its memory, what may be pinned of it, where it is."""
+"""Findings about the host: its memory, how much may be pinned, and NUMA."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def _host_memory(facts: Facts) -> Finding:
     free = facts.free_bytes
     if free is None:
         total = apple_memory_bytes(facts.machine)
-        seen = f"{size_text(total)} in all" if total else "nothing says how much"
-        means = "how much of it is free, or allowed to this process, could not be seen"
+        seen = f"{size_text(total)} in all" if total else "its size is not known"
+        means = "it is not known how much is free, or allowed to this process"
         return Finding(topic, "unseen", seen, means, sources=sources)
     rooms = [
         f"the {limit.name} has {size_text(limit.free_bytes)} free of "
@@ -61,7 +61,7 @@ def _host_memory(facts: Facts) -> Finding:
     ]
     if facts.device_memory_bytes:
         rooms.append(f"{size_text(facts.device_memory_bytes)} of it is the device's")
-    means = f"{size_text(free)} are left for state and for the rest of this process"
+    means = f"{size_text(free)} are left for offloaded state and for this process"
     cgroup, machine = facts.limits.get("cgroup"), facts.limits.get("machine")
     if cgroup and machine and cgroup.free_bytes < machine.free_bytes // 2:
         means += ". The cgroup sets this bound; the machine has more"
@@ -71,7 +71,7 @@ def _host_memory(facts: Facts) -> Finding:
 
 
 def _more_memory(facts: Facts, gib: int) -> str:
-    """A line that asks for more memory of whoever made the cgroup."""
+    """A line that asks the creator of the cgroup for more memory."""
     groups = facts.machine.read("proc/self/cgroup")
     if "slurm" in groups:
         return f"sbatch --mem={gib}G ..."
@@ -87,37 +87,37 @@ def _pinned_memory(facts: Facts) -> Finding:
     how = f"{PLUGIN_LIMIT}={value}" if value else f"{PLUGIN_LIMIT} is not set"
     seen = f"XLA pins at most {size_text(limit.total_bytes)} for one process ({how})"
     if facts.free_bytes is None:
-        means = "whether the host has so much could not be seen"
+        means = "it is not known whether the host has that much"
         return Finding(topic, "unseen", seen, means, sources=sources)
     most = max(facts.free_bytes * (100 - PLUGIN_HEADROOM_PERCENT) // 100 // GIB, 1)
     line = f"export {PLUGIN_LIMIT}={most}"
     unread = bool(value) and not value.isdecimal()
     if limit.total_bytes > facts.free_bytes and value and not unread:
         means = (
-            f"the host has {size_text(facts.free_bytes)} free: it runs out before the "
-            "limit says so"
+            f"the host has only {size_text(facts.free_bytes)} free, so it runs out "
+            "before XLA refuses"
         )
         return Finding(topic, "fix", seen, means, (line,), sources)
     enough = facts.free_bytes * _ENOUGH_PERCENT // 100
     if unread or limit.total_bytes < enough:
         means = (
-            "state beyond that is an out-of-memory error, whatever the host has. Set "
-            "the variable before JAX starts; where every GPU has a process of its own, "
-            "divide the number by the processes"
+            "more state than that raises an out-of-memory error, however much the "
+            "host has. Set the variable before JAX starts. If every GPU has a process "
+            "of its own, divide the number by the number of processes"
         )
         if unread:
-            means = f"XLA reads a whole number alone: {value!r} counts as none; {means}"
+            means = f"XLA reads whole numbers only, so it ignores {value!r}; {means}"
         return Finding(topic, "fix", seen, means, (line,), sources)
-    means = "about as much as the host has, or more"
+    means = "that is about as much as the host has, or more"
     return Finding(topic, "good", seen, means, sources=sources)
 
 
 def _wsl(facts: Facts) -> Finding:
-    seen = "this is WSL2, Linux under Windows"
+    seen = "this is WSL2 (Linux under Windows)"
     means = (
-        "NVIDIA documents that pinned memory is limited under WSL2. Reports name 0.5 "
-        "to 1 GiB for a process, which no setting raises: offload does not work here. "
-        "Train on Linux itself"
+        "NVIDIA documents that pinned memory is limited under WSL2. Users report 0.5 "
+        "to 1 GiB for a process, and no setting raises it, so offload does not work "
+        "here. Train on Linux itself"
     )
     sources = (_WSL, *_WSL_REPORTS)
     return Finding("WSL2", "stop", seen, means, sources=sources)
@@ -128,26 +128,26 @@ def _locked_memory(facts: Facts) -> Finding:
     limit = parse.locked_bytes(facts.machine.read("proc/self/limits"))
     if limit is None:
         means = "/proc/self/limits could not be read"
-        return Finding(topic, "unseen", "nothing says what ulimit -l is", means)
+        return Finding(topic, "unseen", "ulimit -l is not known", means)
     unlimited = limit == float("inf")
     seen = f"ulimit -l is {'unlimited' if unlimited else size_text(int(limit))}"
     if unlimited:
-        means = "it bounds nothing"
+        means = "nothing is bounded by it"
         return Finding(topic, "good", seen, means, sources=(_PROC,))
     if any(x.vendor == "google" and x.name != "TPU v4" for x in facts.accelerators):
         means = (
-            "TPUs since v5 are driven through VFIO, for which the kernel counts pinned "
-            "memory against this limit"
+            "TPUs since v5 use VFIO, and then the kernel counts pinned memory against "
+            "this limit"
         )
         lines = ("ulimit -l unlimited", "docker run --ulimit memlock=-1 ...")
         return Finding(topic, "fix", seen, means, lines, (_VFIO, _TPU_IMAGE))
     if facts.has_gpu:
         means = (
-            "the driver of a GPU pins memory itself, and raising this limit was seen "
-            "to change nothing. Libraries for RDMA are bound by it"
+            "a GPU's driver pins memory itself, and users saw no change when they "
+            "raised this limit. It does bind RDMA libraries"
         )
         return Finding(topic, "good", seen, means, sources=_MEMLOCK_REPORTS)
-    means = "it bounds what TPUs pin, and there is none here"
+    means = "it bounds the memory that TPUs pin, and this machine has none"
     return Finding(topic, "note", seen, means, sources=(_VFIO,))
 
 
@@ -157,27 +157,26 @@ def _numa(facts: Facts) -> Finding:
     with_processors = sorted(n for n, node in nodes.items() if node.processors)
     without = sorted(nodes.keys() - set(with_processors))
     if not with_processors:
-        means = "whether memory is in several places could not be seen"
+        means = "it is not known whether memory is at several nodes"
         seen = "/sys/devices/system/node has no node with processors"
         return Finding(topic, "unseen", seen, means, sources=(_PROC,))
     if len(with_processors) == 1 and without and facts.is_coherent:
         seen = f"one NUMA node has processors; {_numbers(without)} have none"
         means = (
-            "the others are memory of the device: what the host allocates there takes "
-            "room of it"
+            "the others are the device's memory, and host programs may allocate there"
         )
         line = f"numactl --membind={with_processors[0]} python train.py"
         return Finding(topic, "fix", seen, means, (line,), (_NODES_OF_GPUS,))
     if len(with_processors) == 1:
-        means = "no memory is nearer to a device than other memory"
+        means = "all host memory is equally near to the devices"
         return Finding(topic, "good", "one NUMA node has processors", means)
     seen = f"{len(with_processors)} NUMA nodes have processors"
     if not facts.accelerators:
-        seen += ", and no device is at any"
-        return Finding(topic, "note", seen, "it does not matter without a device")
+        seen += ", and no device was found"
+        return Finding(topic, "note", seen, "this does not matter without a device")
     if any(x.node is None for x in facts.accelerators):
-        seen += "; at which the devices are, the firmware does not say"
-        means = "the driver may know better: memory of the wrong node is slower"
+        seen += "; the firmware does not say which are near the devices"
+        means = "memory of the wrong node is slower; the driver may know which is near"
         lines = ("nvidia-smi topo -m",) if facts.has_gpu else ()
         return Finding(topic, "unseen", seen, means, lines, (_NUMA,))
     return _numa_of_devices(facts)
@@ -198,18 +197,19 @@ def _numa_of_devices(facts: Facts) -> Finding:
         for node, numbers in sorted(places.items())
     )
     if not here:
-        means = "where this process may run could not be seen"
+        means = "it is not known where this process may run"
         return Finding(topic, "unseen", where, means, sources=(_PROC,))
     seen = f"{where}; this process may run on {_numbers(here)}"
     if here == sorted(places) and len(here) == 1:
         return Finding(topic, "good", seen, "host memory is near", sources=sources)
     means = (
-        "host memory is of the node whose processor first writes it, and stays there "
-        "once it is pinned. From the other node a GB200 loads 115 GB/s instead of 330"
+        "host memory belongs to the node whose processor first writes it, and stays "
+        "there once it is pinned. From the other node a GB200 loads 115 GB/s instead "
+        "of 330"
     )
     out_of_reach = sorted(places.keys() - set(here))
     if out_of_reach:
-        means += f". The processors of {_numbers(out_of_reach)} are not this process'"
+        means += f". This process may not run on {_numbers(out_of_reach)}"
         lines = _ask_for_processors(facts, out_of_reach)
         sources = (*sources, _BINDING)
         return Finding(topic, "fix", seen, means, lines, sources)
@@ -221,14 +221,14 @@ def _numa_of_devices(facts: Facts) -> Finding:
     if len(places) == 1:
         return Finding(topic, "fix", seen, means, lines, sources)
     if facts.accelerators[0].vendor == "google":
-        means += ". One process drives all chips of a host: nothing is to be chosen"
+        means += ". One process drives all chips of a host, so you cannot choose"
         return Finding(topic, "note", seen, means, (), sources)
-    means += ". With one process for each node, each has memory that is near"
+    means += ". Start one process for each node, so that its memory is near"
     return Finding(topic, "note", seen, means, lines, sources)
 
 
 def _ask_for_processors(facts: Facts, wanted: list[int]) -> tuple[str, ...]:
-    """Lines that ask whoever gave this process others for processors of nodes."""
+    """Lines that ask for processors of the wanted nodes."""
     if "slurm" in facts.machine.read("proc/self/cgroup"):
         return ("sbatch --gres-flags=enforce-binding ...",)
     path = "/sys/devices/system/node/node"

@@ -1,4 +1,4 @@
-"""A machine as JAX sees it: versions, devices, the link that was measured."""
+"""A machine as JAX sees it: versions, devices, and the measured link."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def look(machine: Texts, measure: Callable[[], float] | None) -> JaxView:
 
 @contextlib.contextmanager
 def _errors_of_plugins() -> Generator[list[str], None, None]:
-    """Collects errors of plugins, which JAX logs as it starts, and then goes on."""
+    """Collects errors of plugins, which JAX only logs when it starts."""
     errors: list[str] = []
 
     class Keep(logging.Handler):
@@ -173,7 +173,7 @@ def _kinds(devices: list[Any]) -> list[Device]:
 
 
 def _grid(device: Any) -> tuple[int, ...]:
-    """The chips along each axis of the slice that a TPU is of, other hosts' too."""
+    """The chips along each axis of a TPU's slice, other hosts' included."""
     every = [getattr(d, "coords", None) for d in jax.devices(device.platform)]
     known = [tuple(coords) for coords in every if coords is not None]
     return tuple(max(axis) + 1 for axis in zip(*known, strict=True))

@@ -1,4 +1,4 @@
-"""Texts of a machine as values: each function takes a text, and knows one format.
+"""Parsers for texts of a machine. Each function knows one format.
 
 Facts that a text does not state, or states in an unknown way, are None or missing.
 """

@@ -118,7 +118,7 @@ class Here(Texts):
 
 
 class Saved(Texts):
-    """A machine as it was saved: what is not in the text it does not have."""
+    """A saved machine, which has only what its text says."""
 
     def __init__(self, text: str):
         """Takes the text apart.
@@ -133,8 +133,9 @@ class Saved(Texts):
         _, *parts = _HEADING.split(text)
         if not parts:
             raise ValueError(
-                "no machine is described here: a section begins with a line such as "
-                "'== proc/meminfo'. `optax-offload doctor --save FILE` writes them"
+                "this file describes no machine. `optax-offload doctor --save FILE` "
+                "writes one that does; its sections begin with lines such as "
+                "'== proc/meminfo'"
             )
         self._texts = {
             name: text.removeprefix("\n")

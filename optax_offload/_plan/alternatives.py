@@ -86,8 +86,8 @@ class Alternatives(Printed):
     def __str__(self) -> str:
         lines = [
             ("-> " if row.chosen else "   ")
-            + f"{peak} of each device, {host} of each host, {link} over the link, "
-            f"modelled step {step}, {ratio} times the plain: {what}"
+            + f"{peak} on each device, {host} on each host, {link} over the link, "
+            f"modelled step {step}, {ratio} times plain: {what}"
             + ("" if row.chosen else f" ({why})")
             for row, (what, peak, host, link, step, ratio, why) in zip(
                 self.rows, self.cells(), strict=True
@@ -96,14 +96,14 @@ class Alternatives(Printed):
         return "\n".join([*lines, *self.not_compiled])
 
 
+# Those that end in a space are of numbers.
 HEADERS = (
-    "what is moved",
     "peak ",
     "each host ",
     "over the link ",
     "modelled step ",
     "times plain ",
-    "",
+    "what is moved",
 )
 
 
@@ -218,24 +218,25 @@ def _not_compiled(
         count = f"not compiled: {len(some)} {'ways' if len(some) > 1 else 'way'}"
         if reason == "failed":
             near = some[0]
-            line = f"that cannot be: {near.error}"
+            line = f"that failed: {near.error}"
         elif reason == "host":
             near = min(some, key=lambda p: p.host_bytes)
             need = size_text(near.host_bytes * target.devices_per_host)
             have = size_text((budget.host_bytes or 0) * target.devices_per_host)
-            line = f"of more host memory than the {have} of each host, at least {need}"
+            line = f"that need more than the {have} of each host, at least {need}"
         elif reason == "peak":
             near = min(some, key=lambda p: p.used_bytes)
             line = (
-                f"predicted to need {size_text(near.used_bytes)} of each device or more"
+                f"predicted to need at least {size_text(near.used_bytes)} on each "
+                "device"
             )
         elif reason == "more":
             near = min(some, key=lambda p: p.seconds)
-            line = "moving more than one that fits"
+            line = "that would move more than one that fits"
         else:
             near = min(some, key=lambda p: p.seconds)
             line = (
-                "predicted to be no faster than the chosen, the fastest "
+                "predicted to be no faster than the chosen, at best "
                 f"{milliseconds(near.seconds)}"
             )
         yield f"{count} {line} ({near.variant.text()})"

@@ -26,7 +26,7 @@ from optax_offload._units import milliseconds, seconds_text, size_text
 # The name of the part of a peak that is state in host memory, all of it loaded.
 STATE_AT_ONCE = "state loaded at once"
 # And of what no other name is known for.
-THE_REST = "the rest of what is temporary"
+THE_REST = "other temporaries"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class CompiledCandidate:
         step = ""
         if self.time is not None:
             step = f", modelled step {milliseconds(self.time.seconds)}"
-        how = "kept from before" if self.was_kept else seconds_text(self.seconds)
+        how = "cached" if self.was_kept else seconds_text(self.seconds)
         return (
             f"{self.what}: peak {size_text(self.used_bytes)}, "
             f"{size_text(self.host_bytes)} on the host{step}, {fits} ({how})"

@@ -64,7 +64,7 @@ def _draw_parts(plan: Plan, axes: Any) -> None:
     bottoms = [0.0] * len(bars)
     for part, color in COLORS.items():
         heights = [
-            sum(n for name, n in parts.items() if name.startswith(part)) / GIB
+            sum(n for name, n in parts.items() if name.partition(" (")[0] == part) / GIB
             for parts in bars.values()
         ]
         if part == STATE_AT_ONCE and not any(heights):

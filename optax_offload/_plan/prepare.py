@@ -134,14 +134,14 @@ def _of_jitted(step: Step, schedule: Callable[..., FusedStep] | None) -> Facts:
     """Facts about a step that is compiled as it is, such as the state it joins."""
     if schedule is None:
         why = (
-            "the step is jitted by jax.jit and is compiled as it is: only its state is "
-            "moved. Jit it with oo.jit, or give the function itself to oo.Step"
+            "jax.jit jitted this step, so it is compiled as it is and only its state "
+            "is moved. Give oo.Step the function itself, or jit it with oo.jit"
         )
         schedule = jit(step.fn, fuse=False).schedule
     else:
         why = (
-            "the step is jitted with options that a plan does not know: only its state "
-            "is moved. Give the function itself to oo.Step"
+            "the step was jitted with options that a plan does not know, so only its "
+            "state is moved. Give oo.Step the function itself"
         )
     at_once, joined = _at_once(schedule(*step.args))
     return Facts(

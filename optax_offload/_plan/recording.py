@@ -82,10 +82,10 @@ def record(
 
     step = factory.step(offload)
     if not calls or None in calls:
-        missing = "init of what" if calls else "its first argument: what"
+        missing = "init of the optimizer returned by" if calls else "offload,"
         raise ValueError(
-            f"{factory.make_step!r} does not call {missing} it makes has to be in the "
-            "step. Write tx = optax.chain(..., offload(optimizer)), and give the "
+            f"{factory.make_step!r} does not call {missing} its first argument. "
+            "Write tx = optax.chain(..., offload(optimizer)), and give the "
             "step's args the state of oo.eval_shape(tx.init, params)"
         )
     # By the ends of their paths; the first of those that are alike.

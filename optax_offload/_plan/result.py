@@ -42,7 +42,7 @@ class Plan(Printed):
         the modelled one, and ``parts`` what fills the device: parameters, state,
         gradients (as much as parameters, less those that never exist), residuals (what
         scans keep for their backward pass), state loaded at once (of the host's, where
-        something joins all of it), the rest of what is temporary, and other arguments
+        something joins all of it), other temporaries, and other arguments
         and results. Each counts as far as the compiled program has room for it.
       compiled: All candidates that were compiled, in order.
       alternatives: The table of them, and why each was not chosen.
@@ -116,12 +116,12 @@ class Plan(Printed):
         ]
         if not self.before.fits:
             lines.append(f"chosen: {self.after.what}")
-            lines.append(f"peak of it: {size_text(after)}")
+            lines.append(f"its peak: {size_text(after)}")
         lines += self.host()
         lines += self.timing()
         lines.append(f"compiled {len(self.compiled)} times, {seconds_text(took)}")
         if not self.complete:
-            lines.append("interrupted: the best that was found by then")
+            lines.append("interrupted: this is the best way found so far")
         lines += self.numerics()
         lines += [] if self.before.fits else self.outside
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
@@ -130,12 +130,12 @@ class Plan(Printed):
         """A line on the host memory that is needed, if any is."""
         if not self.after.host_bytes:
             return []
-        line = f"host memory: {size_text(self.host_bytes)} of each host"
+        line = f"host memory: {size_text(self.host_bytes)} on each host"
         if self.target.devices_per_host > 1:
-            line += f", of its {self.target.devices_per_host} devices together"
+            line += f" for its {self.target.devices_per_host} devices"
         if self.host_memory_bytes is not None:
             return [f"{line}, of {size_text(self.host_memory_bytes)}"]
-        return [f"{line} (--host-memory, host_memory_bytes, says what it has)"]
+        return [f"{line} (set a limit with --host-memory or host_memory_bytes)"]
 
     def timing(self) -> list[str]:
         """Lines on the modelled time of a step; none where the compiler tells none."""
@@ -222,7 +222,8 @@ class Plan(Printed):
         leaves = sum(len(pattern.leaves) for pattern in self.moved)
         return (
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device, "
-            f"{leaves} leaves moved, peak {size_text(before)} -> {size_text(after)}"
+            f"{leaves} {'leaf' if leaves == 1 else 'leaves'} moved, peak "
+            f"{size_text(before)} -> {size_text(after)}"
         )
 
     def __str__(self) -> str:
@@ -246,8 +247,8 @@ class Plan(Printed):
 _NUMBERS = (
     (
         "moments",
-        "Updates are not those of float32: docs/low-bits.md has what training makes of "
-        "it",
+        "Updates then differ from those in float32; docs/low-bits.md shows what that "
+        "does to training",
     ),
     (
         "master weights",
@@ -314,10 +315,10 @@ def _commented(line: str) -> str:
 
 def _comment(pattern: LeafPattern) -> list[str]:
     why = {
-        (True, True): "stacked layers, updated in slices: all of it leaves the peak",
-        (True, False): "updated in slices: all of it leaves the peak",
-        (False, True): "stacked layers, but sharded along every axis: updated whole",
-        (False, False): "updated whole: the largest leaf comes back for that",
+        (True, True): "stacked layers, updated in slices, so all of it leaves the peak",
+        (True, False): "updated in slices, so all of it leaves the peak",
+        (False, True): "stacked layers, but sharded along every axis, so updated whole",
+        (False, False): "updated whole, so the largest leaf visits the device",
     }[pattern.slice_axis is not None, pattern.stacked]
     size = size_text(pattern.nbytes_per_device)
     return [
@@ -403,8 +404,8 @@ def _host_is_short(
     devices = target.devices_per_host
     have, need = (n * devices for n in (budget.host_bytes or 0, least.host_bytes))
     return (
-        f"host memory is too small for {target.name!r}: what fits the device needs "
-        f"{size_text(need)} of each host ({least.what}), which has {size_text(have)}. "
+        f"host memory is too small: a step that fits {target.name!r} needs at least "
+        f"{size_text(need)} on each host ({least.what}), which has {size_text(have)}. "
         "What would help:\n"
         + "\n".join(
             [
@@ -442,15 +443,16 @@ def _device_is_short(
     parts = {name: n for name, n in least.parts.items() if n}
     needs = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items())
     text = (
-        f"does not fit on {target.name!r}, whatever is moved: short by "
-        f"{size_text(short)} of {size_text(budget_bytes)} on each device. What was "
-        f"found to need least ({least.what}) needs {size_text(least.used_bytes)}: "
+        f"the step does not fit on {target.name!r}, whatever is moved. The smallest "
+        f"way ({least.what}) needs {size_text(least.used_bytes)} on each device, "
+        f"{size_text(short)} more than the budget of {size_text(budget_bytes)}: "
         f"{needs}."
     )
     if budget.host_bytes is not None:
         text += (
-            f" What needs more of a host than its "
-            f"{size_text(budget.host_bytes * target.devices_per_host)} was not tried."
+            " Ways that need more than the "
+            f"{size_text(budget.host_bytes * target.devices_per_host)} of each host "
+            "were not tried."
         )
     lines = [*_what_helps(target, budget_bytes, least, short)]
     if budget.host_bytes is not None:
@@ -465,25 +467,25 @@ def _what_helps(
     parts = least.parts
     if parts.get("state", 0) > short:
         yield (
-            f"- rules that let go of the {size_text(parts['state'])} of state that "
-            "stays"
+            f"- rules that also move the {size_text(parts['state'])} of state that "
+            "stays on the device"
         )
     at_once = sum(n for name, n in parts.items() if name.startswith(STATE_AT_ONCE))
     if at_once > short:
         yield (
-            f"- an optimizer that nothing joins all state of: {size_text(at_once)} of "
-            "it is loaded at once, as for a norm of accumulated gradients (a warning "
-            "says what joins it, and what to write instead)"
+            "- an optimizer that does not join all of its state: "
+            f"{size_text(at_once)} of it is loaded at once, as for a norm of "
+            "accumulated gradients (a warning names the equation, and what to write "
+            "instead)"
         )
     temporary = parts.get("residuals", 0) + parts.get(THE_REST, 0)
     if temporary > short:
         yield (
-            "- a smaller batch, or remat (jax.checkpoint, nn.remat): residuals and the "
-            "rest of what is temporary would have to go to "
-            f"{size_text(temporary - short)}"
+            "- a smaller batch, or remat (jax.checkpoint, nn.remat): residuals and "
+            f"other temporaries would have to shrink to {size_text(temporary - short)}"
         )
     if (parts.get("parameters", 0) + parts.get("gradients", 0)) // 2 > short:
-        yield "- bfloat16 parameters, if they are float32: half of both"
+        yield "- bfloat16 parameters, if they are float32: that halves gradients too"
     more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
     yield (
         "- more devices: parameters, gradients and batch sharded over at least "

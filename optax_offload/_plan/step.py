@@ -57,7 +57,7 @@ class StepFactory:
         step = self.make_step(offload, self.target, *self.args)
         if not isinstance(step, Step):
             raise TypeError(
-                "a step factory returns an optax_offload.Step(fn, args, ...), got "
+                "a step factory must return an optax_offload.Step(fn, args, ...), got "
                 f"{step!r}"
             )
         return step

@@ -1,6 +1,6 @@
-"""A report for people: tables of text, and bars.
+"""A report as tables of text, and as a bar chart.
 
-Only what is shown is decided here; what it means is in `report.py`.
+This module decides only how a report looks. `report.py` decides what it says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], host: str) -> str
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:
-    """The rows, those together that differ in the numbers of their paths only."""
+    """Groups rows whose paths differ only in their numbers."""
     found: dict[object, list[Row]] = {}
     for row in rows:
         words = re.sub(r"\d+", "0", row.path)

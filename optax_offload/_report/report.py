@@ -42,7 +42,7 @@ class MemoryReport(Printed):
 
     @property
     def totals(self) -> dict[str | None, int]:
-        """The bytes in each memory kind that is there."""
+        """The bytes in each memory kind."""
         return self._sum("nbytes")
 
     @property
@@ -52,7 +52,7 @@ class MemoryReport(Printed):
 
     @property
     def totals_per_host(self) -> dict[str | None, int]:
-        """The bytes of each memory kind that belong to this process' devices."""
+        """The bytes of each memory kind that belong to this process's devices."""
         return self._sum("nbytes_per_host")
 
     def _sum(self, name: str) -> dict[str | None, int]:
@@ -138,7 +138,8 @@ class MemoryReport(Printed):
         """
         if self.rows and all(row.planned is None for row in self.rows):
             raise ValueError(
-                "nothing was planned: give the rules, memory_report(tree, rules)"
+                "this report was made without rules, so it has nothing to check. Write "
+                "memory_report(tree, rules)"
             )
         others = [row for row in self.rows if row.named]
         if others:
@@ -237,7 +238,10 @@ def _placements(
     """Returns the planned memory of each leaf; "" where no rule decides."""
     if rules is None:
         if under:
-            raise ValueError(f"under={under!r} says where rules begin: give the rules")
+            raise ValueError(
+                f"under={under!r} says where the paths of rules begin, and there are "
+                "no rules: give them too"
+            )
         return [_rules.Placement("", "no rules given")] * len(leaves)
     sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
     return _rules.place(_rules.as_config(rules), sizes, under=under)

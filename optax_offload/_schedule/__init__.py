@@ -9,6 +9,7 @@ from optax_offload._schedule.order import (
     by_gradients,
     delayed_rows,
     only_loaded,
+    replaced_rows_ahead,
     residuals_behind,
     rows_ahead,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "only_loaded",
     "plan",
     "refusals",
+    "replaced_rows_ahead",
     "residuals_behind",
     "rows_ahead",
     "schedule",

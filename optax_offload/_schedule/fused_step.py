@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
 from optax_offload._program import Resting, Step, is_transfer
-from optax_offload._schedule import order, waiting
+from optax_offload._schedule import order
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
@@ -115,7 +115,7 @@ class FusedStep(Printed):
     def flops_again(self) -> float:
         """The operations of backward passes that run again, on each device."""
         again = [x for x in self.scans if x.late and x.way == "recompute"]
-        return sum(waiting.flops(x.scan) * self.passes.twice(x.late) for x in again)
+        return sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""
@@ -203,7 +203,7 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
         default=0,
     )
     if ahead:
-        yield f"on a GPU up to {size_text(ahead)} of rows are loaded an iteration ahead"
+        yield f"up to {size_text(ahead)} of rows are loaded an iteration ahead"
     if rest.made_bytes:
         yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
     if rest.residual_bytes:
@@ -274,7 +274,7 @@ def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
         often = _times(again + 1) + ", for a norm of a norm" * (again > 1)
         yield (
             f"  need all gradients first: {each.gradients(each.late)}: the scan runs "
-            f"{often} ({again * waiting.flops(each.scan):.3g} FLOPs more)"
+            f"{often} ({again * order.flops(each.scan):.3g} FLOPs more)"
             f"{_moved(each.late)}"
         )
     if any(f.loaded_bytes for f in each.fused) and _memory.moved_by_kernels():

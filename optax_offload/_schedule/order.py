@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
@@ -202,10 +202,10 @@ def _spread(
         )
         for f in fused
     ]
-    until = [flops for flops, _ in _flops_until(scan, fused)]
-    flops = _flops.of_jaxpr(scan.body.jaxpr)
+    until = [products for products, _ in _flops_until(scan, fused)]
+    products = _flops.of_jaxpr(scan.body.jaxpr)
     moved = sum(state) + sum(_nbytes(v) // scan.length for v in found)
-    each = moved / max(1, PRODUCTS * flops)
+    each = moved / max(1, PRODUCTS * products)
     rooms = [
         (b - a) * each - n for a, b, n in zip([0, *until], until, state, strict=False)
     ]
@@ -216,6 +216,34 @@ def _spread(
         ahead[v] = max(range(own[v] + 1), key=rooms.__getitem__) if v in own else last
         rooms[ahead[v]] -= _nbytes(v) // scan.length
     return ahead
+
+
+def replaced_rows_ahead(
+    step: Step, scan: Scan, fused: Sequence[Fused]
+) -> dict[jex.Var, int]:
+    """The variables whose rows a TPU loads an iteration ahead: some of `rows_ahead`.
+
+    A TPU's compiler begins loads early by itself, but none before the iteration before
+    has stored into the same buffer. So they are the arguments that updates in the scan
+    replace. Where the link takes longer than the computation, nothing is gained.
+    """
+    moved = {
+        v
+        for v in (*only_loaded(scan), *(v for f in fused for v in f.rows.inputs))
+        if _memory.on_host(v.aval)
+    }
+    if flops(scan) < FLOPS_PER_BYTE * sum(map(_nbytes, moved)):
+        return {}
+    replaced = {before for f in fused for before in f.replaced.values()}
+    ahead = rows_ahead(step, scan, fused)
+    return {v: n for v, n in ahead.items() if v in replaced}
+
+
+def flops(scan: Scan) -> float:
+    """The floating point operations of a scan's products, on each device."""
+    aval: Any = scan.equation.outvars[0].aval
+    devices = aval.sharding.mesh.size or 1
+    return scan.length * _flops.of_jaxpr(scan.body.jaxpr) / devices
 
 
 def only_loaded(scan: Scan) -> list[jex.Var]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from optax_offload import _flops
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-from optax_offload._schedule.order import FLOPS_PER_BYTE, Passes
+from optax_offload._schedule.order import FLOPS_PER_BYTE, Passes, flops
 
 
 def cheaper(
@@ -31,10 +30,3 @@ def cheaper(
     stored = max(backward, gradients) + passes.stored(late) * (gradients + state)
     again = backward + passes.twice(late) * max(backward, state)
     return "host" if stored < again else "recompute"
-
-
-def flops(scan: Scan) -> float:
-    """The floating point operations of a scan's products, on each device."""
-    aval: Any = scan.equation.outvars[0].aval
-    devices = aval.sharding.mesh.size or 1
-    return scan.length * _flops.of_jaxpr(scan.body.jaxpr) / devices

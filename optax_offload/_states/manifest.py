@@ -128,8 +128,8 @@ def read(directory: Path) -> Manifest:
     state = directory / manifest.state
     if state.is_symlink() or (state.exists() and not state.is_dir()):
         raise ValueError(
-            f"{file} is damaged: {state} is no directory. Nothing was read and nothing "
-            "removed. Use another directory or remove this one"
+            f"{file} is damaged: {state} is not a directory. Nothing was read and "
+            "nothing removed. Use another directory or remove this one"
         )
     return manifest
 
@@ -155,7 +155,7 @@ def _checked(text: bytes) -> Manifest:
     try:
         table = json.loads(text)
     except ValueError as e:
-        raise _WrongError(f"it is no JSON ({e})") from e
+        raise _WrongError(f"it is not JSON ({e})") from e
     if not isinstance(table, dict):
         raise _WrongError(f"it is {_shown(table)}, not an object")
     if table.pop("sha256", None) != _hash(table):

@@ -158,7 +158,7 @@ def check_fit(target: Target, usage: Peak) -> None:
         raise DoesNotFitError(
             f"the program does not fit on {target.name!r}, whose devices have "
             f"{size_text(target.memory_bytes)} each: {usage}\n"
-            "(Our comparison: XLA's GPU compiler rematerializes, logs, and goes on.)",
+            "(XLA's GPU compiler only logs this and goes on; aot compares the sizes.)",
             used_bytes=usage.peak_bytes,
             limit_bytes=target.memory_bytes,
             peak=usage,

@@ -72,7 +72,7 @@ def under(leaves: Sequence[SavedLeaf], prefix: str) -> list[tuple[str, int | Non
     if not found:
         tops = sorted({"/".join(x.path.split("/")[:2]) for x in leaves})
         raise ValueError(
-            f"nothing is under {prefix!r} in the checkpoint; there is {', '.join(tops)}"
+            f"the checkpoint has nothing under {prefix!r}; it has {', '.join(tops)}"
         )
     return [*found]
 
@@ -89,13 +89,13 @@ def _item(path: pathlib.Path) -> pathlib.Path:
         if items:
             return items[0]
     raise FileNotFoundError(
-        f"{path}: no Orbax checkpoint: there is no _METADATA in it, in a folder of it, "
-        "or in its last step"
+        f"{path} is no Orbax checkpoint: neither it, nor a folder in it, nor its last "
+        "step has a file _METADATA"
     )
 
 
 def _metadata(item: pathlib.Path) -> Any:
-    """The tree that a checkpoint has, of what Orbax says of each leaf."""
+    """The tree of a checkpoint, with Orbax's metadata for each leaf."""
     from orbax import checkpoint as ocp
 
     file = item / "_METADATA"
@@ -105,7 +105,7 @@ def _metadata(item: pathlib.Path) -> Any:
     try:
         said = json.loads(file.read_bytes())
     except ValueError as e:
-        raise ValueError(f"{damaged}: it is no JSON ({e}). {again}") from e
+        raise ValueError(f"{damaged}: it is not JSON ({e}). {again}") from e
     if not isinstance(said, dict) or not isinstance(said.get("tree_metadata"), dict):
         raise ValueError(f"{damaged}: it has no table 'tree_metadata'. {again}")
     try:
@@ -124,7 +124,7 @@ def _metadata(item: pathlib.Path) -> Any:
 
 
 def _without_boxes(paths: Sequence[str]) -> list[str]:
-    """The paths that rules see: what stands alone under ``value`` was in a box."""
+    """The paths that rules see. What stands alone under ``value`` was in a box."""
     below = collections.Counter(
         "/".join(parts[:i])
         for parts in (path.split("/") for path in paths)

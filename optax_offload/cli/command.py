@@ -21,7 +21,7 @@ try:
     from rich.console import Console
 except ImportError as error:
     raise SystemExit(
-        "optax-offload, the command, needs typer and rich: "
+        "the command optax-offload needs typer and rich: "
         'pip install "optax-offload[cli]"'
     ) from error
 
@@ -37,44 +37,59 @@ from optax_offload.cli.errors import error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
 from optax_offload.cli.interrupts import leave, until_interrupted
+from optax_offload.cli.text import say
 
 DOES_NOT_FIT, BAD_INPUT, IDLE_RULE, INTERRUPTED = 1, 2, 4, 130
 
 
 def _examples(*lines: str) -> str:
-    """The foot of `--help`. rich keeps a line where an empty one is before it."""
+    """The examples below `--help`. rich keeps line breaks after empty lines only."""
     return "\n\n".join(["Examples:", *(f"optax-offload {line}" for line in lines)])
 
 
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="What to keep in host memory so that a training step fits, and what that "
+    help="Finds what to keep in host memory so that a train step fits, and what that "
     "costs.",
     epilog=_examples(
         "fit my_steps:make_step --target h100 --out rules.toml",
         "explain rules.toml --step my_steps:make_step",
         "report runs/1/checkpoints",
+        "doctor",
     )
-    + "\n\nExit codes: 0 it fits, or all is well; 1 nothing fits; 2 the input is "
-    "wrong; 4 (explain) a rule decides nothing; 130 (fit) it was interrupted.",
+    + "\n\nExit codes: 0: it fits, or all is well. 1: nothing fits. 2: the input is "
+    "wrong. 4: a rule decides nothing (explain). 5: offload does not help here "
+    "(doctor). 130: interrupted (fit).",
 )
 _traceback = False
 _out, _err = Console(), Console(stderr=True)
 
 FactoryArgument = Annotated[
-    str, typer.Argument(help="A step factory: package.module:function.")
+    str,
+    typer.Argument(
+        help="Your step factory, as package.module:function. It returns an "
+        "optax_offload.Step."
+    ),
 ]
 TargetOption = Annotated[
-    str, typer.Option(help="What to compile for: see `optax-offload targets`.")
+    str,
+    typer.Option(
+        help="The chips to compile for, such as h100:8. `optax-offload targets` lists "
+        "them."
+    ),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", help="An argument of the factory: name=value.", metavar="N=V"
+        "--set",
+        help="An argument for the factory, as name=value. Repeat it for more.",
+        metavar="N=V",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON instead of tables.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of tables.")
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -87,7 +102,8 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def main_options(
     traceback: Annotated[
-        bool, typer.Option("--traceback", help="Where an error comes from.")
+        bool,
+        typer.Option("--traceback", help="Print the traceback of an error."),
     ] = False,
     version: Annotated[
         bool,
@@ -95,11 +111,11 @@ def main_options(
             "--version",
             callback=_print_version,
             is_eager=True,
-            help="The versions of this, JAX and optax.",
+            help="Print the versions of optax-offload, JAX and optax.",
         ),
     ] = False,
 ) -> None:
-    """Sets what holds for every command."""
+    """Sets the options of all commands."""
     del version
     global _traceback
     _traceback = traceback
@@ -120,49 +136,49 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     budget: Annotated[
         str | None,
         typer.Option(
-            help="Of each device: 70GiB, 24GB. By default its memory less a reserve: "
-            "10 % on a GPU, 2 % on a TPU."
+            help="The memory that a step may take on each device, such as 70GiB or "
+            "24GB. By default all but a reserve of 10 % on a GPU and 2 % on a TPU."
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="What each host has for this: 64GiB. Without it, what is needed is "
-            "said."
+            help="The memory that each host has for this, such as 64GiB. Without it "
+            "there is no limit."
         ),
     ] = None,
     rules: Annotated[
         pathlib.Path | None,
-        typer.Option(help="A rule file of what has to go, and what has to stay."),
+        typer.Option(help="A rule file that says what must move and what must stay."),
     ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="A codec in which state may be kept: int8 and others for moments, "
+            help="A codec that the plan may use: int8 and others for moments, "
             "bfloat16-remainder for float32 copies of bfloat16 parameters. Several "
             "with commas, or given repeatedly."
         ),
     ] = None,
     out: Annotated[
-        pathlib.Path | None, typer.Option(help="Write the rule file here.")
+        pathlib.Path | None, typer.Option(help="Write the rule file to this path.")
     ] = None,
     plot: Annotated[
-        pathlib.Path | None, typer.Option(help="Draw peaks and times, as PNG.")
+        pathlib.Path | None,
+        typer.Option(help="Draw peaks and times to this path, such as peak.png."),
     ] = None,
     set_: SetOption = None,
     measure_link: Annotated[
-        bool, typer.Option(help="Measure the link of the device that is attached.")
+        bool, typer.Option(help="Measure the link of the attached device.")
     ] = False,
     cache: Annotated[
         bool,
         typer.Option(
-            help="Keep what is compiled in the user's cache, and do not compile it "
-            "again."
+            help="Keep results in your cache folder, so that nothing is compiled twice."
         ),
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Finds the fastest way to train a step that fits, by compiling it."""
+    """Finds the fastest way to train a step within memory, by compiling it."""
     with _errors():
         _check_can_write(out, plot)
         make_step = load_factory(factory, set_ or ())
@@ -200,7 +216,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     if not as_json:
         for path in (out, plot):
             if path is not None:
-                _out.print(f"wrote {path}", highlight=False)
+                say(_out, f"wrote {path}")
         tables.print_training(_out, plan, out)
     if not complete:
         # The compiler may still be at work in its thread, and cannot be stopped.
@@ -211,22 +227,22 @@ def fit(  # noqa: PLR0913 - each parameter is an option
 def _say_what_was_found(planner: _plan.Planner) -> None:
     """Ends the process where nothing that fits was found before Ctrl-C."""
     if planner.best is not None:
-        _err.print("interrupted: this is the best that was found", style="bold")
+        _err.print("interrupted: this is the best way found so far", style="bold")
         return
-    _err.print("interrupted: nothing that was compiled fits", style="bold")
+    _err.print("interrupted: nothing compiled so far fits", style="bold")
     if planner.compiled:
         tables.print_alternatives(_err, planner.alternatives)
     leave(INTERRUPTED)
 
 
 def _cache_folder() -> pathlib.Path:
-    """The folder of peaks and times of earlier runs, in the user's cache folder."""
+    """The folder in the user's cache that keeps peaks and times of earlier runs."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "optax_offload" / "compiled"
 
 
 def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    """Finds what would fail only after all compiling.
+    """Finds mistakes that would otherwise fail after minutes of compiling.
 
     Raises:
       ValueError: a file is a directory, or cannot be made where it is to be.
@@ -238,8 +254,8 @@ def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> Non
         folder = path.absolute().parent
         if not folder.is_dir():
             raise ValueError(
-                f"{option} {path}: there is no directory {folder}; make it first: "
-                f"mkdir -p {folder}"
+                f"{option} {path}: the directory {folder} does not exist. Make it "
+                f"first: mkdir -p {folder}"
             )
         if path.is_dir():
             raise ValueError(
@@ -248,8 +264,8 @@ def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> Non
             )
         if not os.access(path if path.exists() else folder, os.W_OK):
             raise ValueError(
-                f"{option} {path} may not be written by this user; name another file, "
-                f"or change the permissions of {folder}"
+                f"{option} {path}: you may not write this file. Name another, or "
+                f"change the permissions of {folder}"
             )
     if plot is not None:
         _plan.check_can_plot()
@@ -262,17 +278,23 @@ def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> Non
     )
 )
 def explain(  # noqa: PLR0913 - each parameter is an option
-    rules: Annotated[pathlib.Path, typer.Argument(help="A rule file.")],
-    step: Annotated[str | None, typer.Option(help="A step factory.")] = None,
-    target: Annotated[str, typer.Option(help="For the factory's mesh.")] = "h100",
+    rules: Annotated[pathlib.Path, typer.Argument(help="The rule file to explain.")],
+    step: Annotated[
+        str | None,
+        typer.Option(help="A step factory whose state the rules are applied to."),
+    ] = None,
+    target: Annotated[
+        str, typer.Option(help="The chips whose mesh the factory gets.")
+    ] = "h100",
     checkpoint: Annotated[
-        pathlib.Path | None, typer.Option(help="An Orbax checkpoint.")
+        pathlib.Path | None,
+        typer.Option(help="An Orbax checkpoint, instead of a step factory."),
     ] = None,
     under: Annotated[
         str,
         typer.Option(
-            help="Where in the checkpoint the state of the offloaded optimizer is, as "
-            "opt_state/1. Rules match paths from there."
+            help="The path of the offloaded optimizer's state in the checkpoint, such "
+            "as opt_state/1. Rules match paths from there on."
         ),
     ] = "",
     parameters_under: Annotated[
@@ -281,10 +303,10 @@ def explain(  # noqa: PLR0913 - each parameter is an option
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Says which leaf goes where, by which rule, and which rule decides nothing."""
+    """Says where each leaf of the state rests, and which rule decides that."""
     with _errors():
         if (step is None) == (checkpoint is None):
-            raise ValueError("give one of --step and --checkpoint")
+            raise ValueError("give either --step or --checkpoint")
         config = _rule_files.load_config(rules)
         parameters: list[tuple[str, int | None]] = []
         if checkpoint is not None:
@@ -315,8 +337,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             tables.print_explanation(_out, title, each)
         for of, rule in idle:
             allowed = " (optional)" if rule.optional else ""
-            line = f"rule {rule.rule}{of} decides nothing{allowed}: {rule.pattern}"
-            _err.print(line, highlight=False, markup=False)
+            say(_err, f"rule {rule.rule}{of} decides nothing{allowed}: {rule.pattern}")
     if any(not rule.optional for _, rule in idle):
         raise typer.Exit(IDLE_RULE)
 
@@ -328,10 +349,10 @@ def explain(  # noqa: PLR0913 - each parameter is an option
     )
 )
 def report(
-    checkpoint: Annotated[pathlib.Path, typer.Argument(help="An Orbax checkpoint.")],
+    checkpoint: Annotated[pathlib.Path, typer.Argument(help="The Orbax checkpoint.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Lists the leaves of a checkpoint. No array is loaded."""
+    """Lists the leaves of a checkpoint, without loading any array."""
     with _errors():
         leaves = checkpoints.leaves(checkpoint)
     if as_json:
@@ -348,7 +369,7 @@ def report(
     )
 )
 def targets(as_json: JsonOption = False) -> None:
-    """Lists what can be compiled for."""
+    """Lists the chips that `fit` can compile for."""
     if as_json:
         _print_json(tables.target_rows())
     else:
@@ -362,23 +383,23 @@ def targets(as_json: JsonOption = False) -> None:
         "doctor --save machine.txt",
         "doctor --machine machine.txt",
     )
-    + "\n\nExit code 5: offload gains nothing here, or does not work."
+    + "\n\nThe exit code is 5 if offload gains nothing here, or does not work."
 )
 def doctor(
     machine: Annotated[
         pathlib.Path | None,
-        typer.Option(help="A machine that --save wrote, instead of this one."),
+        typer.Option(help="Diagnose a machine from a file that --save wrote."),
     ] = None,
     save: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write what was read of this machine here, as text."),
+        typer.Option(help="Write all that was read from this machine to this path."),
     ] = None,
     measure_link: Annotated[
-        bool, typer.Option(help="Measure the link of the device that is attached.")
+        bool, typer.Option(help="Measure the link of the attached device.")
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
-    """Says what this machine can do for offloading, before anybody trains on it."""
+    """Checks whether offloading helps on this machine, and what to set."""
     with _errors():
         found = diagnosis_of(machine, save, measure_link=measure_link)
     if as_json:
@@ -398,14 +419,14 @@ def _progress() -> Generator[_plan.Progress, None, None]:
             if isinstance(what, str):
                 status.update(what)
             else:
-                _err.print(f"compiled: {what}", highlight=False, markup=False)
+                say(_err, f"compiled: {what}")
 
         yield show
 
 
 @contextlib.contextmanager
 def _errors() -> Generator[None, None, None]:
-    """Turns what is raised into a line and an exit code.
+    """Turns any exception into a line and an exit code.
 
     Whatever it is: a step factory, and the step it makes, may raise anything.
     """
@@ -426,9 +447,7 @@ def _errors() -> Generator[None, None, None]:
     line = f"error: {error_line(shown)}"
     _err.print(line, markup=False, highlight=False, soft_wrap=True)
     if code == BAD_INPUT:
-        _err.print(
-            "(optax-offload --traceback ... says where it comes from)", style="dim"
-        )
+        say(_err, "(optax-offload --traceback ... prints the traceback)", "dim")
     raise typer.Exit(code)
 
 
@@ -437,7 +456,7 @@ def _print_json(value: Any) -> None:
 
 
 def main() -> None:
-    """The command. A program of its own: it may choose for JAX."""
+    """Runs the command, and chooses JAX's platform for it."""
     # Nothing is run but `--measure-link` and `doctor`: a GPU or TPU that is here stays
     # free.
     command = next((x for x in sys.argv[1:] if not x.startswith("-")), "")

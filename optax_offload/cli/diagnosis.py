@@ -5,9 +5,11 @@ from __future__ import annotations
 import pathlib
 
 from rich.console import Console
+from rich.text import Text
 
 from optax_offload import _link
 from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look
+from optax_offload.cli.text import say
 
 _STYLES = {
     "good": "green",
@@ -39,13 +41,13 @@ def diagnosis_of(
     if machine is not None:
         if save is not None:
             raise ValueError(
-                "--machine is a file that --save wrote: give one of the two"
+                "give either --machine, which reads a file, or --save, which writes one"
             )
         return diagnose(Saved(machine.read_text(errors="replace")))
     folder = None if save is None else save.absolute().parent
     if folder is not None and not folder.is_dir():
         raise ValueError(
-            f"--save {save}: there is no directory {folder}; make it first: "
+            f"--save {save}: the directory {folder} does not exist. Make it first: "
             f"mkdir -p {folder}"
         )
     here = Here()
@@ -59,27 +61,21 @@ def diagnosis_of(
 def print_diagnosis(console: Console, found: Diagnosis) -> None:
     """Prints each finding: what was seen, what it means, what to do, its source."""
     for finding in found.findings:
-        style = _STYLES[finding.level]
-        _line(console, f"[{style}]{finding.level:>6}[/]  [bold]{finding.topic}[/]")
-        _line(console, _plain(f"        {finding.seen}"))
-        _line(console, _plain(f"        {finding.means}"))
+        title = Text.assemble(
+            (f"{finding.level:>6}", _STYLES[finding.level]),
+            "  ",
+            (finding.topic, "bold"),
+        )
+        console.print(title, soft_wrap=True)
+        say(console, finding.seen, mark=" " * 8)
+        say(console, finding.means, mark=" " * 8)
         for line in finding.do:
-            _line(console, _plain(f"          $ {line}"))
+            # A line to paste stays one line.
+            console.print(Text(f"          $ {line}"), soft_wrap=True)
         if finding.sources:
-            sources = _plain("; ".join(finding.sources))
-            _line(console, f"        [dim]({sources})[/]")
+            say(console, f"({'; '.join(finding.sources)})", "dim", mark=" " * 8)
     if found.offload_helps:
-        _line(console, "nothing was found that speaks against offload here")
+        say(console, "nothing was found that speaks against offloading here")
     else:
         topics = ", ".join(x.topic for x in found.findings if x.level == "stop")
-        _line(console, f"offload gains nothing here, or does not work: see {topics}")
-
-
-def _plain(text: str) -> str:
-    """Text in which nothing is markup."""
-    return text.replace("[", r"\[")
-
-
-def _line(console: Console, text: str) -> None:
-    # A line to paste stays one line.
-    console.print(text, highlight=False, soft_wrap=True)
+        say(console, f"offload gains nothing here, or does not work: see {topics}")

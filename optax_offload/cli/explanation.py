@@ -1,4 +1,4 @@
-"""Explains rules: the place of each leaf by its rule, and rules that decide nothing."""
+"""Explanations of rules: where they put each leaf, and which rules decide nothing."""
 
 from __future__ import annotations
 

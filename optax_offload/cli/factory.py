@@ -1,4 +1,4 @@
-"""Finding a step factory by its name, and its arguments in options."""
+"""Finds a step factory by its name, and its arguments in options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
     """
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ValueError(f"{name!r} is no step factory; write package.module:function")
+        raise ValueError(
+            f"{name!r} does not name a step factory; write package.module:function"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -35,8 +37,8 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise ValueError(
-            f"there is no module {module_name!r} from {os.getcwd()}: run where it is, "
-            "or set PYTHONPATH"
+            f"no module {module_name!r} in {os.getcwd()} or on the Python path. Run "
+            "this in the module's directory, or set PYTHONPATH"
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):

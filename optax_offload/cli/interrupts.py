@@ -1,4 +1,4 @@
-"""Work that Ctrl-C ends at once, although a compiler does not listen to it."""
+"""Work that Ctrl-C ends at once, although compilers ignore it."""
 
 from __future__ import annotations
 

@@ -8,16 +8,20 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from optax_offload import _plan
 from optax_offload._units import size_text
 from optax_offload.aot import CHIPS, Target
 from optax_offload.cli.checkpoint import SavedLeaf
 from optax_offload.cli.explanation import Explanation
+from optax_offload.cli.text import Breakable, say
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
     """Makes a table. Columns whose names end in a space are numbers, set to the right.
+
+    Numbers are never broken.
 
     Args:
       title: The line above it; no line if it is empty.
@@ -25,26 +29,31 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
       rows: The cells, each of which is printed as its `str`.
     """
     made = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in columns:
-        justify = "right" if column.endswith(" ") else "left"
-        made.add_column(column.strip(), justify=justify, overflow="fold")
+    numbers = [column.endswith(" ") for column in columns]
+    for column, is_number in zip(columns, numbers, strict=True):
+        justify = "right" if is_number else "left"
+        made.add_column(column.strip(), justify=justify, no_wrap=is_number)
     for row in rows:
-        # As text: a path may look like markup.
-        made.add_row(*(str(cell).replace("[", r"\[") for cell in row))
+        cells = zip(row, numbers, strict=True)
+        # No markup: a path may look like it.
+        made.add_row(
+            *(
+                Text(str(cell)) if is_number else Breakable(str(cell))
+                for cell, is_number in cells
+            )
+        )
     return made
 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
-    """Prints a plan: what is chosen, what fills the device, what else there is."""
+    """Prints a plan: what it chose, what fills the device, and the alternatives."""
     fits = "fits as it is: nothing is moved"
     if not plan.before.fits:
         fits = f"fits with {plan.after.what}"
-    console.print(
-        f"[bold]{plan.target.name}[/bold], {size_text(plan.budget_bytes)} on each "
-        f"device: [bold]{fits}[/bold]"
-    )
+    head = f"{plan.target.name}, {size_text(plan.budget_bytes)} on each device: {fits}"
+    say(console, head, "bold")
     for line in (*plan.host(), *plan.timing(), *plan.numerics()):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     if plan.moved:
         moved = [
             (p.pattern, len(p.leaves), size_text(p.nbytes_per_device))
@@ -53,8 +62,7 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         columns = ("state moved to host memory", "leaves ", "each device ")
         console.print(table("", columns, moved))
     for rule in plan.config.parameters:
-        line = f"parameters moved to host memory: {rule.regex}"
-        console.print(line, highlight=False, markup=False)
+        say(console, f"parameters moved to host memory: {rule.regex}")
     before, after = plan.before, plan.after
     parts = [
         (
@@ -70,33 +78,43 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     if not plan.before.fits:
         print_alternatives(console, plan.alternatives)
         for line in plan.outside:
-            console.print(line, highlight=False, soft_wrap=True)
+            say(console, line)
     for name, value in plan.environment.items():
-        console.print(f"set [bold]{name}={value}[/bold]", highlight=False)
+        say(console, f"set {name}={value}", "bold")
 
 
 def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
-    """Prints what was looked at, the chosen one marked, and what times assume."""
-    rows = [
-        (("-> " if row.chosen else "   ") + cells[0], *cells[1:])
-        for row, cells in zip(found.rows, found.cells(), strict=True)
-    ]
-    console.print(table("", _plan.HEADERS, rows))
+    """Prints the ways that were compiled, and what modelled times assume."""
+    # What is moved takes a line of its own: beside five numbers it has no room.
+    *numbers, what = _plan.HEADERS
+    rows = [[n.strip() for n in numbers], *(cells[1:-1] for cells in found.cells())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    header, *figures = (
+        "  ".join(cell.rjust(n) for cell, n in zip(row, widths, strict=True))
+        for row in rows
+    )
+    for line in ("", f"{what}, and why it is not chosen", header, "-" * len(header)):
+        console.print(f"   {line}".rstrip(), highlight=False)
+    for row, line in zip(found.rows, figures, strict=True):
+        why = "" if row.chosen else f" ({row.why})"
+        say(console, f"{row.what}{why}", mark="-> " if row.chosen else "   ")
+        console.print(f"   {line}", highlight=False)
+    console.print()
     for line in found.not_compiled:
-        console.print(line, highlight=False, soft_wrap=True)
+        say(console, line)
     if found.assumptions:
-        console.print("times are modelled, not measured, of compiled programs:")
+        say(console, "times are modelled, not measured, and assume:")
     for assumption in found.assumptions:
-        console.print(f"[dim]-[/dim] {assumption}", highlight=False)
+        say(console, f"- {assumption}")
 
 
 def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
-    """Prints the lines that a train script needs, for the file if one is written."""
+    """Prints the lines that a train script needs to use a plan."""
     if plan.before.fits:
         return
-    console.print("in the training script:" if file else "with --out FILE:")
+    say(console, f"{'' if file else 'with --out FILE, '}in the training script:")
     for line in plan.training(str(file or "FILE")):
-        console.print(f"  {line}", highlight=False, markup=False)
+        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
 
 
 def print_explanation(console: Console, title: str, found: Explanation) -> None:
@@ -105,7 +123,7 @@ def print_explanation(console: Console, title: str, found: Explanation) -> None:
         (x.path, size_text(x.bytes or 0), x.codec, x.memory_kind, x.why)
         for x in found.leaves
     ]
-    columns = ["path", "size ", "codec", "goes to", "by"]
+    columns = ["path", "size ", "codec", "goes to", "why"]
     if not any(x.codec for x in found.leaves):
         columns.remove("codec")
         rows = [(path, size, *rest) for path, size, _, *rest in rows]
@@ -124,9 +142,11 @@ def print_leaves(console: Console, title: str, leaves: Sequence[SavedLeaf]) -> N
     columns = ("path", "shape", "dtype", "size ", "sharding")
     console.print(table(title, columns, rows))
     total = size_text(sum(x.nbytes for x in leaves))
-    console.print(
-        f"{len(leaves)} leaves, {total}. Orbax records no memory kinds: a leaf is "
-        "restored to where the template says (optax_offload.eval_shape)."
+    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
+    say(
+        console,
+        f"{count}, {total}. Orbax records no memory kinds: it restores a leaf to where "
+        "your template says (optax_offload.eval_shape).",
     )
 
 
@@ -172,7 +192,9 @@ def print_targets(console: Console) -> None:
     for row in found:
         sources.setdefault(row["link_source"], []).append(row["name"])
     for source, names in sources.items():
-        console.print(f"link of {', '.join(names)}: {source}", highlight=False)
-    console.print(
-        "Several: a TPU's grid (v5e:4x4, v5p:2x2x2), a number of GPUs (h100:8)."
+        say(console, f"link of {', '.join(names)}: {source}")
+    say(
+        console,
+        "For several chips, name a TPU's grid (v5e:4x4, v5p:2x2x2) or a number of GPUs "
+        "(h100:8).",
     )

@@ -46,7 +46,7 @@ def test_boxes_are_no_part_of_a_path(tmp_path):
 def test_nothing_is_there(tmp_path):
     """Where a checkpoint was looked for."""
     with pytest.raises(
-        FileNotFoundError, match="no Orbax checkpoint: there is no _MET"
+        FileNotFoundError, match=r"is no Orbax checkpoint: neither it, .* _METADATA"
     ):
         checkpoint.leaves(tmp_path)
 
@@ -54,8 +54,8 @@ def test_nothing_is_there(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "_METADATA is damaged: it is no JSON"),
-        ('{"tree_meta', "_METADATA is damaged: it is no JSON"),
+        ("", "_METADATA is damaged: it is not JSON"),
+        ('{"tree_meta', "_METADATA is damaged: it is not JSON"),
         ("[]", "_METADATA is damaged: it has no table 'tree_metadata'"),
         ('{"tree_metadata": null}', "it has no table 'tree_metadata'"),
         ('{"tree_metadata": {"w": 3}}', "names 1 leaves, and Orbax reads none of them"),
@@ -92,6 +92,6 @@ def test_under_no_path():
 
 def test_under_what_is_not_there():
     """What there is instead."""
-    message = r"nothing is under 'opt' in the checkpoint; there is opt_state/1, opt_st"
+    message = r"the checkpoint has nothing under 'opt'; it has opt_state/1, opt_st"
     with pytest.raises(ValueError, match=message):
         checkpoint.under(LEAVES, "opt")

@@ -32,9 +32,9 @@ def test_options_are_literals_or_text(text, value):
         (
             "a_module",
             (),
-            "'a_module' is no step factory; write package.module:function",
+            "'a_module' does not name a step factory; write package.module:function",
         ),
-        ("b_module:make", (), "there is no module 'b_module' from .*set PYTHONPATH"),
+        ("b_module:make", (), "no module 'b_module' in .*set PYTHONPATH"),
         ("a_module:other", (), "a_module has no function 'other'; it has make$"),
         ("a_module:make", ["width"], "--set 'width': write name=value"),
         ("a_module:make", ["a-b=1"], "--set 'a-b=1': write name=value"),

@@ -1,16 +1,21 @@
 """What a person is shown."""
 
+import dataclasses
 import io
+import pathlib
+import re
 
 from rich.console import Console
 
 import optax_offload as oo
 from optax_offload import _plan, aot
+from optax_offload._plan import state
 from optax_offload._plan.alternatives import alternatives
 from optax_offload._plan.variants import Variant
 from optax_offload.aot import Target
-from optax_offload.cli import tables
+from optax_offload.cli import diagnosis, tables
 from optax_offload.cli.checkpoint import SavedLeaf
+from optax_offload.cli.explanation import Explanation, PlacedLeaf
 
 
 def shown(print_it, *args):
@@ -18,6 +23,23 @@ def shown(print_it, *args):
     console = Console(file=io.StringIO(), width=120)
     print_it(console, *args)
     return console.file.getvalue()
+
+
+def in_a_terminal(print_it, *args):
+    """The lines that a function prints in a terminal of 80 columns."""
+    console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system=None
+    )
+    print_it(console, *args)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    return lines
+
+
+def whole(text, lines):
+    """True if a text stands in one line, and is no part of a longer word."""
+    word = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)")
+    return any(word.search(line) for line in lines)
 
 
 def test_numbers_are_set_to_the_right():
@@ -58,9 +80,9 @@ def test_targets_have_sources():
         assert row["link_source"][:30] in text
 
 
-def test_a_plan(tmp_path):
-    """What is chosen, what fills the device, and what else there is."""
-    parts = {"parameters": 2**30}
+def a_plan(*, first="way 8", second="way 5", parts=None):
+    """A plan of two ways, of 8 and 5 GiB."""
+    parts = parts or {"parameters": 2**30}
     time = aot.StepTime(1.0, 0.5, 0, 0, 0, 2**30, 2**30, 0.0, (aot.Assumption(*"abc"),))
     before, after = (
         _plan.CompiledCandidate(
@@ -70,16 +92,16 @@ def test_a_plan(tmp_path):
             fits=n < 6,
             seconds=1.0,
             parts=parts,
-            what=f"way {n}",
+            what=what,
             time=time,
             variant=Variant(window_bytes=n),
             host_bytes=(8 - n) * 2**30,
         )
-        for n in (8, 5)
+        for n, what in ((8, first), (5, second))
     )
     asked = _plan.Asked(_plan.Budget(6 * 2**30))
     target = Target("h100")
-    plan = oo.Plan(
+    return oo.Plan(
         target=target,
         budget_bytes=6 * 2**30,
         config=oo.OffloadConfig([oo.Rule(".*", "device")], parameters=["layers/.*"]),
@@ -91,6 +113,11 @@ def test_a_plan(tmp_path):
         environment={},
         outside=("1 gradient of 2.00 MiB left outside: the step returns it",),
     )
+
+
+def test_a_plan(tmp_path):
+    """What is chosen, what fills the device, and what else there is."""
+    plan = a_plan()
     text = " ".join(shown(tables.print_plan, plan).split())
     assert "6.00 GiB on each device: fits with way 5" in text
     assert "parameters moved to host memory: layers/.*" in text
@@ -104,3 +131,90 @@ def test_a_plan(tmp_path):
     assert "in the training script:" in text
     assert "params = oo.place(params, config.parameters)" in text
     assert "tx = " not in text, "its state stays as it is"
+
+
+LONG = (
+    "12.33 GiB of 58.11 GiB of state, all parameters, residuals on the host; fused, "
+    "late gradients on the host; int8 moments; window 16.00 MiB"
+)
+
+
+def test_a_plan_at_80_columns():
+    """No number is cut, and no word of what a way does."""
+    parts = {"state loaded at once (by 'concatenate' in f)": 100 * 2**30 + 2**28}
+    plan = a_plan(second=LONG, parts=parts)
+    lines = in_a_terminal(tables.print_plan, plan)
+    for cells in plan.alternatives.cells():
+        for number in cells[1:6]:
+            assert whole(number, lines), number
+    for word in re.findall(r"[\w.]+", LONG):
+        assert whole(word, lines), word
+    assert whole("100.25 GiB", lines)
+
+
+def test_explanations_and_checkpoints_at_80_columns():
+    """Paths break at their slashes only, and sizes do not."""
+    path = "opt_state/1/0/mu/decoder/layers_123/attention/query_projection/kernel"
+    rule = "rule 12 '.*/(mu|nu)/.*layers_[0-9]+.*|.*/kernel'"
+    leaves = [PlacedLeaf(path, 1023 * 2**20 + 2**18, "pinned_host", rule, "int8")]
+    explained = in_a_terminal(
+        tables.print_explanation, "rules.toml", Explanation(tuple(leaves), ())
+    )
+    saved = SavedLeaf(path, (128, 4096, 4096), "float32", 2**33, "P('data', None)")
+    reported = in_a_terminal(tables.print_leaves, "runs/1", [saved])
+    for lines, sizes in ((explained, ["1023.25 MiB"]), (reported, ["8.00 GiB"])):
+        for name in [*path.split("/"), *sizes]:
+            assert whole(name, lines), name
+    assert whole("128x4096x4096", reported)
+    assert whole("12", explained)
+    in_a_terminal(tables.print_targets)
+
+
+def test_findings_at_80_columns():
+    """A word is never cut; a line to paste is never broken."""
+    captured = pathlib.Path(__file__).parent.parent / "doctor" / "captured"
+    found = diagnosis.diagnosis_of(
+        captured / "h100_two_nodes.txt", None, measure_link=False
+    )
+    console = Console(
+        file=io.StringIO(), width=80, force_terminal=True, color_system=None
+    )
+    diagnosis.print_diagnosis(console, found)
+    lines = console.file.getvalue().splitlines()
+    pasted = [line for finding in found.findings for line in finding.do]
+    for line in lines:
+        assert len(line) <= 80 or line.strip(" $") in pasted, line
+    for finding in found.findings:
+        for word in f"{finding.seen} {finding.means}".split():
+            assert whole(word.strip(".,;()'"), lines), word
+    assert all(any(line.endswith(p) for line in lines) for p in pasted)
+
+
+def test_the_page_explains_what_is_printed():
+    """Each line or part of a plan that it names is there."""
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "reading-output.md"
+    rows = re.findall(
+        r"^\| (`.*?) \|", page.read_text().partition("## A plan")[2], re.M
+    )
+    named = [name for row in rows for name in re.findall(r"`(.*?)`", row)]
+    plan = a_plan(
+        first="state on the host; fused, backward twice",
+        second="state on the host; fused, late gradients on the host",
+        parts={"state loaded at once (by 'f')": 1, "other temporaries": 1},
+    )
+    leaves = [state.Leaf("mu/w", 2**20, 2**20, 0, True)]
+    plan = dataclasses.replace(
+        plan,
+        moved=tuple(state.leaf_patterns(leaves)),
+        environment={"XLA_CLIENT_MEM_FRACTION": "0.9"},
+        alternatives=dataclasses.replace(
+            plan.alternatives, not_compiled=("not compiled: 1 way that failed",)
+        ),
+    )
+    text = shown(tables.print_plan, plan) + shown(
+        tables.print_training, plan, "my.toml"
+    )
+    assert len(named) > 12
+    for name in named:
+        for piece in name.split("..."):
+            assert piece.strip() in text, name

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import sys
 import types
 
@@ -83,7 +84,7 @@ def test_what_looks_like_markup_is_printed(doctor):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rules]]\n", "no machine is described here"),
+        ("[[rules]]\n", "this file describes no machine"),
         (None, "No such file"),
     ],
 )
@@ -99,7 +100,7 @@ def test_bytes_that_are_no_text(doctor, tmp_path):
     """A file that is none is no traceback."""
     file = tmp_path / "machine.txt"
     file.write_bytes(b"\xff\xfe\x00")
-    assert "no machine is described here" in doctor("--machine", file, code=2).stderr
+    assert "this file describes no machine" in doctor("--machine", file, code=2).stderr
 
 
 def test_a_place_that_cannot_be_written(doctor, tmp_path):
@@ -109,7 +110,7 @@ def test_a_place_that_cannot_be_written(doctor, tmp_path):
     assert f"mkdir -p {file.parent}" in result.stderr
     saved = CAPTURED / "nothing.txt"
     result = doctor("--machine", saved, "--save", tmp_path / "x", code=2)
-    assert "give one of the two" in result.stderr
+    assert "give either --machine" in result.stderr
 
 
 def device(kind="NVIDIA L4", platform="gpu", coords=None):
@@ -225,3 +226,13 @@ def test_a_machine_without_accelerators_leaves_plugins_alone(monkeypatch):
     monkeypatch.setattr(jax_view, "_versions", lambda: {"jax-metal": "0.1.1"})
     jax_view.look(NOTHING, None)
     assert len(asked) == 1
+
+
+def test_the_page_shows_what_is_printed(doctor):
+    """Its lines are those of a machine of the tests, however they are wrapped."""
+    page = pathlib.Path(__file__).parent.parent.parent / "docs" / "doctor.md"
+    (block,) = re.findall(r"```text\n(.*?)```", page.read_text(), re.DOTALL)
+    printed = doctor("--machine", CAPTURED / "h100_two_nodes.txt").stdout
+    printed = " ".join(printed.split())
+    for finding in re.split(r"\n(?= *\w+  \w)", block):
+        assert " ".join(finding.split()) in printed

@@ -154,7 +154,9 @@ def test_amd_names_itself():
 
 def test_saved_needs_a_section():
     """Another file says what is wanted."""
-    with pytest.raises(ValueError, match=r"no machine is described here.*--save FILE"):
+    with pytest.raises(
+        ValueError, match=r"this file describes no machine.*--save FILE"
+    ):
         Saved("[[rules]]\n")
 
 

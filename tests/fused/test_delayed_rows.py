@@ -14,6 +14,7 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 
 import optax_offload as oo
 from optax_offload import _compat, _memory, aot
+from optax_offload._emit import streamed_step
 from optax_offload._program import at_rest
 from optax_offload._schedule import order
 from optax_offload._step_options import Options
@@ -246,9 +247,31 @@ def test_rows_are_loaded_ahead(monkeypatch):
 @later_jax
 def test_a_window_bounds_what_is_loaded_ahead():
     """A row that is larger is loaded by the iteration that takes it."""
-    rows = "on a GPU up to {} of rows are loaded an iteration ahead"
+    rows = "up to {} of rows are loaded an iteration ahead"
     for asked, nbytes in ((None, "3.02 KiB"), (2**11, "1.52 KiB")):
         step, args = step_at_rest(6, window_bytes=asked)
         assert rows.format(nbytes) in str(oo.jit(step).schedule(*args))
     step, args = step_at_rest(6, window_bytes=15)
     assert "an iteration ahead" not in str(oo.jit(step).schedule(*args))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("computes_longer", [False, True])
+def test_a_tpu_loads_what_it_replaces_ahead(computes_longer, reverse, monkeypatch):
+    """Where the computation takes longer than the link; on the CPU, to the bit."""
+    monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", True)
+    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    results = streamed_step.emit.results
+    monkeypatch.setattr(
+        streamed_step.emit, "results", lambda *a, late: results(*a, late=False)
+    )
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    params, loss = make_params(6), make_loss(reverse=reverse)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), **DONATED)
+    at_rest = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+    assert ulps(train(step, tx, at_rest, steps=3), want) <= BOUND
+    text = step.lower(at_rest, tx.init(at_rest), BATCH).as_text()
+    carried = re.findall(r"stablehlo.while.*|^ +%\S+:\d+ = stablehlo.while.*", text)
+    rows = [re.search("tensor<1x16x24xf32>", line) for line in carried]
+    assert any(rows) == computes_longer

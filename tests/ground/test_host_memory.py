@@ -127,11 +127,11 @@ def test_shortages():
         ),
     )
     machine, cgroup, plugin = memory.shortages
-    assert machine.startswith("110.00 GiB of host memory (pinned_host; unp")
+    assert machine.startswith("this process still needs 110.00 GiB of host memory")
     assert machine.endswith("shard the state over more hosts")
-    assert "the cgroup has 109.00 GiB left of 150.00 GiB" in cgroup
+    assert "the cgroup has only 109.00 GiB left of 150.00 GiB" in cgroup
     assert "docker run --memory=" in cgroup
-    assert plugin.startswith("90.00 GiB of host memory (pinned_host) are")
+    assert plugin.startswith("this process still needs 90.00 GiB of host memory")
     assert plugin.endswith("export XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=100")
     assert not _host_memory.HostMemory({}, {}, memory.limits).shortages
 

@@ -298,7 +298,7 @@ def test_leaves_on_disk(tmp_path):
 
 def test_under():
     """It goes with rules, and has to name a part of the tree."""
-    with pytest.raises(ValueError, match="says where rules begin: give the rules"):
+    with pytest.raises(ValueError, match="says where the paths of rules begin"):
         oo.place(state_of(1), state_of(1), under="opt_state")
     with pytest.raises(ValueError, match=r"under='opt': no leaf is there\. Nearest"):
         oo.place(state_of(1), RULES, under="opt")

@@ -98,8 +98,8 @@ def test_rule_that_matches_nothing_lists_near_paths():
 def test_rule_that_matches_nothing_in_an_empty_tree():
     """Without leaves there are no near paths."""
     message = (
-        r"The tree has no leaves\. An optimizer without state, such as optax.sgd "
-        r"without momentum, has nothing to move: leave offload\(\.\.\.\) out"
+        r"the tree has no leaves\. An optimizer without state, such as optax.sgd "
+        r"without momentum, has nothing to move, so leave offload\(\.\.\.\) out"
     )
     with pytest.raises(ValueError, match=message):
         kinds("a", [])
@@ -130,7 +130,11 @@ def test_rule_in_the_shadow_of_another():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"pattern": "("}, ValueError, r"pattern '\(' is no regex: .*position 0"),
+        (
+            {"pattern": "("},
+            ValueError,
+            r"pattern '\(' is not a valid regex: .*position 0",
+        ),
         ({"pattern": 3}, TypeError, "pattern must be a regex .* got 3"),
         ({"pattern": re.compile(b"a")}, TypeError, "must match text"),
         (
@@ -170,7 +174,7 @@ def test_bad_rule(arguments, error, message):
             TypeError,
             r"rules\[0\] is 3; it must be an optax_offload.Rule or a regex",
         ),
-        ([], ValueError, "rules is empty: nothing would be offloaded"),
+        ([], ValueError, "rules is empty, so nothing would be offloaded"),
     ],
 )
 def test_bad_rules(rules, error, message):
@@ -289,7 +293,7 @@ def test_step_options_are_a_mapping():
             r"unknown key rules\[0\].patern; allowed are pattern, memory_kind, min_byt",
         ),
         ("[[rules]]\nmin_bytes = 3", r"rules\[0\] has no pattern"),
-        ("[[rules]]\npattern = '('", r"rules\[0\].pattern '\(' is no regex"),
+        ("[[rules]]\npattern = '('", r"rules\[0\].pattern '\(' is not a valid regex"),
         ("[[rules]]\npattern = 1", r"rules\[0\].pattern must be a regex .* got 1"),
         (
             "[[rules]]\npattern = 'a'\nmemory_kind = 'hbm'",

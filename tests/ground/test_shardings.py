@@ -315,9 +315,9 @@ def test_init_does_not_run(tx):
         (
             {"shardings": "x", "mesh": True},
             TypeError,
-            r"are no shardings: '0/count' \(str\), .*Allowed are a jax",
+            r"are not shardings: '0/count' \(str\), .*Allowed are a jax",
         ),
-        ({"shardings": {"w": P()}, "mesh": True}, ValueError, "no tree prefix"),
+        ({"shardings": {"w": P()}, "mesh": True}, ValueError, "not a tree prefix"),
         ({"mesh": "x"}, TypeError, "mesh is 'x'; it must be a jax.sharding.Mesh"),
     ],
 )

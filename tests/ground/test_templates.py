@@ -92,14 +92,16 @@ def test_out_shardings_decide_first_and_name_no_kind():
 
 def test_out_shardings_that_are_no_prefix():
     """JAX's words, after ours."""
-    with pytest.raises(ValueError, match="out_shardings is no tree prefix of what the"):
+    with pytest.raises(
+        ValueError, match="out_shardings is not a tree prefix of what the"
+    ):
         oo.eval_shape(lambda: {"a": jnp.ones(3)}, out_shardings={"b": None})
 
 
 def test_out_shardings_that_are_no_shardings():
     """All leaves are named, with the line that mends it."""
     message = (
-        r"no jax\.sharding\.Sharding: 'a' \(P(artitionSpec)?\), 'b' \(str\)\. For a "
+        r"not a jax\.sharding\.Sharding: 'a' \(P(artitionSpec)?\), 'b' \(str\)\. For a "
         r"PartitionSpec give jax\.NamedSharding\(mesh, spec\)"
     )
     with pytest.raises(TypeError, match=message):

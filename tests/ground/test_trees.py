@@ -144,7 +144,7 @@ def test_no_match_message():
         ("a/kernel|kernel", "Write '.*/(?:a/kernel|kernel)', which matches 2 leaves."),
         (
             ".*/kernel/value",
-            "The box of a framework, such as nnx.Variable, is no part of a path. "
+            "The box of a framework, such as nnx.Variable, is not part of a path. "
             "Write '.*/kernel', which matches 2 leaves. Nearest",
         ),
         ("kernel/array", "path. Write '.*/kernel', which matches 2"),

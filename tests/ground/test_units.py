@@ -52,7 +52,7 @@ def test_parse_size(text, size_bytes):
 )
 def test_text_that_is_no_size(text):
     """What came, and how to write it."""
-    with pytest.raises(ValueError, match=r"is no size; write it as 70GiB \(2\*\*30"):
+    with pytest.raises(ValueError, match=r"is not a size; write it as 70GiB \(2\*\*30"):
         _units.parse_size(text)
 
 

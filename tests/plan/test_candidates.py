@@ -84,7 +84,7 @@ def test_a_jitted_step_has_only_its_state_moved(jitted):
     found = facts(factory, state, Variant(EVERY, (), "all", MOST))
     assert found.can_stream is not jitted
     if jitted:
-        assert "Jit it with oo.jit" in found.outside[0]
+        assert "jit it with oo.jit" in found.outside[0]
         return
     made = prepared(factory, state, Variant(EVERY, options=MOST))
     assert made.step.donate_argnums == (0, 1)

@@ -123,5 +123,7 @@ def test_several_hosts(folder):
     assert row.host_bytes == found.host_bytes
     enough = oo.plan(sharded_step, **options, host_memory_bytes=found.host_bytes)
     assert enough.config == found.config
-    with pytest.raises(aot.DoesNotFitError, match=r"more of a host than its 4\.00 KiB"):
+    with pytest.raises(
+        aot.DoesNotFitError, match=r"more than the 4\.00 KiB of each host"
+    ):
         oo.plan(sharded_step, **options, host_memory_bytes=4096)

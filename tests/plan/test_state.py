@@ -117,12 +117,12 @@ def no_step(offload, target):
 @pytest.mark.parametrize(
     ("make_step", "error", "message"),
     [
-        (plain, ValueError, "does not call its first argument: what it makes has to"),
+        (plain, ValueError, "does not call offload, its first argument"),
         (never_initialised, ValueError, r"does not call init .*oo\.eval_shape"),
         (
             no_step,
             TypeError,
-            r"returns an optax_offload\.Step\(fn, args, \.\.\.\)",
+            r"must return an optax_offload\.Step\(fn, args, \.\.\.\)",
         ),
     ],
 )

@@ -27,7 +27,7 @@ def test_rows_and_totals():
     rows = {row.path: row for row in report.rows}
     assert rows["0/mu/w"].nbytes == 256 * 128 * 4
     assert rows["0/mu/w"].planned == rows["0/mu/w"].actual == "pinned_host"
-    assert "under 65536 bytes" in rows["0/mu/b"].why
+    assert "under 64.00 KiB" in rows["0/mu/b"].why
     assert rows["0/count"].why == "no rule matches"
     assert report.totals == {"device": 2 * 512 + 4, "pinned_host": 2 * 131072}
 
@@ -86,7 +86,7 @@ def test_numbers_are_in_no_memory(min_bytes):
 
 def test_check_without_rules():
     """Where nothing was planned there is nothing to check."""
-    with pytest.raises(ValueError, match="nothing was planned: give the rules"):
+    with pytest.raises(ValueError, match="made without rules, so it has"):
         oo.memory_report(PARAMS).check()
 
 
@@ -180,7 +180,7 @@ def test_under_nothing():
     """A path that is not there, and a path without rules."""
     with pytest.raises(ValueError, match=r"under='opt': no leaf is there\. Nearest"):
         oo.memory_report(training_state(), ".*", under="opt")
-    with pytest.raises(ValueError, match="under='opt_state' says where rules begin"):
+    with pytest.raises(ValueError, match="under='opt_state' says where the paths"):
         oo.memory_report(training_state(), under="opt_state")
 
 
@@ -270,12 +270,12 @@ def test_too_little_host_memory(shape, tmp_path, monkeypatch):
     (tmp_path / "proc").rmdir()
     machine(tmp_path, free_kib=200)
     message = (
-        r"256\.00 KiB of host memory \(pinned_host\) are still to be allocated by this "
-        r"process, and the machine has 200\.00 KiB left of 1000\.00 KiB\. offload less"
+        r"this process still needs 256\.00 KiB of host memory \(pinned_host\), but the "
+        r"machine has only 200\.00 KiB left of 1000\.00 KiB\. Offload less"
     )
     with pytest.warns(oo.OffloadWarning, match=message):
         report = oo.memory_report(state, ".*")
-    assert "(!) 256.00 KiB of" in str(report)
+    assert "(!) this process still needs 256.00 KiB" in str(report)
     assert len(report.as_dict()["host"]["shortages"]) == 1
     placed = oo.offload(optax.adam(1e-3)).init(PARAMS)
     there = oo.memory_report(placed, ".*").host

@@ -74,7 +74,7 @@ def test_state_that_is_a_link(tmp_path):
     state.rename(elsewhere)
     state.symlink_to(elsewhere)
     before = everything(tmp_path)
-    with pytest.raises(ValueError, match=r"is damaged: .*state-\w+ is no directory"):
+    with pytest.raises(ValueError, match=r"is damaged: .*state-\w+ is not a directory"):
         oo.reload_states(template, directory=directory)
     # A new state replaces the manifest, and leaves the link and what it names alone.
     there = oo.offload_states(make(), memory_kind="disk", directory=directory)
@@ -194,11 +194,11 @@ DEPTH = 100_000
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[" * DEPTH + "]" * DEPTH, "nested too deeply|it is no JSON"),
-        ('{"a":' * DEPTH + "1" + "}" * DEPTH, "nested too deeply|it is no JSON"),
+        ("[" * DEPTH + "]" * DEPTH, "nested too deeply|it is not JSON"),
+        ('{"a":' * DEPTH + "1" + "}" * DEPTH, "nested too deeply|it is not JSON"),
         ('{"leaves": ' + "[" * 800 + "]" * 800 + "}", "its hash|nested too deeply"),
-        ("", "it is no JSON"),
-        ("\xff", "it is no JSON|its hash"),
+        ("", "it is not JSON"),
+        ("\xff", "it is not JSON|its hash"),
         ("3", "it is 3, not an object"),
         ("[]", r"it is \[\], not an object"),
         ("{}", "its hash is not that of what it says"),

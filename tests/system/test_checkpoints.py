@@ -480,7 +480,7 @@ def test_out_shardings_of_a_part():
 
 def test_out_shardings_that_are_wrong():
     """No prefix of the tree, or no shardings."""
-    with pytest.raises(ValueError, match="out_shardings is no tree prefix of what"):
+    with pytest.raises(ValueError, match="out_shardings is not a tree prefix of what"):
         oo.eval_shape(lambda: {"a": jnp.ones(1)}, out_shardings={"b": None})
     with pytest.raises(TypeError, match=r"'a' \(int\)\. For a PartitionSpec give jax"):
         oo.eval_shape(lambda: {"a": jnp.ones(1)}, out_shardings={"a": 1})
