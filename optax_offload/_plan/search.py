@@ -149,8 +149,9 @@ class Search:
         """The time of a step, with as little hidden of its transfers as of the nearest.
 
         The share that is not hidden is that of the nearest way whose gradients are
-        treated alike. Without one it is the least that was seen. Of another fused way
-        less counts: how gradients wait decides how much of the link is waited for.
+        treated alike. Without one it is some of the least that was seen, for how
+        gradients wait decides how much of the link is waited for; of a way that is not
+        fused it is the mean.
         """
         expected = self._expect(variant)
         seen = {v: share for v in self.known if (share := self._exposed(v)) is not None}
@@ -159,9 +160,10 @@ class Search:
         like = [v for v in seen if _gradients(v) == _gradients(variant)]
         if like:
             share = seen[min(like, key=lambda other: _distance(variant, other))]
+        elif variant.options.fuse:
+            share = SHARE_OF_OTHERS * min(1.0, *seen.values())
         else:
-            share = min(1.0, *seen.values())
-            share *= SHARE_OF_OTHERS if variant.options.fuse else 1.0
+            share = min(1.0, sum(seen.values()) / len(seen))
         hidden = expected.serial_seconds - expected.seconds
         return expected.seconds + share * hidden
 
