@@ -32,15 +32,28 @@ def size_text(size_bytes: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for a person to read, to three digits at least.
+    """A time for a person to read, to three digits at least; short ones in us.
 
     Example:
       >>> milliseconds(0.25), milliseconds(0.0012345), milliseconds(12.3456)
       ('250 ms', '1.23 ms', '12346 ms')
+      >>> milliseconds(0.00032), milliseconds(0.0000012)
+      ('320 us', '1.20 us')
     """
-    found = seconds * 1e3
+    unit = "ms" if seconds >= 1e-3 or not seconds else "us"
+    found = seconds * (1e3 if unit == "ms" else 1e6)
     digits = next((n for n, least in enumerate((100, 10)) if found >= least), 2)
-    return f"{found:.{digits}f} ms"
+    return f"{found:.{digits}f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """A time of some seconds for a person to read; one under a second as it is.
+
+    Example:
+      >>> seconds_text(104.2), seconds_text(0.25)
+      ('104 s', '250 ms')
+    """
+    return f"{seconds:.0f} s" if seconds >= 1 else milliseconds(seconds)
 
 
 class Printed:

@@ -10,7 +10,7 @@ from optax_offload._low_bit.encoded import Encoded, encoded_parts
 from optax_offload._low_bit.forms import OtherForm, codecs_named, in_other_forms
 from optax_offload._low_bit.known_fields import moments
 from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
-from optax_offload._low_bit.master_weights import master_weights
+from optax_offload._low_bit.master_weights import master_paths, master_weights
 from optax_offload._low_bit.stochastic_round import stochastic_round
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "low_bit",
     "low_bit_decode",
     "low_bit_encode",
+    "master_paths",
     "master_weights",
     "moments",
     "stochastic_round",

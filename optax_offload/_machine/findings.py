@@ -134,7 +134,10 @@ class Facts:
 
     @property
     def has_somewhere_to_offload(self) -> bool:
-        """True if host memory is apart from the device's, and enough can be pinned."""
+        """True if offload can work: the host has memory of its own that can be pinned.
+
+        False on machines with one memory for host and device, and under WSL.
+        """
         return self.one_memory is None and not self.is_wsl
 
     @property

@@ -8,10 +8,11 @@ from optax_offload._plan.candidates import (
     CompiledCandidate,
     Progress,
 )
+from optax_offload._plan.forms import allowed
 from optax_offload._plan.picture import check_can_plot, save_plot
 from optax_offload._plan.planner import Planner, plan
+from optax_offload._plan.recording import record
 from optax_offload._plan.result import NothingFitsError, Plan
-from optax_offload._plan.state import record
 from optax_offload._plan.step import Step, StepFactory, compile_step
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "Step",
     "StepFactory",
+    "allowed",
     "check_can_plot",
     "checked_budget",
     "compile_step",

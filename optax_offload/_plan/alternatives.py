@@ -239,4 +239,4 @@ def _not_compiled(
                 "predicted to be no faster than the chosen, at best "
                 f"{milliseconds(near.seconds)}"
             )
-        yield f"{count} {line} ({near.variant.text(asked.codec)})"
+        yield f"{count} {line} ({near.variant.text()})"

@@ -12,7 +12,7 @@ from typing import Any
 from optax_offload import aot
 from optax_offload._errors import OffloadWarning
 from optax_offload._plan.prepare import measured, prepared
-from optax_offload._plan.state import MovableState
+from optax_offload._plan.state import Codecs, MovableState
 from optax_offload._plan.step import StepFactory
 from optax_offload._plan.variants import (
     Facts,
@@ -21,7 +21,7 @@ from optax_offload._plan.variants import (
     host_bytes,
     late_bytes_left,
 )
-from optax_offload._units import milliseconds, size_text
+from optax_offload._units import milliseconds, seconds_text, size_text
 
 # The name of the part of a peak that is state in host memory, all of it loaded.
 STATE_AT_ONCE = "state loaded at once"
@@ -92,7 +92,7 @@ class CompiledCandidate:
         step = ""
         if self.time is not None:
             step = f", modelled step {milliseconds(self.time.seconds)}"
-        how = "cached" if self.was_kept else f"{self.seconds:.0f} s"
+        how = "cached" if self.was_kept else seconds_text(self.seconds)
         return (
             f"{self.what}: peak {size_text(self.used_bytes)}, "
             f"{size_text(self.host_bytes)} on the host{step}, {fits} ({how})"
@@ -126,13 +126,13 @@ class Asked:
 
     Attributes:
       budget: The memory that a step may take.
-      codec: The codec that moments may be kept in; None for none.
+      allow: The codecs that state may be kept in; see `allowed`.
       link_bytes_per_second: Bandwidth of the link; None takes the documented one.
       folder: The folder that keeps figures of compiled programs; None keeps nothing.
     """
 
     budget: Budget
-    codec: str | None = None
+    allow: Codecs = ()
     link_bytes_per_second: float | None = None
     folder: str | os.PathLike[str] | None = None
 
@@ -149,7 +149,7 @@ class CandidateCompiler:
     def __init__(
         self,
         factory: StepFactory,
-        states: Mapping[bool, MovableState],
+        states: Mapping[Codecs, MovableState],
         asked: Asked,
         progress: Progress,
     ):
@@ -157,8 +157,8 @@ class CandidateCompiler:
 
         Args:
           factory: Makes the step.
-          states: The state that can be selected, by whether moments are encoded.
-          asked: The request to `plan`: budgets, codec and link.
+          states: The state that can be selected, by the codecs that it is kept in.
+          asked: The request to `plan`: budgets, codecs and link.
           progress: A function that is called with what is being compiled, and then with
             the result.
         """
@@ -196,14 +196,14 @@ class CandidateCompiler:
     def _compile(
         self, variant: Variant, facts: Facts, sizes: Sizes, left: int
     ) -> CompiledCandidate:
-        what = variant.text(self._asked.codec, sizes)
+        what = variant.text(sizes)
         so_far = time.perf_counter() - self._started
         self._progress(
             f"compiling: {what} ({len(self.compiled)} compiled, at most {left} more, "
             f"{so_far:.0f} s so far)"
         )
         started = time.perf_counter()
-        state = self._states[variant.encoded]
+        state = self._states[variant.codecs]
         with warnings.catch_warnings():  # A table says what each way takes.
             warnings.simplefilter("ignore", OffloadWarning)
             found = measured(

@@ -20,22 +20,23 @@ def smallest_that_fits(
     budget_bytes: int,
     attempts: int | None = None,
 ) -> Selection | None:
-    """The selection that moves least such that what is used fits the budget.
+    """Returns the patterns to move so that a step fits, as few bytes as it finds.
 
-    It is the shortest sequence of the first, second, ... that fits, found by
-    interpolation and bisection; then, if some smaller ones can stand in for the last of
-    them, those are taken.
+    It takes patterns in order of preference until the step fits: how many are needed is
+    found by interpolation and bisection. Then it tries to replace the last of them by
+    smaller ones.
 
     Args:
       sizes: The bytes that each takes from the peak at most, in order of preference.
       used_bytes: Returns the peak with a selection moved, which is expensive. It is
         asked for no selection twice.
       budget_bytes: The bytes that may be used.
-      attempts: The most sequences to try between nothing and all; then the best one
-        found is taken, and no stand-in is looked for. None sets no limit.
+      attempts: The most selections to try between nothing and all; then the best one
+        found is taken, and no pattern is replaced. None sets no limit.
 
     Returns:
-      Positions in ``sizes``; None if not even all of them suffice.
+      The positions in ``sizes`` of the patterns to move: an empty set if the step fits
+      with none of them moved, None if it does not fit with all of them moved.
     """
     known: dict[Selection, int] = {}
 

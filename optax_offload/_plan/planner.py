@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_offload import _rules, aot
-from optax_offload._low_bit import codec_of
 from optax_offload._plan.alternatives import Alternatives, alternatives
 from optax_offload._plan.budget import checked_budget, environment
 from optax_offload._plan.candidates import (
@@ -18,16 +17,23 @@ from optax_offload._plan.candidates import (
     CompiledCandidate,
     Progress,
 )
+from optax_offload._plan.forms import (
+    allowed,
+    check_remainder,
+    forms,
+    worth_allowing,
+)
 from optax_offload._plan.least_state import smallest_that_fits
 from optax_offload._plan.prepare import facts
+from optax_offload._plan.recording import record
 from optax_offload._plan.result import NothingFitsError, Plan
 from optax_offload._plan.search import Failed, Search
 from optax_offload._plan.state import (
+    Codecs,
     MovableState,
     Parameters,
     Selection,
     movable_state,
-    record,
 )
 from optax_offload._plan.step import Step, StepFactory
 from optax_offload._plan.variants import Facts, Outlook, Sizes, Variant, variants
@@ -49,7 +55,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     budget_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     rules: _rules.Rules | None = None,
-    codec: _rules.CodecName | None = None,
+    allow: str | Sequence[str] | None = None,
     link_bytes_per_second: float | None = None,
     folder: str | os.PathLike[str] | None = None,
     progress: Progress = lambda _: None,
@@ -58,7 +64,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
 
     If the step fits as it is, nothing is done. If not, the plan combines the values
     that can rest on the host (optimizer state, parameters, residuals), the ways to
-    treat gradients (`stream`), and the codec if one is allowed. Tracing tells the least
+    treat gradients (`stream`), and the codecs that are allowed. Tracing tells the least
     memory that each combination needs. Combinations are compiled in the order of the
     time that is expected, until no other can be faster than the best one that fits.
     Then less of the state is moved if that is faster. Peaks and modelled times
@@ -80,8 +86,10 @@ def plan(  # noqa: PLR0913 - keyword-only options
       rules: The rules that are decided already. They say which leaves of the state move
         and (``memory_kind="device"``) which stay; an `OffloadConfig` can have rules of
         parameters too. The plan decides about leaves that none of them matches.
-      codec: A format in which moments may be kept, such as ``"int8"``; see `low_bit`.
-        None leaves their dtype.
+      allow: The codecs in which state may be kept, a name or several, as
+        ``"int8,bfloat16-remainder"``; see `low_bit`. ``"bfloat16-remainder"`` is for
+        the weights of `master_weights`, and changes no number; the others are for
+        moments. None leaves all state its dtype.
       link_bytes_per_second: Bandwidth of the link to the host, each way, for the model;
         by default the documented one. See `measure_link`.
       folder: The folder that keeps peaks and times of compiled programs, so that other
@@ -99,7 +107,8 @@ def plan(  # noqa: PLR0913 - keyword-only options
         what would help; its ``alternatives`` are the table of what was tried.
       TypeError: ``make_step`` does not return a `Step`.
       ValueError: It does not give an optimizer to ``offload``, or does not initialise
-        it; a budget is more than the target has; a rule is wrong.
+        it; a budget is more than the target has; a rule is wrong; a codec is none,
+        or for state that the step does not have.
       ImportError: The compiler's wheel is not installed.
 
     Example:
@@ -122,9 +131,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     """
     target = aot.Target(target) if isinstance(target, str) else target
     budget = checked_budget(budget_bytes, host_memory_bytes, target)
-    if codec is not None:
-        codec_of(codec)
-    asked = Asked(budget, codec, link_bytes_per_second, folder)
+    asked = Asked(budget, allowed(allow), link_bytes_per_second, folder)
     given = None if rules is None else _rules.as_config(rules)
     planner = Planner(StepFactory(make_step, target, args), asked, given, progress)
     planner.run()
@@ -161,7 +168,8 @@ class Planner:
             progress(what)
 
         self._factory, self._asked, self._given = factory, asked, given
-        self._states = {False: self._movable(None)}
+        self._states: dict[Codecs, MovableState] = {(): self._movable(())}
+        check_remainder(asked.allow, self._states[()].optimizers, factory)
         self._facts = Facts()
         self._sizes = _sizes(self._states)
         self._compiler = CandidateCompiler(factory, self._states, asked, tell)
@@ -176,10 +184,10 @@ class Planner:
             search.run()
             self._move_less()
             least = search.least()
-            # What moves all that is used by rows is the end of the table.
+            # What needs least is the end of the table.
             if least is not None and search.best is not None:
                 used = min(c.used_bytes for c in self.compiled)
-                if search.predicted(least) < used and least.parameters != "all":
+                if search.predicted(least) < used:
                     search.ask(least)
         self.complete = True
 
@@ -215,7 +223,8 @@ class Planner:
         target, asked = self._factory.target, self._asked
         if best is None:
             table = dataclasses.replace(self.alternatives, outside=self._facts.outside)
-            raise NothingFitsError(target, asked.budget, compiled, table)
+            codecs = worth_allowing(asked.allow, self._states[()].optimizers)
+            raise NothingFitsError(target, asked.budget, compiled, table, codecs)
         after = next(c for c in compiled if c.variant == best.variant)
         assert after.variant is not None
         return Plan(
@@ -225,8 +234,8 @@ class Planner:
             if asked.budget.host_bytes is None
             else asked.budget.host_bytes * target.devices_per_host,
             config=self._config(after.variant),
-            moved=self._states[after.variant.encoded].selected(after.variant.state),
-            encoded=self._states[after.variant.encoded].encoded,
+            moved=self._states[after.variant.codecs].selected(after.variant.state),
+            encoded=self._states[after.variant.codecs].encoded,
             before=compiled[0],
             after=after,
             compiled=compiled,
@@ -238,14 +247,14 @@ class Planner:
         )
 
     def _config(self, variant: Variant) -> _rules.OffloadConfig:
-        state = self._states[variant.encoded]
+        state = self._states[variant.codecs]
         config = state.training(variant.state, variant.parameters, variant.options)
         if variant.window_bytes is None:
             return config
         return dataclasses.replace(config, window_bytes=variant.window_bytes)
 
-    def _movable(self, codec: _rules.CodecName | None) -> MovableState:
-        recorded = record(self._factory, self._given, codec)
+    def _movable(self, codecs: Codecs) -> MovableState:
+        recorded = record(self._factory, self._given, codecs)
         return movable_state(recorded, self._given, self._factory.target.device_count)
 
     def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
@@ -264,15 +273,14 @@ class Planner:
 
     def _trace(self) -> None:
         """Notes what can move, and what tracing the step with all of it moved tells."""
-        codec: Any = self._asked.codec
-        if codec is not None:
-            self._states[True] = self._movable(codec)
-        state = self._states[False]
+        for codecs in forms(self._asked.allow):
+            self._states[codecs] = self._movable(codecs)
+        state = self._states[()]
         options = Options(late_gradients="recompute", residuals="host")
-        most = Variant(state.everything, False, "all", options)
+        most = Variant(state.everything, (), "all", options)
         self._facts = facts(self._factory, state, most)
-        for encoded, each in self._states.items():
-            self._states[encoded] = each.with_rows(self._facts.row_arguments)
+        for codecs, each in self._states.items():
+            self._states[codecs] = each.with_rows(self._facts.row_arguments)
         self._sizes = _sizes(self._states)
 
     def _searching(self, plain: CompiledCandidate) -> Search:
@@ -284,7 +292,7 @@ class Planner:
         self._outlook = Outlook(
             self._facts, self._sizes, plain.used_bytes, computed, link
         )
-        found = variants(self._facts, self._sizes, self._asked.codec is not None)
+        found = variants(self._facts, self._sizes)
         found += [less for v in found if (less := self._within_host(v)) is not None]
         search = Search(found, self._outlook, self._try, self._asked.budget)
         search.ask(Variant())
@@ -298,7 +306,7 @@ class Planner:
         left = host_bytes - self._outlook(variant).host_bytes
         if left >= 0:
             return None
-        sizes = self._sizes.patterns[variant.encoded]
+        sizes = self._sizes.patterns[variant.codecs]
         left += sum(sizes[i] for i in variant.state)
         kept: set[int] = set()
         for i in sorted(variant.state):
@@ -321,23 +329,27 @@ class Planner:
         if share * waiting < best.step_seconds * GAIN_OF_LESS_STATE:
             return
 
+        # The host may have no room for more than it moves.
+        positions = sorted(whole.state)
+
         def used(selection: Selection) -> int:
-            variant = dataclasses.replace(whole, state=selection)
+            state = frozenset(positions[i] for i in selection)
+            variant = dataclasses.replace(whole, state=state)
             if not selection:
                 return search.predicted(variant)
             found = search.ask(variant)
             return budget_bytes + 1 if found is None else found.used_bytes
 
         smallest_that_fits(
-            self._sizes.patterns[whole.encoded],
+            [self._sizes.patterns[whole.codecs][i] for i in positions],
             used,
             budget_bytes,
             LESS_STATE_ATTEMPTS if best.seconds > QUICK_SECONDS else None,
         )
 
 
-def _sizes(states: dict[bool, MovableState]) -> Sizes:
-    plain = states[False]
+def _sizes(states: dict[Codecs, MovableState]) -> Sizes:
+    plain = states[()]
 
     which: tuple[Parameters, ...] = ("device", "rows", "all")
     return Sizes(

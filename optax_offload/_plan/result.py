@@ -17,9 +17,9 @@ from optax_offload._plan.candidates import (
     Budget,
     CompiledCandidate,
 )
-from optax_offload._plan.state import LeafPattern
+from optax_offload._plan.state import REMAINDER, Codecs, LeafPattern
 from optax_offload._step_options import Options
-from optax_offload._units import Printed, milliseconds, size_text
+from optax_offload._units import Printed, milliseconds, seconds_text, size_text
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -119,7 +119,7 @@ class Plan(Printed):
             lines.append(f"its peak: {size_text(after)}")
         lines += self.host()
         lines += self.timing()
-        lines.append(f"compiled {len(self.compiled)} times, {took:.0f} s")
+        lines.append(f"compiled {len(self.compiled)} times, {seconds_text(took)}")
         if not self.complete:
             lines.append("interrupted: this is the best way found so far")
         lines += self.numerics()
@@ -160,17 +160,18 @@ class Plan(Printed):
         return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
-        """Lines on what the codec does to the numbers, and where that was measured."""
-        codec = next((p.codec for p in self.encoded), None)
-        if codec is None:
-            return []
-        count = sum(len(p.leaves) for p in self.encoded)
-        size = sum(p.nbytes_per_device for p in self.encoded)
-        return [
-            f"{count} leaves of moments are kept as {codec}: {size_text(size)} on each "
-            "device. Updates then differ from those in float32; docs/low-bits.md shows "
-            "what that does to training"
-        ]
+        """Lines on what the codecs do to the numbers, and where that was measured."""
+        lines: list[str] = []
+        for codec in dict.fromkeys(p.codec for p in self.encoded):
+            some = [p for p in self.encoded if p.codec == codec]
+            what, effect = _NUMBERS[codec == REMAINDER]
+            count = sum(len(p.leaves) for p in some)
+            size = sum(p.nbytes_per_device for p in some)
+            lines.append(
+                f"{count} leaves of {what} are kept as {codec}: {size_text(size)} on "
+                f"each device. {effect}"
+            )
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """The plan for programs: what `optax-offload fit --json` prints."""
@@ -240,6 +241,20 @@ class Plan(Printed):
         assumed = [f"assumed {a}" for a in self.alternatives.assumptions]
         table = str(self.alternatives).splitlines()
         return "\n".join([head, *rest, *parts, *moved, *table, *assumed])
+
+
+# The leaves that a codec is for, and its effect; the second is that of remainders.
+_NUMBERS = (
+    (
+        "moments",
+        "Updates then differ from those in float32; docs/low-bits.md shows what that "
+        "does to training",
+    ),
+    (
+        "master weights",
+        "With their bfloat16 parameters they are the float32 weights, exactly",
+    ),
+)
 
 
 def rule_file_text(
@@ -355,6 +370,7 @@ class NothingFitsError(aot.DoesNotFitError):
         budget: Budget,
         compiled: Sequence[CompiledCandidate],
         table: Alternatives,
+        codecs: Codecs = (),
     ):
         """Says by how much, what takes the memory and what would help.
 
@@ -363,14 +379,15 @@ class NothingFitsError(aot.DoesNotFitError):
           budget: The memory that the step may take.
           compiled: All candidates that were compiled.
           table: The table of these.
+          codecs: The codecs to allow for the least state; nothing if they are allowed.
         """
         on_device = [c for c in compiled if c.used_bytes <= budget.device_bytes]
         if on_device:
             found = min(on_device, key=lambda c: c.host_bytes)
-            message = _host_is_short(target, budget, found)
+            message = _host_is_short(target, budget, found, codecs)
         else:
             found = min(compiled, key=lambda c: c.used_bytes)
-            message = _device_is_short(target, budget, found)
+            message = _device_is_short(target, budget, found, codecs)
             message = "\n".join([message, *table.outside])
         super().__init__(
             message,
@@ -381,20 +398,45 @@ class NothingFitsError(aot.DoesNotFitError):
         self.alternatives = table
 
 
-def _host_is_short(target: aot.Target, budget: Budget, least: CompiledCandidate) -> str:
+def _host_is_short(
+    target: aot.Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
+) -> str:
     devices = target.devices_per_host
     have, need = (n * devices for n in (budget.host_bytes or 0, least.host_bytes))
     return (
         f"host memory is too small: a step that fits {target.name!r} needs at least "
         f"{size_text(need)} on each host ({least.what}), which has {size_text(have)}. "
-        "What would help:\n- a host with more memory, or more hosts that share the "
-        "state\n- fewer bits: --allow int8 (codec='int8') for moments, "
-        "oo.master_weights for parameters in bfloat16"
+        "What would help:\n"
+        + "\n".join(
+            [
+                *_fewer_bits(codecs),
+                "- a host with more memory, or more hosts that share the state",
+                *[_BFLOAT16] * (REMAINDER not in codecs),
+            ]
+        )
     )
 
 
+_BFLOAT16 = (
+    "- bfloat16 parameters, if they are float32, with oo.master_weights around the "
+    "optimizer"
+)
+
+
+def _fewer_bits(codecs: Codecs) -> Iterator[str]:
+    """A line that names the codecs to allow, if there are any."""
+    what = {
+        REMAINDER: "master weights as the half that their bfloat16 parameters lack, "
+        "which is exact"
+    }
+    names = ",".join(codecs)
+    means = "; ".join(what.get(c, f"moments as {c}") for c in codecs)
+    if codecs:
+        yield f"- fewer bits: --allow {names} (allow={names!r}): {means}"
+
+
 def _device_is_short(
-    target: aot.Target, budget: Budget, least: CompiledCandidate
+    target: aot.Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
 ) -> str:
     budget_bytes = budget.device_bytes
     short = least.used_bytes - budget_bytes
@@ -412,7 +454,9 @@ def _device_is_short(
             f"{size_text(budget.host_bytes * target.devices_per_host)} of each host "
             "were not tried."
         )
-    lines = _what_helps(target, budget_bytes, least, short)
+    lines = [*_what_helps(target, budget_bytes, least, short)]
+    if budget.host_bytes is not None:
+        lines = [*_fewer_bits(codecs), *lines]
     return text + " What would help:\n" + "\n".join(lines)
 
 

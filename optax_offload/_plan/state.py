@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Literal, NamedTuple
 
-import jax
-import optax
-from jax.sharding import Sharding
-
-from optax_offload import _memory, _offload, _rules, _trees, aot
-from optax_offload._low_bit import encoded_parts, low_bit, moments
-from optax_offload._plan.step import StepFactory
+from optax_offload import _rules
 from optax_offload._step_options import Options
 
 # Positions of patterns.
@@ -43,6 +36,12 @@ class Leaf:
     slice_axis: int | None
     stacked: bool
     codec: _rules.CodecName | None = None
+
+
+# The codecs of a plan, in order; none where state keeps its dtype.
+Codecs = tuple[_rules.CodecName, ...]
+# The one that changes no number: it is for master weights, the others are for moments.
+REMAINDER: _rules.CodecName = "bfloat16-remainder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,167 +147,17 @@ class RecordedOptimizer(NamedTuple):
       parameter_bytes: The bytes on each device of the parameters that it was
         initialised with.
       parameters: The leaves of these that are arguments of the step.
+      moments: The paths of the leaves that are known to be moments.
+      halves: The paths of master weights whose other half a bfloat16 parameter has.
+      parameter_dtypes: The dtypes of the parameters, in the order of their names.
     """
 
     state: tuple[Leaf, ...]
     parameter_bytes: int
     parameters: tuple[Parameter, ...] = ()
-
-
-def record(
-    factory: StepFactory,
-    given: _rules.OffloadConfig | None = None,
-    codec: _rules.CodecName | None = None,
-) -> tuple[RecordedOptimizer, ...]:
-    """Calls a step factory, and notes the state of each optimizer.
-
-    Args:
-      factory: Makes the step.
-      given: The rules that the user gave, some of which may have a codec.
-      codec: The format for moments of which no given rule decides; None for none.
-
-    Raises:
-      TypeError: the factory returns something else than a `Step`.
-      ValueError: the factory gives no optimizer to ``offload``, or does not initialise
-        it.
-    """
-    calls: list[tuple[Any, Any, Mapping[str, str]] | None] = []
-
-    def offload(inner: Any) -> Any:
-        wrapped = _offload.check_inner(inner)
-        position = len(calls)
-        calls.append(None)
-
-        def init(params: Any) -> Any:
-            state = wrapped.init(params)
-            rules = _codecs(state, given, codec)
-            if rules is not None:
-                state = low_bit(wrapped, rules, codec=None).init(params)
-            formats = encoded_parts(state) if codec else {}
-            calls[position] = (_types(params), _types(state), formats)
-            return state
-
-        return optax.GradientTransformationExtraArgs(init, wrapped.update)
-
-    step = factory.step(offload)
-    if not calls or None in calls:
-        missing = "init of the optimizer returned by" if calls else "offload,"
-        raise ValueError(
-            f"{factory.make_step!r} does not call {missing} its first argument. "
-            "Write tx = optax.chain(..., offload(optimizer)), and give the "
-            "step's args the state of oo.eval_shape(tx.init, params)"
-        )
-    # By the ends of their paths; the first of those that are alike.
-    arguments: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for path, x in _trees.leaves_with_paths(step.args):
-        for end in _trees.tails(path):
-            arguments.setdefault((end, getattr(x, "shape", ())), x)
-    made = [call for call in calls if call is not None]
-    state_paths = {path for _, state, _ in made for path, _ in state}
-    free = _no_state(_trees.leaves_with_paths(step.args), state_paths)
-    recorded = []
-    for params, state, formats in made:
-        leaves = [_leaf(path, x, arguments, factory.target) for path, x in state]
-        leaves = _joined(leaves, formats, codec)
-        weights = [_leaf(path, x, arguments, factory.target) for path, x in params]
-        nbytes = sum(leaf.nbytes_per_device for leaf in weights)
-        types = [x for _, x in params]
-        found = [
-            Parameter(leaf, at)
-            for leaf, x in zip(weights, types, strict=True)
-            if (at := _argument_of(leaf.path, x, free)) is not None
-        ]
-        recorded.append(RecordedOptimizer(tuple(leaves), nbytes, tuple(found)))
-    return tuple(recorded)
-
-
-def _no_state(
-    arguments: Sequence[tuple[str, Any]], state_paths: set[str]
-) -> dict[tuple[str, tuple[int, ...], Any], str]:
-    """The arguments that are no state: the path of each, by its ends, shape and dtype.
-
-    The first of those that are alike.
-    """
-    found: dict[tuple[str, tuple[int, ...], Any], str] = {}
-    for path, x in arguments:
-        ends = _trees.tails(path)
-        if state_paths.intersection(ends):
-            continue
-        for end in ends:
-            key = end, getattr(x, "shape", ()), getattr(x, "dtype", None)
-            found.setdefault(key, path)
-    return found
-
-
-def _argument_of(
-    path: str, aval: Any, free: Mapping[tuple[str, tuple[int, ...], Any], str]
-) -> str | None:
-    return free.get((path, aval.shape, aval.dtype))
-
-
-def _codecs(
-    state: Any, given: _rules.OffloadConfig | None, codec: _rules.CodecName | None
-) -> _rules.OffloadConfig | None:
-    """The rules with a codec: those given, then one for moments that are left."""
-    rules = list(given.made_lenient().rules) if given else []
-    if codec is not None:
-        patterns = sorted({pattern_of(path) for path in moments(state)})
-        if patterns:
-            rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
-    return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
-
-
-def _joined(
-    leaves: Sequence[Leaf], formats: Mapping[str, str], codec: _rules.CodecName | None
-) -> list[Leaf]:
-    """With codes and scales as one leaf again, which one rule moves."""
-    found: dict[str, Leaf] = {}
-    for leaf in leaves:
-        path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
-        if path is None:
-            found[leaf.path] = leaf
-        elif path not in found:
-            found[path] = dataclasses.replace(leaf, path=path, codec=codec)
-        else:
-            whole = found[path]
-            found[path] = dataclasses.replace(
-                whole,
-                nbytes=(whole.nbytes or 0) + (leaf.nbytes or 0),
-                nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,
-            )
-    return list(found.values())
-
-
-def _types(tree: Any) -> list[tuple[str, Any]]:
-    return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
-
-
-def _leaf(
-    path: str,
-    aval: Any,
-    arguments: Mapping[tuple[str, tuple[int, ...]], Any],
-    target: aot.Target,
-) -> Leaf:
-    """A leaf, with the sharding of the step's argument that it is.
-
-    That is the one of its shape whose path ends in the leaf's. Where none is, it counts
-    as a type does that says no more.
-    """
-    like = arguments.get((path, aval.shape))
-    nbytes = _memory.nbytes(aval)
-    sharding = getattr(like, "sharding", None)
-    if isinstance(sharding, Sharding) and aval.ndim:
-        shard = sharding.shard_shape(aval.shape)
-        per_device = math.ceil(
-            nbytes * math.prod(shard) / max(math.prod(aval.shape), 1)
-        )
-        whole = [i for i, n in enumerate(shard) if n == aval.shape[i]]
-        axis = whole[0] if whole else None
-    else:
-        replicated = like is not None or target.device_count == 1
-        per_device = nbytes if replicated else _memory.nbytes_on_each_device(aval)
-        axis = 0 if aval.ndim else None
-    return Leaf(path, _memory.movable_nbytes(aval), per_device, axis, aval.ndim >= 3)
+    moments: frozenset[str] = frozenset()
+    halves: frozenset[str] = frozenset()
+    parameter_dtypes: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from optax_offload._plan.state import Parameters, Selection
+from optax_offload._plan.state import REMAINDER, Codecs, Parameters, Selection
 from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._units import size_text
 
@@ -21,7 +21,7 @@ class Variant:
 
     Attributes:
       state: The patterns of state that rest on the host, as positions.
-      encoded: Whether moments are kept in the codec that is allowed.
+      codecs: The codecs that state is kept in, of those that are allowed.
       parameters: The parameters that rest on the host: none, those that scans take row
         by row, or all.
       options: The options that the step is jitted with.
@@ -29,7 +29,7 @@ class Variant:
     """
 
     state: Selection = frozenset()
-    encoded: bool = False
+    codecs: Codecs = ()
     parameters: Parameters = "device"
     options: Options = dataclasses.field(default_factory=lambda: Options(fuse=False))
     window_bytes: int | None = None
@@ -39,16 +39,15 @@ class Variant:
         """True if it does nothing that the given step does not do."""
         return self == Variant()
 
-    def text(self, codec: str | None, sizes: Sizes | None = None) -> str:
+    def text(self, sizes: Sizes | None = None) -> str:
         """Describes it in a few words.
 
         Args:
-          codec: The codec that is allowed, if one is.
           sizes: The sizes of the step's values, to tell how much of the state moves.
         """
         words = ["state"] * bool(self.state)
-        if words and sizes and len(self.state) < len(sizes.patterns[self.encoded]):
-            moved, whole = sizes.moved_state(self), sizes.state[self.encoded]
+        if words and sizes and len(self.state) < len(sizes.patterns[self.codecs]):
+            moved, whole = sizes.moved_state(self), sizes.state[self.codecs]
             words = [f"{size_text(moved)} of {size_text(whole)} of state"]
         words += {"device": [], "rows": ["parameters"], "all": ["all parameters"]}[
             self.parameters
@@ -63,8 +62,9 @@ class Variant:
                 "recompute": ", backward twice",
             }
             parts.append("fused" + waits[self.options.late_gradients])
-        if self.encoded and codec:
-            parts.append(f"{codec} moments")
+        for codec in self.codecs:
+            remainder = codec == REMAINDER
+            parts.append("masters as remainders" if remainder else f"{codec} moments")
         if self.window_bytes:
             parts.append(f"window {size_text(self.window_bytes)}")
         return "; ".join(parts) if not self.is_plain else "as given"
@@ -104,28 +104,28 @@ class Sizes:
     """The bytes on each device of what a step holds between its runs.
 
     Attributes:
-      state: All state, by whether moments are encoded.
+      state: All state, by the codecs that it is kept in.
       given_state: State that the given rules move already.
-      patterns: The bytes of each pattern of state, by whether moments are encoded.
+      patterns: The bytes of each pattern of state, by the codecs.
       parameters: The bytes of all parameters that can move, and of those by rows.
       all_parameters: The bytes of all parameters.
     """
 
-    state: Mapping[bool, int]
-    given_state: Mapping[bool, int]
-    patterns: Mapping[bool, tuple[int, ...]]
+    state: Mapping[Codecs, int]
+    given_state: Mapping[Codecs, int]
+    patterns: Mapping[Codecs, tuple[int, ...]]
     parameters: Mapping[Parameters, int]
     all_parameters: int
 
     def moved_state(self, variant: Variant) -> int:
         """The state of a variant that rests on the host."""
-        patterns = self.patterns[variant.encoded]
+        patterns = self.patterns[variant.codecs]
         chosen = sum(patterns[i] for i in variant.state)
-        return self.given_state[variant.encoded] + chosen
+        return self.given_state[variant.codecs] + chosen
 
     def device_state(self, variant: Variant) -> int:
         """The state of a variant that rests on the device."""
-        return self.state[variant.encoded] - self.moved_state(variant)
+        return self.state[variant.codecs] - self.moved_state(variant)
 
 
 def late_bytes_left(variant: Variant, facts: Facts) -> int:
@@ -162,12 +162,14 @@ class Expectation:
 
     Attributes:
       seconds: The least time of a step; not fused, its updates' transfers come after.
+      serial_seconds: The time if nothing were computed beside a transfer.
       device_bytes: Its peak on each device, if what it moves is all gone from it.
       host_bytes: The host memory that it needs for each device.
       moved_bytes: The bytes that cross the link in a step, both ways together.
     """
 
     seconds: float
+    serial_seconds: float
     device_bytes: int
     host_bytes: int
     moved_bytes: int
@@ -195,13 +197,15 @@ class Outlook:
         """Returns the predictions for a variant."""
         facts, sizes, options = self.facts, self.sizes, variant.options
         loaded, stored = link_bytes(variant, facts, sizes)
-        gone = sizes.state[False] - sizes.device_state(variant)
-        gone -= sizes.given_state[False]
+        gone = sizes.state[()] - sizes.device_state(variant)
+        gone -= sizes.given_state[()]
         gone += sizes.parameters[variant.parameters]
         gone += facts.gradient_bytes - late_bytes_left(variant, facts)
         gone += facts.residual_bytes * (options.residuals == "host")
         return Expectation(
             seconds=self._seconds(variant, loaded, stored),
+            serial_seconds=self.least_seconds(variant)
+            + (loaded + stored) / self.link_bytes_per_second,
             device_bytes=max(self.plain_bytes - gone, 0),
             host_bytes=host_bytes(variant, facts, sizes),
             moved_bytes=loaded + stored,
@@ -224,17 +228,16 @@ class Outlook:
         return max(compute, link - late) + late
 
 
-def variants(facts: Facts, sizes: Sizes, codec: bool) -> list[Variant]:
+def variants(facts: Facts, sizes: Sizes) -> list[Variant]:
     """All ways, with all of the state moved or none of it; the plain one is first.
 
     Args:
       facts: The facts from tracing.
-      sizes: The sizes of the values that the step holds.
-      codec: Whether moments may be encoded.
+      sizes: The sizes of the values that the step holds, in each form of its state.
     """
     found: list[Variant] = [Variant()]
-    for encoded in (False, True) if codec else (False,):
-        every = frozenset(range(len(sizes.patterns[encoded])))
+    for codecs, patterns in sizes.patterns.items():
+        every = frozenset(range(len(patterns)))
         states = [frozenset[int](), every] if every else [every]
         for state, parameters, options in itertools.product(
             states, _parameters(facts, sizes), _options(facts)
@@ -242,7 +245,7 @@ def variants(facts: Facts, sizes: Sizes, codec: bool) -> list[Variant]:
             # Of each parameter more state leaves the device for fewer bytes moved.
             if parameters != "device" and every and not state:
                 continue
-            found.append(Variant(state, encoded, parameters, options))
+            found.append(Variant(state, codecs, parameters, options))
     return list(dict.fromkeys(found))
 
 

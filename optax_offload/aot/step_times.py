@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 
 from optax_offload._link import LINK
-from optax_offload._units import size_text
+from optax_offload._units import milliseconds, size_text
 from optax_offload.aot._census import Census, census
 from optax_offload.aot._model import model_of
 from optax_offload.aot.targets import Target
@@ -92,16 +92,16 @@ class StepTime:
 
     def __str__(self) -> str:
         def moved(nbytes: int, seconds: float) -> str:
-            return f"{size_text(nbytes)} in {_milliseconds(seconds)}"
+            return f"{size_text(nbytes)} in {milliseconds(seconds)}"
 
         return "\n".join(
             [
-                f"modelled, not measured: a step of {_milliseconds(self.seconds)}, of "
-                f"which {_milliseconds(self.compute_seconds)} are computation and "
+                f"modelled, not measured: a step of {milliseconds(self.seconds)}, of "
+                f"which {milliseconds(self.compute_seconds)} are computation and "
                 f"{self.waiting_share:.0%} waiting for the link",
                 f"loads {moved(self.load_bytes, self.load_seconds)}, stores "
                 f"{moved(self.store_bytes, self.store_seconds)}; the least time that "
-                f"both could take is {_milliseconds(self.least_link_seconds)}",
+                f"both could take is {milliseconds(self.least_link_seconds)}",
                 *(f"assumed {a}" for a in self.assumptions),
             ]
         )
@@ -203,7 +203,3 @@ def _assumptions(
             chip.memory_bandwidth_source,
         ),
     )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"

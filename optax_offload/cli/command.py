@@ -14,7 +14,7 @@ import pathlib
 import sys
 from collections.abc import Generator
 from importlib import metadata
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 try:
     import typer
@@ -27,7 +27,7 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _link, _plan, _rule_files, _rules, aot
+from optax_offload import __version__, _link, _plan, _rule_files, aot
 from optax_offload._units import parse_size
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -126,6 +126,7 @@ def main_options(
         "fit my_steps:make_step --target h100",
         "fit my_steps:make_step --target v5e:2x4 --budget 14GiB --out rules.toml",
         "fit my_steps:make_step --target rtx4090 --allow int8 --host-memory 64GiB",
+        "fit my_steps:make_step --target h100 --allow int8,bfloat16-remainder",
         "fit my_steps:make_step --target h100 --set layers=24",
     )
 )
@@ -151,8 +152,12 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         typer.Option(help="A rule file that says what must move and what must stay."),
     ] = None,
     allow: Annotated[
-        str | None,
-        typer.Option(help="A codec that the plan may use for moments, such as int8."),
+        list[str] | None,
+        typer.Option(
+            help="A codec that the plan may use: int8 and others for moments, "
+            "bfloat16-remainder for float32 copies of bfloat16 parameters. Several "
+            "with commas, or given repeatedly."
+        ),
     ] = None,
     out: Annotated[
         pathlib.Path | None, typer.Option(help="Write the rule file to this path.")
@@ -178,8 +183,6 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         _check_can_write(out, plot)
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
-        if allow is not None:
-            _rules.Rule(".*", codec=cast("_rules.CodecName", allow))
         chips = Target(target)
         asked = _plan.Asked(
             _plan.checked_budget(
@@ -187,7 +190,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
                 None if host_memory is None else parse_size(host_memory),
                 chips,
             ),
-            codec=allow,
+            allow=_plan.allowed(allow),
             link_bytes_per_second=link,
             folder=_cache_folder() if cache else None,
         )
@@ -294,6 +297,9 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             "as opt_state/1. Rules match paths from there on."
         ),
     ] = "",
+    parameters_under: Annotated[
+        str, typer.Option(help="Where in the checkpoint the parameters are.")
+    ] = "params",
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -302,23 +308,37 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         if (step is None) == (checkpoint is None):
             raise ValueError("give either --step or --checkpoint")
         config = _rule_files.load_config(rules)
+        parameters: list[tuple[str, int | None]] = []
         if checkpoint is not None:
-            leaves = checkpoints.under(checkpoints.leaves(checkpoint), under)
+            saved = checkpoints.leaves(checkpoint)
+            leaves = checkpoints.under(saved, under)
+            if config.parameters:
+                parameters = checkpoints.under(saved, parameters_under)
         else:
             assert step is not None
             factory = load_factory(step, set_ or ())
             made = _plan.StepFactory(factory, Target(target))
             recorded = _plan.record(made, config)
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
-        found = explanation_of(config, leaves)
+            weights = {x.argument: x.leaf for r in recorded for x in r.parameters}
+            parameters = [(x.path, x.nbytes) for x in weights.values()]
+        found = {"": explanation_of(config.rules, leaves)}
+        if config.parameters:
+            found[" of parameters"] = explanation_of(config.parameters, parameters)
+    idle = [(of, rule) for of, each in found.items() for rule in each.idle_rules]
     if as_json:
-        _print_json(found.as_dict())
+        of_state, *of_parameters = (each.as_dict() for each in found.values())
+        if of_parameters:
+            of_state["parameters"] = of_parameters[0]
+        _print_json(of_state)
     else:
-        tables.print_explanation(_out, str(rules), found)
-        for rule in found.idle_rules:
+        for of, each in found.items():
+            title = f"parameters of {rules}" if of else str(rules)
+            tables.print_explanation(_out, title, each)
+        for of, rule in idle:
             allowed = " (optional)" if rule.optional else ""
-            say(_err, f"rule {rule.rule} decides nothing{allowed}: {rule.pattern}")
-    if any(not rule.optional for rule in found.idle_rules):
+            say(_err, f"rule {rule.rule}{of} decides nothing{allowed}: {rule.pattern}")
+    if any(not rule.optional for _, rule in idle):
         raise typer.Exit(IDLE_RULE)
 
 

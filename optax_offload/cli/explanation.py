@@ -66,15 +66,15 @@ class Explanation:
 
 
 def explanation_of(
-    config: _rules.OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+    rules: Sequence[_rules.Rule], leaves: Sequence[tuple[str, int | None]]
 ) -> Explanation:
     """Applies rules to leaves; a rule that matches nothing is no error here.
 
     Args:
-      config: The rules.
+      rules: The rules, of state or of parameters.
       leaves: The path and the bytes of each leaf; None for bytes that cannot move.
     """
-    lenient = [dataclasses.replace(rule, optional=True) for rule in config.rules]
+    lenient = [dataclasses.replace(rule, optional=True) for rule in rules]
     placements = _rules.place(_rules.OffloadConfig(lenient), leaves)
     # By identity: of two equal rules the second decides nothing.
     deciding = {id(p.rule) for p in placements if p.rule is not None}
@@ -85,7 +85,7 @@ def explanation_of(
         ),
         tuple(
             IdleRule(i, rule.regex, rule.optional)
-            for i, (rule, asked) in enumerate(zip(config.rules, lenient, strict=True))
+            for i, (rule, asked) in enumerate(zip(rules, lenient, strict=True))
             if id(asked) not in deciding
         ),
     )

@@ -204,6 +204,45 @@ def test_explain_a_step(invoke, tmp_path):
     assert [r["rule"] for r in found["idle_rules"]] == [1, 2]
 
 
+PARAMETER_RULES = """
+[[rules]]
+pattern = '.*/(mu|nu)/.*'
+[[parameters]]
+pattern = 'w'
+[[parameters]]
+pattern = 'v'
+"""
+
+
+def test_explain_parameters(invoke, tmp_path, checkpoint):
+    """Of a rule file with rules of them, by the paths that these match."""
+    file = tmp_path / "rules.toml"
+    file.write_text(PARAMETER_RULES)
+    args = ("explain", file, "--step", "my_steps:make_step")
+    result = invoke(*args, code=4)
+    state, parameters = result.stdout.split("parameters of")
+    assert "0/mu/w" in state
+    assert re.search(r"\bw +64\.00 MiB +pinned_host +rule 0 'w'", parameters)
+    assert "pinned_host: 64.00 MiB" in parameters
+    assert "rule 1 of parameters decides nothing: v" in result.stderr
+    found = json.loads(invoke(*args, "--json", code=4).stdout)
+    assert [x["path"] for x in found["parameters"]["leaves"]] == ["w"]
+    assert found["parameters"]["idle_rules"][0]["pattern"] == "v"
+    args = ("explain", file, "--checkpoint", checkpoint, "--under", "opt_state/1")
+    found = json.loads(invoke(*args, "--json", code=4).stdout)
+    kinds = {x["path"]: x["memory_kind"] for x in found["parameters"]["leaves"]}
+    assert kinds == {"w": "pinned_host", "b": "device"}
+    args = (*args, "--parameters-under", "model")
+    assert "nothing under 'model'" in invoke(*args, code=2).stderr
+
+
+def test_explain_without_rules_of_parameters(invoke, rules):
+    """Then nothing is said of them."""
+    args = ("explain", rules, "--step", "my_steps:make_step")
+    assert "parameters" not in invoke(*args).stdout
+    assert "parameters" not in json.loads(invoke(*args, "--json").stdout)
+
+
 @pytest.mark.aot
 @pytest.mark.xdist_group("gpu")
 def test_nothing_is_said_of_plugins(tmp_path):
@@ -270,7 +309,14 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--allow", "int3"),
-            "codec is 'int3'; it must be one of 'int8'",
+            "allow has 'int3'; each must be one of 'int8'",
+        ),
+        (
+            (
+                *("fit", "my_steps:make_step", "--target", "h100"),
+                *("--allow", "int8, bfloat16-remainder"),
+            ),
+            "its parameters are float32; make them bfloat16, and write offload(",
         ),
         (
             ("fit", "my_steps:no_optimizer", "--target", "h100"),

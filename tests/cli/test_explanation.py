@@ -11,7 +11,7 @@ LEAVES = [("mu/w", MIB), ("mu/b", 4), ("nu/w", 2 * MIB), ("key", None)]
 
 def test_leaves_and_their_bytes():
     """With what decided; nothing of what cannot move."""
-    found = explanation_of(oo.OffloadConfig([oo.Rule("mu/.*")]), LEAVES)
+    found = explanation_of([oo.Rule("mu/.*")], LEAVES)
     kinds = {x.path: x.memory_kind for x in found.leaves}
     assert kinds.pop("mu/w") == "pinned_host"
     assert set(kinds.values()) == {"device"}
@@ -35,7 +35,7 @@ def test_rules_that_decide_nothing():
         oo.Rule("mu/.*"),
         oo.Rule("x", optional=True),
     ]
-    found = explanation_of(oo.OffloadConfig(rules), LEAVES)
+    found = explanation_of(rules, LEAVES)
     assert found.idle_rules == (
         (1, "mu/w", False),
         (2, "mu/.*", False),

@@ -33,6 +33,7 @@ def adam_step(
     spec=None,
     clip=1.0,
     logged=False,
+    dtype=jnp.float32,
 ):
     """Stacked layers of 64 MiB and a head of 16; Adam's state is twice that.
 
@@ -44,7 +45,7 @@ def adam_step(
     params = {
         name: jax.ShapeDtypeStruct(
             shape,
-            jnp.float32,
+            dtype,
             sharding=NamedSharding(mesh, P(*[None] * (len(shape) - 1), "x")),
         )
         for name, shape in shapes.items()

@@ -14,7 +14,8 @@ from optax_offload._plan import candidates
 from optax_offload._plan.candidates import Asked, Budget, CandidateCompiler
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.prepare import facts, prepared
-from optax_offload._plan.state import movable_state, record
+from optax_offload._plan.recording import record
+from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory
 from optax_offload._plan.variants import Facts, Variant
 from optax_offload._step_options import Options
@@ -58,7 +59,7 @@ def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None)
 def test_what_tracing_tells():
     """Of a scan of layers, whose gradients a norm needs first."""
     factory = StepFactory(adam_step, TARGET)
-    found = facts(factory, state_of(factory), Variant(EVERY, False, "all", MOST))
+    found = facts(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
     assert found.gradient_bytes == found.late_bytes == STACK
     assert "0/layers" in found.row_arguments
     assert "0/head" not in found.row_arguments
@@ -80,7 +81,7 @@ def test_a_jitted_step_has_only_its_state_moved(jitted):
 
     factory = StepFactory(make_step, TARGET)
     state = state_of(factory)
-    found = facts(factory, state, Variant(EVERY, False, "all", MOST))
+    found = facts(factory, state, Variant(EVERY, (), "all", MOST))
     assert found.can_stream is not jitted
     if jitted:
         assert "jit it with oo.jit" in found.outside[0]

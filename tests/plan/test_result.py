@@ -155,7 +155,13 @@ def test_host_memory_that_is_too_small():
     found = str(error(candidate(100), candidate(70, host=200), host=100))
     assert "too small: a step that fits 'h100' needs at least 200.00 GiB on" in found
     assert "(70 GiB), which has 100.00 GiB" in found
-    assert "--allow int8" in found
+    assert "--allow" not in found
+    budget = Budget(80 * GIB, 100 * GIB)
+    compiled = [candidate(100), candidate(70, host=200)]
+    codecs = ("int8", "bfloat16-remainder")
+    for some in (compiled, compiled[:1]):  # Where no more was tried too.
+        found = str(NothingFitsError(H100, budget, some, table(*some), codecs))
+        assert "--allow int8,bfloat16-remainder (allow='int8,bfloat16-rem" in found
 
 
 def table(*compiled, passed=(), best=None):

@@ -14,7 +14,8 @@ from step_factories import HEAD, MIB, STACK, adam_step
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._plan import state as states
-from optax_offload._plan.state import Leaf, RecordedOptimizer, movable_state, record
+from optax_offload._plan.recording import record
+from optax_offload._plan.state import Leaf, RecordedOptimizer, movable_state
 from optax_offload._plan.step import StepFactory
 
 H100 = aot.Target("h100")
