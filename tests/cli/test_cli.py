@@ -549,6 +549,15 @@ def test_fit_needs_nothing_or_cannot(invoke):
     assert "Traceback" not in result.output
 
 
+@pytest.fixture
+def ctrl_c():
+    """Ctrl-C interrupts, also where the process began in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_what_is_found_before_ctrl_c_is_told(monkeypatch):
     """At once, whatever the other thread does; and errors are the caller's."""
     started = threading.Event()
@@ -558,7 +567,9 @@ def test_what_is_found_before_ctrl_c_is_told(monkeypatch):
         time.sleep(30)
 
     monkeypatch.setattr(
-        threading.Thread, "join", lambda self, timeout: signal.raise_signal(2)
+        threading.Thread,
+        "join",
+        lambda self, timeout: signal.raise_signal(signal.SIGINT),
     )
     assert interrupts.until_interrupted(work) is False
     monkeypatch.undo()
