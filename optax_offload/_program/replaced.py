@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -42,8 +43,10 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
     Arguments and results are positions. An argument is replaced by the result to which
     the fewest equations between numbers of the same position lead: a parameter by
     itself plus its update. Results that follow from such a result, as the distance that
-    a parameter moved, come after it. Results to which only multiples of the argument
-    lead, as a gradient that weight decay is part of, come after that.
+    a parameter moved, come after it. So do results to which an argument that does not
+    rest there leads as directly: a state's copy of first parameters is chosen from them
+    and from itself. Results to which only multiples of the argument lead, as a gradient
+    that weight decay is part of, come last.
     """
     program = flatten(closed)
     resting = {
@@ -53,24 +56,30 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
         what = called(e)
         if what is not None:
             resting.difference_update(variables(e.invars[i] for i in what.update.loads))
-    found: list[tuple[bool, int, int, jex.Var]] = []
+    others = set(program.invars) - resting
+    found: list[tuple[bool, bool, int, int, jex.Var]] = []
     for k, a in enumerate(program.outvars):
         if isinstance(a, jex.Var) and a not in resting:
             adding = _leading_to(program, a, resting, _ADDING)
             all_steps = _leading_to(program, a, resting, _STEPS)
-            found += [(v not in adding, n, k, v) for v, n in all_steps.items()]
+            own = min(
+                _leading_to(program, a, others, _STEPS).values(), default=math.inf
+            )
+            found += [
+                (v not in adding, own <= n, n, k, v) for v, n in all_steps.items()
+            ]
     wanted = collections.Counter(v for *_, v in found)
-    several = {k: program.outvars[k] for _, _, k, v in found if wanted[v] > 1}
+    several = {k: program.outvars[k] for *_, k, v in found if wanted[v] > 1}
     after = collections.Counter(
         {k: _count_before(program, a, several.values()) for k, a in several.items()}
     )
 
-    def likely(each: tuple[bool, int, int, jex.Var]) -> tuple[bool, int, int, int]:
-        multiple, n, k, _ = each
-        return multiple, after[k], n, k
+    def likely(each: tuple[bool, bool, int, int, jex.Var]) -> tuple[int, ...]:
+        multiple, has_own, n, k, _ = each
+        return multiple, has_own, after[k], n, k
 
     replaced: dict[int, int] = {}
-    for _, _, k, v in sorted(found, key=likely):
+    for *_, k, v in sorted(found, key=likely):
         i = program.invars.index(v)
         if k not in replaced and i not in replaced.values():
             replaced[k] = i

@@ -347,6 +347,17 @@ def test_what_replaces_a_parameter():
     assert kinds([new, old]) == {"pinned_host"}
 
 
+def test_what_a_state_keeps_of_parameters_stays_where_it_is():
+    """`contrib.mechanize` keeps the first ones, of which the new ones are made."""
+    tx = optax.contrib.mechanize(optax.adam(1e-2))
+    params = make_params()
+    state = tx.init(jax.tree.map(jnp.copy, params))
+    step = oo.jit(make_step(tx), **DONATED)
+    params, state, _ = step(on_host(params), state, BATCH)
+    assert kinds(params) == {"pinned_host"}
+    assert kinds(state) == {"device"}
+
+
 @pytest.mark.parametrize("returned", ["nothing", "another dtype", "moved"])
 def test_what_is_donated_is_not_lost(returned):
     """An argument on the host whose buffer no result would take."""
