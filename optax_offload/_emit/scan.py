@@ -20,6 +20,11 @@ from optax_offload._lowered import Sharded, constrain
 from optax_offload._program import Builder, Program, bound, is_store, read, variables
 from optax_offload._rows import Kernel, Sum, kernel_of
 from optax_offload._schedule import Fused, Scan
+from optax_offload._units import MIB
+
+# A TPU's compiler takes any smaller transfer for one of this size: many of them, one
+# after the other, would keep it from overlapping anything else (F78).
+LEAST_IN_TURN_BYTES = 3 * MIB
 
 Env = Mapping[jex.Var, Any]
 Buffers = dict[jex.Var, Any]
@@ -66,8 +71,9 @@ class InScan:
       ahead: The variables in host memory whose rows each iteration loads for the next
         one, and the position of the update that is stored after each of these loads.
       loaded: The variables whose rows are loaded for its body, ahead or not.
-      loads_first: Whether an update is computed once the rows are there that are loaded
-        from the buffers it is stored into, and not only stored then.
+      in_turn: Whether the order of loads and stores is written down. A TPU's compiler
+        needs that, because it takes each of them for the only one (F78).
+      loads_first: Whether all rows are loaded before the first update.
     """
 
     fused: Sequence[Fused]
@@ -78,6 +84,7 @@ class InScan:
     like: Mapping[jex.Var, jex.Var | None]
     ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
     loaded: Collection[jex.Var] = ()
+    in_turn: bool = False
     loads_first: bool = False
 
 
@@ -268,8 +275,11 @@ class ScanLoop:
           buffers: The buffers that rows are written into, by name.
         """
         scan, body, i = self._scan, self._body, self._position(number)
+        carry, rows_now = state.carry, state.ahead
+        if self._ahead and self._work.in_turn:
+            then, carry, rows_now = self._begun(then, carry, rows_now)
         ahead = self._rows_ahead(then, buffers)
-        loaded = bound(self._ahead, state.ahead) | {
+        loaded = bound(self._ahead, rows_now) | {
             v: load_whole(self._row(v, i, 0, buffers))
             for v in self._work.loaded
             if v not in self._ahead
@@ -279,10 +289,8 @@ class ScanLoop:
         read |= bound(self._ahead, ahead)
         xs = [self._x(a, i, buffers, loaded) for a in scan.xs]
         consts = [self._read(a) for a in scan.consts]
-        results = jax.core.eval_jaxpr(
-            body.jaxpr, body.consts, *consts, *state.carry, *xs
-        )
-        count = len(state.carry)
+        results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
+        count = len(carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
             for v, y in bound(scan.stacked, results[count:]).items()
@@ -292,8 +300,13 @@ class ScanLoop:
         rows: dict[jex.Var, Any] = {
             v: constrain(row, self._like(v), 0) for v, row in stacked.items()
         }
+        if self._work.loads_first:
+            state_rows = self._state_rows(i, buffers, rows | loaded)
+            loaded |= state_rows
+            read |= state_rows
         # What a unit replaces, another may read too.
         before, buffers = buffers, dict(buffers)
+        stored: list[jex.Var] = []
         for unit in self._units:
             gradients = [v for v in unit.fused.component.gradients if v in rows]
             if unit.fused.parts is not None:
@@ -301,26 +314,66 @@ class ScanLoop:
                 given = rows | self._after_loads(unit, gradients, rows, read)
                 part_by_part.run(unit.fused, i, given, whole, buffers)
                 continue
-            if self._work.loads_first:
+            if self._work.in_turn:
                 rows |= self._after_loads(unit, gradients, rows, read)
             rows |= self._values(unit, i, before, rows, loaded)
-            if not self._work.loads_first:
+            if not self._work.in_turn:
                 tied = [v for v in unit.results if unit.fused.replaced[v] in read]
                 rows |= self._after_loads(unit, tied, rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
             for v, row in (_leaving_together(now) if self._delayed else now).items():
-                buffers[v] = self._leaves[v].store(buffers[v], row, i)
+                self._store(v, row, i, buffers, stored)
         for v in self._work.kept:
             if v not in self._delayed:
-                buffers[v] = self._leaves[v].store(buffers[v], stacked[v], i)
+                self._store(v, stacked[v], i, buffers, stored)
         for v in self._work.waiting:
-            buffers[v] = self._leaves[v].store(buffers[v], rows[v], i)
+            self._store(v, rows[v], i, buffers, stored)
         totals = [
             sums.added(self._program, s, total, rows, self._env)
             for s, total in zip(self._work.sums, state.totals, strict=True)
         ]
         delayed = [rows[v] for v in self._delayed]
         return _State(results[:count], buffers, delayed, totals, ahead)
+
+    def _begun(self, then: Any, carry: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
+        """What an iteration begins with on a TPU, where loads wait for it.
+
+        A TPU's compiler has the iteration before load what it can, into the buffers
+        which that one still reads: rows that are not written back are copied first.
+        """
+        written = {v for f in self._work.fused for v in f.replaced.values()}
+        yes = lax.optimization_barrier(jnp.bool_(True))
+        rows = [
+            x if v in written else lax.select(yes, x, lax.full_like(x, 0))
+            for v, x in zip(self._ahead, rows, strict=True)
+        ]
+        return lax.optimization_barrier((jnp.int32(then), carry, rows))
+
+    def _state_rows(
+        self, i: Any, buffers: Buffers, given: Collection[jex.Var]
+    ) -> dict[jex.Var, Any]:
+        """The rows at rest that updates take, beside those that are there already."""
+        return {
+            v: leaf.load(self._unreplaced(v, leaf.axis, buffers), i, 1)
+            for unit in self._units
+            for v, leaf in unit.kernel.operands.items()
+            if unit.fused.parts is None
+            and leaf.axis == 0
+            and v not in given
+            and _memory.on_host(v.aval)
+        }
+
+    def _store(
+        self, v: jex.Var, row: Any, i: Any, buffers: Buffers, stored: list[jex.Var]
+    ) -> None:
+        """Stores a row in its buffer, on a TPU after the large row stored before it."""
+        nbytes = _memory.nbytes_on_each_device(v.aval) // self._scan.length
+        moved = _memory.on_host(v.aval) and not _memory.on_host(row)
+        if self._work.in_turn and moved and nbytes >= LEAST_IN_TURN_BYTES:
+            for last in stored[-1:]:
+                row, buffers[last] = lax.optimization_barrier((row, buffers[last]))
+            stored.append(v)
+        buffers[v] = self._leaves[v].store(buffers[v], row, i)
 
     def _like(self, gradient: jex.Var) -> Sharded | None:
         """Returns the sharding that rows of a gradient need."""
@@ -366,7 +419,9 @@ class ScanLoop:
         before = [
             x
             for v, x in read.items()
-            if v in replaced or self._work.ahead.get(v) == number
+            if v in replaced
+            or self._work.ahead.get(v) == number
+            or (self._work.loads_first and number == 0)
         ]
         if not before:
             return {}

@@ -33,10 +33,11 @@ from optax_offload._schedule import (
     Scan,
     by_gradients,
     delayed_rows,
+    loads_first,
     only_loaded,
-    replaced_rows_ahead,
     residuals_behind,
     rows_ahead,
+    rows_ahead_in_turn,
 )
 
 
@@ -126,7 +127,7 @@ class _Run:
             behind = residuals_behind(self._step, each.scan)
             delayed = delayed.union(v for v in behind if v in kept)
         else:
-            ahead = replaced_rows_ahead(self._step, each.scan, ordered)
+            ahead = rows_ahead_in_turn(self._step, each.scan, ordered)
         # What parts of a row are written into is not read as a whole, but by the scan.
         in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
@@ -140,7 +141,8 @@ class _Run:
             like,
             ahead,
             loaded,
-            loads_first=not self._late,
+            in_turn=not self._late,
+            loads_first=not self._late and loads_first(self._step, each.scan, ordered),
         )
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:

@@ -8,10 +8,11 @@ from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.order import (
     by_gradients,
     delayed_rows,
+    loads_first,
     only_loaded,
-    replaced_rows_ahead,
     residuals_behind,
     rows_ahead,
+    rows_ahead_in_turn,
 )
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.rest import Outer, RemainingUpdate
@@ -45,11 +46,12 @@ __all__ = [
     "asked_window",
     "by_gradients",
     "delayed_rows",
+    "loads_first",
     "only_loaded",
     "plan",
     "refusals",
-    "replaced_rows_ahead",
     "residuals_behind",
     "rows_ahead",
+    "rows_ahead_in_turn",
     "schedule",
 ]

@@ -218,25 +218,43 @@ def _spread(
     return ahead
 
 
-def replaced_rows_ahead(
+def rows_ahead_in_turn(
     step: Step, scan: Scan, fused: Sequence[Fused]
 ) -> dict[jex.Var, int]:
     """The variables whose rows a TPU loads an iteration ahead: some of `rows_ahead`.
 
-    A TPU's compiler begins loads early by itself, but none before the iteration before
-    has stored into the same buffer. So they are the arguments that updates in the scan
-    replace. Where the link takes longer than the computation, nothing is gained.
+    A TPU's compiler loads rows of arguments early by itself, but none of a buffer that
+    the iteration before stores into. It loads rows of residuals early too, for which it
+    takes an iteration out of the loop, with the memory of all that it computes (F78).
+    So these are residuals, and what updates in the scan replace, the latter only where
+    there is computation enough to hide them.
     """
+    replaced = {before for f in fused for before in f.replaced.values()}
+    arguments, hidden = set(step.program.invars), _hides_transfers(scan, fused)
+    return {
+        v: n
+        for v, n in rows_ahead(step, scan, fused).items()
+        if v not in arguments or (hidden and v in replaced)
+    }
+
+
+def loads_first(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
+    """Returns whether a TPU loads all rows of an iteration before its first update.
+
+    That is where the computation hides them, and no window was asked for.
+    """
+    windows = (x.what.caller.window_bytes for x in step.inlined_updates)
+    return all(n is None for n in windows) and _hides_transfers(scan, fused)
+
+
+def _hides_transfers(scan: Scan, fused: Sequence[Fused]) -> bool:
+    """Returns whether the computation of a scan takes longer than what it moves."""
     moved = {
         v
         for v in (*only_loaded(scan), *(v for f in fused for v in f.rows.inputs))
         if _memory.on_host(v.aval)
     }
-    if flops(scan) < FLOPS_PER_BYTE * sum(map(_nbytes, moved)):
-        return {}
-    replaced = {before for f in fused for before in f.replaced.values()}
-    ahead = rows_ahead(step, scan, fused)
-    return {v: n for v, n in ahead.items() if v in replaced}
+    return flops(scan) >= FLOPS_PER_BYTE * sum(map(_nbytes, moved))
 
 
 def flops(scan: Scan) -> float:

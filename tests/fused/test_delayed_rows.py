@@ -14,7 +14,7 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 
 import optax_offload as oo
 from optax_offload import _compat, _memory, aot
-from optax_offload._emit import streamed_step
+from optax_offload._emit import scan, streamed_step
 from optax_offload._program import at_rest
 from optax_offload._schedule import order
 from optax_offload._step_options import Options
@@ -255,12 +255,15 @@ def test_a_window_bounds_what_is_loaded_ahead():
     assert "an iteration ahead" not in str(oo.jit(step).schedule(*args))
 
 
+@pytest.mark.parametrize("residuals", ["device", "host"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("computes_longer", [False, True])
-def test_a_tpu_loads_what_it_replaces_ahead(computes_longer, reverse, monkeypatch):
-    """Where the computation takes longer than the link; on the CPU, to the bit."""
+def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypatch):
+    """What is replaced is loaded ahead where that is hidden, and residuals always."""
     monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", True)
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    monkeypatch.setattr(scan, "LEAST_IN_TURN_BYTES", 0)
     results = streamed_step.emit.results
     monkeypatch.setattr(
         streamed_step.emit, "results", lambda *a, late: results(*a, late=False)
@@ -268,10 +271,14 @@ def test_a_tpu_loads_what_it_replaces_ahead(computes_longer, reverse, monkeypatc
     plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
     params, loss = make_params(6), make_loss(reverse=reverse)
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
-    step = oo.jit(make_step(tx, loss), **DONATED)
-    at_rest = oo.set_memory_kind(params, "layers/.*", "pinned_host")
-    assert ulps(train(step, tx, at_rest, steps=3), want) <= BOUND
-    text = step.lower(at_rest, tx.init(at_rest), BATCH).as_text()
-    carried = re.findall(r"stablehlo.while.*|^ +%\S+:\d+ = stablehlo.while.*", text)
-    rows = [re.search("tensor<1x16x24xf32>", line) for line in carried]
-    assert any(rows) == computes_longer
+    step = oo.jit(make_step(tx, loss), residuals=residuals, **DONATED)
+    resting = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+    assert ulps(train(step, tx, resting, steps=3), want) <= BOUND
+    text = step.lower(resting, tx.init(resting), BATCH).as_text()
+    carried = "".join(re.findall(r"= stablehlo.while.*", text))
+    of_parameters, of_residuals = "tensor<1x16x24xf32>", f"tensor<1x{BATCH.size}x16xf32>"
+    assert (of_parameters in carried) == computes_longer
+    assert (of_residuals in carried) == (residuals == "host")
+    # The large rows of an iteration, but for its first, each wait for the one before.
+    tied = re.findall(r"optimization_barrier %\S+, %\S+ : tensor<1x\S+, tensor<6x", text)
+    assert len(tied) >= 8
