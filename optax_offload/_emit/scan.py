@@ -23,7 +23,7 @@ from optax_offload._schedule import Fused, Scan
 from optax_offload._units import MIB
 
 # A TPU's compiler takes any smaller transfer for one of this size: many of them, one
-# after the other, would keep it from overlapping anything else (F78).
+# after the other, would keep it from overlapping anything else (F77).
 LEAST_IN_TURN_BYTES = 3 * MIB
 
 Env = Mapping[jex.Var, Any]
@@ -72,7 +72,7 @@ class InScan:
         one, and the position of the update that is stored after each of these loads.
       loaded: The variables whose rows are loaded for its body, ahead or not.
       in_turn: Whether the order of loads and stores is written down. A TPU's compiler
-        needs that, because it takes each of them for the only one (F78).
+        needs that, because it takes each of them for the only one (F77).
       loads_first: Whether all rows are loaded before the first update.
     """
 

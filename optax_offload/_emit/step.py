@@ -132,6 +132,7 @@ class _Run:
         in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
         loaded = [v for v in only_loaded(each.scan) if v in ahead or v in in_parts]
+        all_first = loads_first(self._step, each.scan, ordered)
         return body.InScan(
             ordered,
             delayed,
@@ -141,8 +142,8 @@ class _Run:
             like,
             ahead,
             loaded,
-            in_turn=not self._late,
-            loads_first=not self._late and loads_first(self._step, each.scan, ordered),
+            in_turn=not self._late and (all_first or bool(only_loaded(each.scan))),
+            loads_first=not self._late and all_first,
         )
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:

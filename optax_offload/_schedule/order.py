@@ -225,7 +225,7 @@ def rows_ahead_in_turn(
 
     A TPU's compiler loads rows of arguments early by itself, but none of a buffer that
     the iteration before stores into. It loads rows of residuals early too, for which it
-    takes an iteration out of the loop, with the memory of all that it computes (F78).
+    takes an iteration out of the loop, with the memory of all that it computes (F77).
     So these are residuals, and what updates in the scan replace, the latter only where
     there is computation enough to hide them.
     """
@@ -248,12 +248,16 @@ def loads_first(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
 
 
 def _hides_transfers(scan: Scan, fused: Sequence[Fused]) -> bool:
-    """Returns whether the computation of a scan takes longer than what it moves."""
-    moved = {
+    """Returns whether the computation of a scan takes longer than loads and stores.
+
+    Both count, as rows are stored when all those of an iteration are loaded.
+    """
+    loaded = {
         v
         for v in (*only_loaded(scan), *(v for f in fused for v in f.rows.inputs))
         if _memory.on_host(v.aval)
     }
+    moved = (*loaded, *(v for f in fused for v in _stored(f)))
     return flops(scan) >= FLOPS_PER_BYTE * sum(map(_nbytes, moved))
 
 

@@ -12,7 +12,10 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_offload as oo
+from benchmarks.common.steps import MODES, compile_step
+from benchmarks.common.workloads import gated
 from optax_offload import _compat, aot
+from optax_offload._emit import step
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -264,3 +267,19 @@ def test_the_scan_that_runs_twice(platform):
     assert all(n <= 2 * before[kind] for kind, n in after.items())
     check_memory(model, plain, twice)
     check_state_is_on_the_host(model, twice)
+
+
+@pytest.mark.newest
+@pytest.mark.aot
+@pytest.mark.xdist_group("tpu")
+def test_a_tpu_keeps_no_iteration_outside_of_its_loop(monkeypatch):
+    """Its compiler would, to load residuals early, with all that it computes (F77)."""
+    workload = gated(tokens=1024, layers=8, width=512, inner=1024, vocabulary=512)
+
+    def peak_bytes():
+        compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["residuals"])
+        return aot.peak(compiled).peak_bytes
+
+    ours = peak_bytes()
+    monkeypatch.setattr(step, "rows_ahead_in_turn", lambda *_: {})
+    assert ours <= 0.75 * peak_bytes()

@@ -76,6 +76,18 @@ MUTANTS = {
         "found = self._iteration(number, then, state, given(state))",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
+    "rows loaded ahead on a TPU one off": Mutant(
+        "_emit/scan.py",
+        "(jnp.int32(then), carry, rows)",
+        "(jnp.int32(then) - 1, carry, rows)",
+        (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
+    ),
+    "stores on a TPU that wait for none": Mutant(
+        "_emit/scan.py",
+        "for last in stored[-1:]:",
+        "for last in ():",
+        (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
+    ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
         "for i in [through.get(k, 0)] if i >= first + carried)",
