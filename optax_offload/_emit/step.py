@@ -33,6 +33,7 @@ from optax_offload._schedule import (
     Scan,
     by_gradients,
     delayed_rows,
+    in_turn,
     loads_first,
     only_loaded,
     residuals_behind,
@@ -132,7 +133,7 @@ class _Run:
         in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
         loaded = [v for v in only_loaded(each.scan) if v in ahead or v in in_parts]
-        all_first = loads_first(self._step, each.scan, ordered)
+        turn = not self._late and in_turn(self._step, each.scan, ordered)
         return body.InScan(
             ordered,
             delayed,
@@ -142,8 +143,8 @@ class _Run:
             like,
             ahead,
             loaded,
-            in_turn=not self._late and (all_first or bool(only_loaded(each.scan))),
-            loads_first=not self._late and all_first,
+            in_turn=turn,
+            loads_first=turn and loads_first(self._step, each.scan, ordered),
         )
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:

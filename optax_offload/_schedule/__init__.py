@@ -8,6 +8,7 @@ from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.order import (
     by_gradients,
     delayed_rows,
+    in_turn,
     loads_first,
     only_loaded,
     residuals_behind,
@@ -46,6 +47,7 @@ __all__ = [
     "asked_window",
     "by_gradients",
     "delayed_rows",
+    "in_turn",
     "loads_first",
     "only_loaded",
     "plan",

@@ -238,6 +238,16 @@ def rows_ahead_in_turn(
     }
 
 
+def in_turn(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
+    """Returns whether a TPU is told the order of a scan's loads and stores (F77).
+
+    It is, where computation hides them, and where more than state rests on the host. Of
+    state alone loads and stores overlap more without it.
+    """
+    more = bool(only_loaded(scan))
+    return _compat.STORES_OVERLAP and (more or loads_first(step, scan, fused))
+
+
 def loads_first(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
     """Returns whether a TPU loads all rows of an iteration before its first update.
 

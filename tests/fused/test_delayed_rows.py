@@ -260,7 +260,8 @@ def test_a_window_bounds_what_is_loaded_ahead():
 @pytest.mark.parametrize("computes_longer", [False, True])
 def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypatch):
     """What is replaced is loaded ahead where that is hidden, and residuals always."""
-    monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", True)
+    for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
+        monkeypatch.setattr(_compat, name, True)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
     monkeypatch.setattr(scan, "LEAST_IN_TURN_BYTES", 0)
