@@ -108,8 +108,8 @@ MUTANTS = {
     ),
     "gradients that wait stored in the wrong row": Mutant(
         "_emit/scan.py",
-        "self._leaves[v].store(buffers[v], rows[v], i)",
-        "self._leaves[v].store(buffers[v], rows[v], number)",
+        "self._store(v, rows[v], i, buffers, stored)",
+        "self._store(v, rows[v], number, buffers, stored)",
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "no barrier between what leaves together": Mutant(
