@@ -277,14 +277,9 @@ def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypat
     assert ulps(train(step, tx, resting, steps=3), want) <= BOUND
     text = step.lower(resting, tx.init(resting), BATCH).as_text()
     carried = "".join(re.findall(r"= stablehlo.while.*", text))
-    of_parameters, of_residuals = (
-        "tensor<1x16x24xf32>",
-        f"tensor<1x{BATCH.size}x16xf32>",
-    )
-    assert (of_parameters in carried) == computes_longer
+    assert ("tensor<1x16x24xf32>" in carried) == computes_longer
+    of_residuals = f"tensor<1x{BATCH.size}x16xf32>"
     assert (of_residuals in carried) == (residuals == "host")
     # The large rows of an iteration, but for its first, each wait for the one before.
-    tied = re.findall(
-        r"optimization_barrier %\S+, %\S+ : tensor<1x\S+, tensor<6x", text
-    )
-    assert len(tied) >= 8
+    pair = r"optimization_barrier %\S+, %\S+ : tensor<1x\S+, tensor<6x"
+    assert len(re.findall(pair, text)) >= 8
