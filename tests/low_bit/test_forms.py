@@ -71,7 +71,7 @@ def test_another_form_may_be_converted_in_a_step(was, now):
     tx, state = offloaded(now, "move"), state_of(was)
     update = jax.jit(tx.update)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", oo.OffloadWarning)
         updates, state = update(PARAMS, state, PARAMS)
     (told,) = told
     assert told.category is oo.OffloadWarning

@@ -175,7 +175,7 @@ def lowered():
     tx = oo.offload(optimizer(FUNCTIONS), rule, window_bytes=2**14)
     state = oo.eval_shape(tx.init, PARAMS)
     with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+        warnings.simplefilter("always", oo.OffloadWarning)
         program = jax.jit(tx.update).lower(GRADS, state)
     return tx, program, [str(w.message) for w in said]
 
