@@ -71,6 +71,8 @@ class InScan:
       ahead: The variables in host memory whose rows each iteration loads for the next
         one, and the position of the update that is stored after each of these loads.
       loaded: The variables whose rows are loaded for its body, ahead or not.
+      updates_in_turn: Whether each update is stored after the one before it. A GPU's
+        compiler computes in the order of its stores, which else is its own (F65).
       in_turn: Whether the order of loads and stores is written down. A TPU's compiler
         needs that, because it takes each of them for the only one (F77).
       loads_first: Whether all rows are loaded before the first update.
@@ -84,6 +86,7 @@ class InScan:
     like: Mapping[jex.Var, jex.Var | None]
     ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
     loaded: Collection[jex.Var] = ()
+    updates_in_turn: bool = False
     in_turn: bool = False
     loads_first: bool = False
 
@@ -318,10 +321,9 @@ class ScanLoop:
                 rows |= self._after_loads(unit, gradients, rows, read)
             rows |= self._values(unit, i, before, rows, loaded)
             if not self._work.in_turn:
-                tied = [v for v in unit.results if unit.fused.replaced[v] in read]
-                rows |= self._after_loads(unit, tied, rows, read)
+                rows |= self._after_loads(unit, self._tied(unit, read), rows, read)
             now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
-            for v, row in (_leaving_together(now) if self._delayed else now).items():
+            for v, row in self._leaving(now, buffers, stored).items():
                 self._store(v, row, i, buffers, stored)
         for v in self._work.kept:
             if v not in self._delayed:
@@ -363,6 +365,24 @@ class ScanLoop:
             and _memory.on_host(v.aval)
         }
 
+    def _leaving(
+        self, rows: dict[jex.Var, Any], buffers: Buffers, stored: list[jex.Var]
+    ) -> dict[jex.Var, Any]:
+        """The rows of an update, of which those that leave the device do so together.
+
+        Then a GPU loads all that the update takes at once (F65). Beside updates in turn
+        they do so after those of the last update.
+        """
+        leave = {v: row for v, row in rows.items() if _memory.on_host(v.aval)}
+        if not self._delayed or not leave:
+            return rows
+        after = bound(stored, map(buffers.__getitem__, stored))
+        tied = together(leave | after) if len(leave) + len(after) > 1 else leave
+        buffers.update((v, tied[v]) for v in stored)
+        if self._work.updates_in_turn:
+            stored[:] = list(leave)[:1]
+        return rows | {v: tied[v] for v in leave}
+
     def _store(
         self, v: jex.Var, row: Any, i: Any, buffers: Buffers, stored: list[jex.Var]
     ) -> None:
@@ -403,6 +423,12 @@ class ScanLoop:
         if a in loaded:
             return lax.squeeze(loaded[a], (0,))
         return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
+
+    def _tied(self, unit: _Unit, read: Collection[jex.Var]) -> list[jex.Var]:
+        """The results of a unit that are stored once loads are there."""
+        if self._units.index(unit) in self._work.ahead.values():
+            return unit.results
+        return [v for v in unit.results if unit.fused.replaced[v] in read]
 
     def _after_loads(
         self,
@@ -486,14 +512,3 @@ def _on_device(
 def _as_typed(x: Any, v: jex.Var) -> Any:
     """A value in the memory that the step has it in."""
     return _memory.transfer(x, _memory.kind_of_type(v.aval))
-
-
-def _leaving_together(rows: dict[jex.Var, Any]) -> dict[jex.Var, Any]:
-    """The rows of an update, of which those that leave the device do so together.
-
-    Then a GPU loads all that the update takes at once (F65).
-    """
-    leave = {v: row for v, row in rows.items() if _memory.on_host(v.aval)}
-    if len(leave) < 2:
-        return rows
-    return rows | together(leave)

@@ -36,9 +36,11 @@ from optax_offload._schedule import (
     in_turn,
     loads_first,
     only_loaded,
+    placed_ahead,
     residuals_behind,
     rows_ahead,
     rows_ahead_in_turn,
+    updates_in_turn,
 )
 
 
@@ -121,12 +123,13 @@ class _Run:
         waiting: Sequence[jex.Var] = (),
     ) -> body.InScan:
         ordered = by_gradients(each.scan, fused)
-        delayed, ahead = frozenset[jex.Var](), dict[jex.Var, int]()
+        delayed = frozenset[jex.Var]()
         if self._late:
-            ahead = rows_ahead(self._step, each.scan, ordered)
-            delayed = delayed_rows(each.scan, _whole(ordered), ahead)
+            found = rows_ahead(self._step, each.scan)
+            delayed = delayed_rows(each.scan, _whole(ordered), found)
             behind = residuals_behind(self._step, each.scan)
             delayed = delayed.union(v for v in behind if v in kept)
+            ahead = placed_ahead(each.scan, ordered, found, delayed)
         else:
             ahead = rows_ahead_in_turn(self._step, each.scan, ordered)
         # What parts of a row are written into is not read as a whole, but by the scan.
@@ -143,6 +146,7 @@ class _Run:
             like,
             ahead,
             loaded,
+            updates_in_turn=self._late and updates_in_turn(each.scan, ordered),
             in_turn=turn,
             loads_first=turn and loads_first(self._step, each.scan, ordered),
         )

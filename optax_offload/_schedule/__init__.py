@@ -11,9 +11,11 @@ from optax_offload._schedule.order import (
     in_turn,
     loads_first,
     only_loaded,
+    placed_ahead,
     residuals_behind,
     rows_ahead,
     rows_ahead_in_turn,
+    updates_in_turn,
 )
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.rest import Outer, RemainingUpdate
@@ -50,10 +52,12 @@ __all__ = [
     "in_turn",
     "loads_first",
     "only_loaded",
+    "placed_ahead",
     "plan",
     "refusals",
     "residuals_behind",
     "rows_ahead",
     "rows_ahead_in_turn",
     "schedule",
+    "updates_in_turn",
 ]

@@ -13,8 +13,11 @@ from jax import lax
 from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, ulps
 
 import optax_offload as oo
+from benchmarks.common.steps import train_step
+from benchmarks.common.workloads import gated
 from optax_offload import _compat, _memory, aot
 from optax_offload._emit import scan, streamed_step
+from optax_offload._emit import step as emit_step
 from optax_offload._program import at_rest
 from optax_offload._schedule import order
 from optax_offload._step_options import Options
@@ -219,12 +222,14 @@ def compiled_at_rest(length, **asked):
 @pytest.mark.aot
 @pytest.mark.xdist_group("gpu")
 @pytest.mark.filterwarnings("ignore:.*over the window")
-def test_rows_are_loaded_ahead(monkeypatch):
+@pytest.mark.parametrize("computes_longer", [False, True])
+def test_rows_are_loaded_ahead(computes_longer, monkeypatch):
     """By copies, each in the iteration before, of rows that are there.
 
     Nothing is copied within host memory, nor where updates are in parts.
     """
     pytest.importorskip("jax_plugins")
+    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     length = 6
     ahead, alone = compiled_at_rest(length), compiled_at_rest(length, window_bytes=64)
@@ -242,6 +247,70 @@ def test_rows_are_loaded_ahead(monkeypatch):
         assert sorted(loads[shape]) == sorted([*parameter, *moment, *moment])
     for compiled in (ahead, alone):
         assert not [t for t in aot.transfers(compiled) if t.direction == "host copy"]
+
+
+def loaded_ahead(residuals, monkeypatch):
+    """The shapes of what is loaded ahead, by the update that is stored after it.
+
+    Layers are those of the benchmark `gated_16k`, each size a 64th of what it is there.
+    """
+    found = []
+
+    def recorded(scan, fused, ahead, delayed):
+        placed = order.placed_ahead(scan, fused, ahead, delayed)
+        found.append(
+            [[v.aval.shape[1:] for v in placed if placed[v] == n] for n in range(6)]
+        )
+        return placed
+
+    monkeypatch.setattr(emit_step, "placed_ahead", recorded)
+    workload = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), workload.params)
+    params = oo.set_memory_kind(committed(params), "layers/.*", "pinned_host")
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    x = jnp.zeros(workload.x.shape, workload.x.dtype)
+    step = oo.jit(train_step(workload, tx), residuals=residuals)
+    step.lower(params, tx.init(params), x)
+    # The forward scan has no updates.
+    return max(found, key=lambda some: len([x for x in some if x]))
+
+
+@later_jax
+@pytest.mark.parametrize("residuals", ["device", "host"])
+def test_loads_ahead_are_beside_most_products(residuals, monkeypatch):
+    """Those of a layer's first three updates, before the first; others where is room.
+
+    `out` is the fourth, and its gradient needs the products that lead through all of
+    the three before it. Beside the last update are two more products, and no state.
+    """
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    found = loaded_ahead(residuals, monkeypatch)
+    assert sorted(found[0]) == [(32, 88), (32, 88), (88, 32)]
+    assert {(32, 32), (32, 96)} <= {*found[3]}
+    assert ((256, 32) in found[5]) == (residuals == "host")
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("computes_longer", [False, True])
+def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
+    """Where computation takes long enough, each is stored after the one before it."""
+    for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
+        monkeypatch.setattr(_compat, name, True)
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
+    params, loss = make_params(6), make_loss(reverse=reverse)
+    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
+    step = oo.jit(make_step(tx, loss), residuals="host", **DONATED)
+    resting = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+    assert ulps(train(step, tx, resting, steps=3), want) <= BOUND
+    text = step.lower(resting, tx.init(resting), BATCH).as_text()
+    # Rows of an update, with a buffer that the update before is stored into.
+    row = r"tensor<1x\S+"
+    in_turn = re.findall(
+        rf"optimization_barrier .* : ({row}, )+tensor<6x\S+$", text, re.M
+    )
+    assert bool(in_turn) == computes_longer
 
 
 @later_jax
