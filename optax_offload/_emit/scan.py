@@ -17,9 +17,9 @@ from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of, together
 from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import Builder, Program, bound, is_store, read, variables
-from optax_offload._rows import Kernel, Sum, kernel_of
-from optax_offload._schedule import Fused, Scan
+from optax_offload._program import Program, bound, read
+from optax_offload._rows import Kernel, Sum, body_on_device, kernel_of
+from optax_offload._schedule import Fused, Order, Scan
 from optax_offload._units import MIB
 
 # A TPU's compiler takes any smaller transfer for one of this size: many of them, one
@@ -62,33 +62,22 @@ class InScan:
 
     Attributes:
       fused: The updates in it, in order.
-      delayed: The results whose rows are stored in the next iteration.
       sums: The values that are summed up over the rows.
       kept: The stacked results that are made whole, on the device.
       waiting: The stacked results that wait in host memory.
       like: For each gradient that waits for all others, the variable that it is
         sharded like.
-      ahead: The variables in host memory whose rows each iteration loads for the next
-        one, and the position of the update that is stored after each of these loads.
       loaded: The variables whose rows are loaded for its body, ahead or not.
-      updates_in_turn: Whether each update is stored after the one before it. A GPU's
-        compiler computes in the order of its stores, which else is its own (F65).
-      in_turn: Whether the order of loads and stores is written down. A TPU's compiler
-        needs that, because it takes each of them for the only one (F77).
-      loads_first: Whether all rows are loaded before the first update.
+      order: What an iteration loads and stores for others, and in which order.
     """
 
     fused: Sequence[Fused]
-    delayed: Collection[jex.Var]
     sums: Sequence[Sum]
-    kept: Sequence[jex.Var]
-    waiting: Sequence[jex.Var]
-    like: Mapping[jex.Var, jex.Var | None]
-    ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
+    kept: Sequence[jex.Var] = ()
+    waiting: Sequence[jex.Var] = ()
+    like: Mapping[jex.Var, jex.Var | None] = dataclasses.field(default_factory=dict)
     loaded: Collection[jex.Var] = ()
-    updates_in_turn: bool = False
-    in_turn: bool = False
-    loads_first: bool = False
+    order: Order = dataclasses.field(default_factory=Order)
 
 
 class _State(NamedTuple):
@@ -124,13 +113,16 @@ class ScanLoop:
         env: Env,
         sharded: Mapping[jex.Var, Sharded],
     ):
-        self._program, self._scan, self._work = program, scan, work
+        self._program, self._scan = program, scan
+        self._work, self._order = work, work.order
         self._env, self._sharded = env, sharded
         self._units = [
             _Unit(f, kernel_of(f.rows), program.debug_info) for f in work.fused
         ]
         self._unit_of = {v: unit for unit in self._units for v in unit.results}
-        self._delayed = [v for v in (*self._unit_of, *work.kept) if v in work.delayed]
+        self._delayed = [
+            v for v in (*self._unit_of, *work.kept) if v in self._order.delayed
+        ]
         # The buffer that has the rows of an argument that are not yet replaced, and
         # along which axis.
         self._now = {
@@ -144,15 +136,15 @@ class ScanLoop:
             v: unit.target(v, sharded) for unit in self._units for v in unit.results
         }
         for v in (*work.kept, *work.waiting):
-            by_us = v in work.waiting or v in work.delayed
+            by_us = v in work.waiting or v in work.order.delayed
             self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
-        self._ahead = tuple(work.ahead)
+        self._ahead = tuple(work.order.ahead)
         xs = enumerate(scan.xs, len(scan.consts) + len(scan.carry))
         stacked = enumerate(scan.stacked, len(scan.carry))
-        self._body = _on_device(
+        self._body = body_on_device(
             scan.body,
             [k for k, v in xs if isinstance(v, jex.Var) and v in work.loaded],
-            [k for k, v in stacked if v in work.kept and v in work.delayed],
+            [k for k, v in stacked if v in work.kept and v in work.order.delayed],
         )
 
     def run(self) -> dict[jex.Var, Any]:
@@ -279,7 +271,7 @@ class ScanLoop:
         """
         scan, body, i = self._scan, self._body, self._position(number)
         carry, rows_now = state.carry, state.ahead
-        if self._ahead and self._work.in_turn:
+        if self._ahead and self._order.moves_in_turn:
             then, carry, rows_now = self._begun(then, carry, rows_now)
         ahead = self._rows_ahead(then, buffers)
         loaded = bound(self._ahead, rows_now) | {
@@ -303,7 +295,7 @@ class ScanLoop:
         rows: dict[jex.Var, Any] = {
             v: constrain(row, self._like(v), 0) for v, row in stacked.items()
         }
-        if self._work.loads_first:
+        if self._order.loads_first:
             state_rows = self._state_rows(i, buffers, rows | loaded)
             loaded |= state_rows
             read |= state_rows
@@ -317,12 +309,12 @@ class ScanLoop:
                 given = rows | self._after_loads(unit, gradients, rows, read)
                 part_by_part.run(unit.fused, i, given, whole, buffers)
                 continue
-            if self._work.in_turn:
+            if self._order.moves_in_turn:
                 rows |= self._after_loads(unit, gradients, rows, read)
             rows |= self._values(unit, i, before, rows, loaded)
-            if not self._work.in_turn:
+            if not self._order.moves_in_turn:
                 rows |= self._after_loads(unit, self._tied(unit, read), rows, read)
-            now = {v: rows[v] for v in unit.results if v not in self._work.delayed}
+            now = {v: rows[v] for v in unit.results if v not in self._order.delayed}
             for v, row in self._leaving(now, buffers, stored).items():
                 self._store(v, row, i, buffers, stored)
         for v in self._work.kept:
@@ -379,7 +371,7 @@ class ScanLoop:
         after = bound(stored, map(buffers.__getitem__, stored))
         tied = together(leave | after) if len(leave) + len(after) > 1 else leave
         buffers.update((v, tied[v]) for v in stored)
-        if self._work.updates_in_turn:
+        if self._order.updates_in_turn:
             stored[:] = list(leave)[:1]
         return rows | {v: tied[v] for v in leave}
 
@@ -389,7 +381,7 @@ class ScanLoop:
         """Stores a row in its buffer, on a TPU after the large row stored before it."""
         nbytes = _memory.nbytes_on_each_device(v.aval) // self._scan.length
         moved = _memory.on_host(v.aval) and not _memory.on_host(row)
-        if self._work.in_turn and moved and nbytes >= LEAST_IN_TURN_BYTES:
+        if self._order.moves_in_turn and moved and nbytes >= LEAST_IN_TURN_BYTES:
             for last in stored[-1:]:
                 row, buffers[last] = lax.optimization_barrier((row, buffers[last]))
             stored.append(v)
@@ -426,7 +418,7 @@ class ScanLoop:
 
     def _tied(self, unit: _Unit, read: Collection[jex.Var]) -> list[jex.Var]:
         """The results of a unit that are stored once loads are there."""
-        if self._units.index(unit) in self._work.ahead.values():
+        if self._units.index(unit) in self._order.ahead.values():
             return unit.results
         return [v for v in unit.results if unit.fused.replaced[v] in read]
 
@@ -446,8 +438,8 @@ class ScanLoop:
             x
             for v, x in read.items()
             if v in replaced
-            or self._work.ahead.get(v) == number
-            or (self._work.loads_first and number == 0)
+            or self._order.ahead.get(v) == number
+            or (self._order.loads_first and number == 0)
         ]
         if not before:
             return {}
@@ -475,38 +467,6 @@ class ScanLoop:
         after, _ = self._now.get(v, (v, None))
         now = buffers if after in unit.results else before
         return now.get(after, self._env[v])
-
-
-def _on_device(
-    body: jex.ClosedJaxpr, loaded: Collection[int], stored: Collection[int]
-) -> jex.ClosedJaxpr:
-    """The body of a scan that others load and store some rows for.
-
-    Args:
-      body: The body, which loads and stores them itself.
-      loaded: The positions of the arguments that it takes on the device.
-      stored: The positions of the results that it leaves there.
-    """
-    jaxpr, builder = body.jaxpr, Builder()
-    invars = list(jaxpr.invars)
-    for i in loaded:
-        invars[i] = jex.Var(_memory.device_type(jaxpr.invars[i].aval))
-    given = {a: b for a, b in bound(jaxpr.invars, invars).items() if a is not b}
-    before: dict[Any, Any] = {}
-    for e in jaxpr.eqns:
-        of = [given[a] for a in variables(e.invars) if a in given]
-        if of:
-            builder.rename(e.outvars, of)
-            continue
-        if is_store(e):
-            before[e.outvars[0]] = e.invars[0]
-        builder.add(e)
-    outvars = list(jaxpr.outvars)
-    for k in stored:
-        outvars[k] = before[outvars[k]]
-    results = builder.read_all(outvars)
-    changed = jaxpr.replace(invars=invars, eqns=builder.equations, outvars=results)
-    return jex.ClosedJaxpr(changed, body.consts)
 
 
 def _as_typed(x: Any, v: jex.Var) -> Any:

@@ -32,15 +32,8 @@ from optax_offload._schedule import (
     RemainingUpdate,
     Scan,
     by_gradients,
-    delayed_rows,
-    in_turn,
-    loads_first,
     only_loaded,
-    placed_ahead,
-    residuals_behind,
-    rows_ahead,
-    rows_ahead_in_turn,
-    updates_in_turn,
+    order_of,
 )
 
 
@@ -123,33 +116,13 @@ class _Run:
         waiting: Sequence[jex.Var] = (),
     ) -> body.InScan:
         ordered = by_gradients(each.scan, fused)
-        delayed = frozenset[jex.Var]()
-        if self._late:
-            found = rows_ahead(self._step, each.scan)
-            delayed = delayed_rows(each.scan, _whole(ordered), found)
-            behind = residuals_behind(self._step, each.scan)
-            delayed = delayed.union(v for v in behind if v in kept)
-            ahead = placed_ahead(each.scan, ordered, found, delayed)
-        else:
-            ahead = rows_ahead_in_turn(self._step, each.scan, ordered)
+        order = order_of(self._step, each.scan, ordered, kept, late=self._late)
         # What parts of a row are written into is not read as a whole, but by the scan.
         in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
         like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
-        loaded = [v for v in only_loaded(each.scan) if v in ahead or v in in_parts]
-        turn = not self._late and in_turn(self._step, each.scan, ordered)
-        return body.InScan(
-            ordered,
-            delayed,
-            sums,
-            kept,
-            waiting,
-            like,
-            ahead,
-            loaded,
-            updates_in_turn=self._late and updates_in_turn(each.scan, ordered),
-            in_turn=turn,
-            loads_first=turn and loads_first(self._step, each.scan, ordered),
-        )
+        taken = only_loaded(each.scan)
+        loaded = [v for v in taken if v in order.ahead or v in in_parts]
+        return body.InScan(ordered, sums, kept, waiting, like, loaded, order)
 
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """Returns the state, else the parameter, that a gradient is sharded like."""
@@ -174,7 +147,7 @@ class _Run:
         if some:
             self._require(_inputs(each, some))
             scan = late_gradients.over_rows(each.scan)
-            self._run_work(scan, body.InScan(some, (), sums, (), (), {}))
+            self._run_work(scan, body.InScan(some, sums))
         if last:
             self._require(_inputs(each, each.late))
             self._env |= late_gradients.updated(
@@ -182,7 +155,7 @@ class _Run:
             )
 
     def _run_work(self, scan: Scan, work: body.InScan) -> None:
-        if work.delayed:
+        if work.order.delayed:
             self._finish_products(scan)
         program = self._step.program
         loop = body.ScanLoop(program, scan, work, self._env, self._sharded)
@@ -264,11 +237,6 @@ class _Run:
         }
         values = carry_out(update, inlined.what.caller.window_bytes, args, sharded)
         self._env |= bound(results, values)
-
-
-def _whole(fused: Sequence[Fused]) -> list[Fused]:
-    """Updates without those in parts, whose window is for less than a row."""
-    return [f for f in fused if f.parts is None]
 
 
 def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:

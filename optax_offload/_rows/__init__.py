@@ -1,7 +1,7 @@
 """Finds the values that have rows, and rewrites equations for some of the rows."""
 
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
-from optax_offload._rows.kernel import Kernel, kernel_of
+from optax_offload._rows.kernel import Kernel, body_on_device, kernel_of
 from optax_offload._rows.proof import analyze
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
 from optax_offload._rows.stacks import made_by_rows
@@ -16,6 +16,7 @@ __all__ = [
     "RowLocal",
     "Sum",
     "analyze",
+    "body_on_device",
     "is_arithmetic",
     "kernel_of",
     "made_by_rows",

@@ -5,18 +5,7 @@ from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep
 from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._schedule.loops import Loop
-from optax_offload._schedule.order import (
-    by_gradients,
-    delayed_rows,
-    in_turn,
-    loads_first,
-    only_loaded,
-    placed_ahead,
-    residuals_behind,
-    rows_ahead,
-    rows_ahead_in_turn,
-    updates_in_turn,
-)
+from optax_offload._schedule.order import Order, by_gradients, only_loaded, order_of
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.step import plan, refusals
@@ -36,6 +25,7 @@ __all__ = [
     "FusedStep",
     "Group",
     "Loop",
+    "Order",
     "Outer",
     "OverWindow",
     "Part",
@@ -48,16 +38,9 @@ __all__ = [
     "Target",
     "asked_window",
     "by_gradients",
-    "delayed_rows",
-    "in_turn",
-    "loads_first",
     "only_loaded",
-    "placed_ahead",
+    "order_of",
     "plan",
     "refusals",
-    "residuals_behind",
-    "rows_ahead",
-    "rows_ahead_in_turn",
     "schedule",
-    "updates_in_turn",
 ]

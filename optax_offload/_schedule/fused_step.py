@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
 from optax_offload._program import Resting, Step, is_transfer
-from optax_offload._schedule import order
+from optax_offload._schedule import order, waiting
 from optax_offload._schedule.follow import Scan, Unfused
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
@@ -96,7 +96,7 @@ class FusedStep(Printed):
         return tuple(rest(self.step, positions, fused))
 
     @functools.cached_property
-    def passes(self) -> order.Passes:
+    def passes(self) -> waiting.Passes:
         """The passes over the rows of gradients that wait."""
         return passes_of(self.step, self.scans)
 
@@ -232,10 +232,10 @@ def _loaded_whole(
     return tuple(name for name in names if name in users)
 
 
-def passes_of(step: Step, scans: Sequence[FusedScan]) -> order.Passes:
+def passes_of(step: Step, scans: Sequence[FusedScan]) -> waiting.Passes:
     """The passes over the rows of gradients that wait in some scans."""
     positions = candidates(step)
-    return order.passes(step, positions, [(x.scan, x.fused) for x in scans])
+    return waiting.passes(step, positions, [(x.scan, x.fused) for x in scans])
 
 
 def candidates(step: Step) -> list[int]:
@@ -248,7 +248,7 @@ def candidates(step: Step) -> list[int]:
     ]
 
 
-def _lines(each: FusedScan, passes: order.Passes) -> Iterator[str]:
+def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
     yield (
         f"{'backward ' * each.scan.is_backward}scan of {each.scan.length} iterations: "
         f"{each.gradients(each.fused)} never on the device whole"

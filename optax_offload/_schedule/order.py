@@ -1,18 +1,18 @@
-"""Decides the order: passes over rows, updates in an iteration, rows stored late."""
+"""Decides the order in an iteration: of updates, loads and stores."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend import core as jex
 
 from optax_offload import _compat, _flops, _memory
 from optax_offload._program import Step, bound, is_store, is_transfer, nested, variables
-from optax_offload._rows import Sum
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
 
@@ -30,80 +30,57 @@ LEAST_LENGTH = 4
 FLOPS_PER_BYTE = 8000
 
 
-class Passes(NamedTuple):
-    """The passes over the rows of gradients that wait.
-
-    A norm of what a norm has scaled needs a pass of its own: clipping before LAMB, or
-    clipping twice.
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """What an iteration of a scan loads and stores for others, and in which order.
 
     Attributes:
-      of: The pass of each equation that is summed up over rows. Pass 0 is the scan that
-        computes the gradients.
-      last: The pass in which the updates that wait are made.
+      delayed: The results whose rows are stored in the next iteration.
+      ahead: The variables in host memory whose rows each iteration loads for the next
+        one, and the position of the update that is stored after each of these loads.
+      updates_in_turn: Whether each update is stored after the one before it. A GPU's
+        compiler computes in the order of its stores, which else is its own (F65).
+      moves_in_turn: Whether the order of loads and stores is written down. A TPU's
+        compiler needs that, because it takes each of them for the only one (F77).
+      loads_first: Whether all rows are loaded before the first update.
     """
 
-    of: Mapping[int, int]
-    last: int
-
-    def sums(self, late: Sequence[Fused], number: int) -> list[Sum]:
-        """Sums that a pass takes over these."""
-        return [
-            s for f in late for s in f.component.sums if self.of[s.position] == number
-        ]
-
-    def twice(self, late: Sequence[Fused]) -> int:
-        """The number of further runs of their scan, the last of which updates them."""
-        return len(self._late(late) | {self.last})
-
-    def stored(self, late: Sequence[Fused]) -> int:
-        """The number of times that they are loaded, the last of which updates them."""
-        return len(self._late(late)) + 1
-
-    def _late(self, late: Sequence[Fused]) -> set[int]:
-        return {self.of[s.position] for f in late for s in f.component.sums} - {0}
+    delayed: Collection[jex.Var] = frozenset()
+    ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
+    updates_in_turn: bool = False
+    moves_in_turn: bool = False
+    loads_first: bool = False
 
 
-def passes(
-    step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
-) -> Passes:
-    """Assigns each sum to a pass, as early as its operands are known.
+def order_of(
+    step: Step,
+    scan: Scan,
+    fused: Sequence[Fused],
+    kept: Collection[jex.Var] = (),
+    *,
+    late: bool,
+) -> Order:
+    """The order of what a scan and the updates in it load and store.
 
     Args:
       step: The step.
-      scans: All scans of it, as positions.
-      late: The updates that wait, by scan. A pass takes the scans in this order.
+      scan: The scan.
+      fused: The updates in it, in order.
+      kept: The stacked results of the scan that the step takes whole.
+      late: Whether rows may be stored an iteration late, which a TPU's must not.
     """
-    gradients = {g for _, some in late for f in some for g in f.component.gradients}
-    at = {
-        s.position: scan.position
-        for scan, some in late
-        for f in some
-        for s in f.component.sums
-    }
-    # The pass, and in it the scan, after which a variable is known.
-    known: dict[jex.Var, tuple[int, int]] = {}
-    of: dict[int, int] = {}
-
-    def number(taken: Sequence[jex.Var], scan: int) -> int:
-        """The first pass in which a scan can take these."""
-        last, after = max((known[v] for v in taken if v in known), default=(0, -1))
-        return last + (after >= scan)
-
-    for i in range(len(step.program.equations)):
-        if i in at:
-            of[i] = number(step.reads(i), at[i])
-            known.update((v, (of[i], at[i])) for v in step.defines(i))
-            continue
-        before = [known[v] for v in step.reads(i) if v in known]
-        if i in scans:
-            before.append((0, i))
-        if before:
-            after = (v for v in step.defines(i) if v not in gradients)
-            known.update((v, max(before)) for v in after)
-    results = (
-        number(f.component.results, scan.position) for scan, some in late for f in some
+    if late:
+        found = rows_ahead(step, scan)
+        delayed = delayed_rows(scan, [f for f in fused if f.parts is None], found)
+        delayed = delayed.union(v for v in residuals_behind(step, scan) if v in kept)
+        placed = placed_ahead(scan, fused, found, delayed)
+        return Order(delayed, placed, updates_in_turn=updates_in_turn(scan, fused))
+    in_turn = moves_in_turn(step, scan, fused)
+    return Order(
+        ahead=rows_ahead_in_turn(step, scan, fused),
+        moves_in_turn=in_turn,
+        loads_first=in_turn and loads_first(step, scan, fused),
     )
-    return Passes(of, max([1, *of.values(), *results]))
 
 
 def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
@@ -306,7 +283,7 @@ def rows_ahead_in_turn(
     )
 
 
-def in_turn(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
+def moves_in_turn(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
     """Returns whether a TPU is told the order of a scan's loads and stores (F77).
 
     It is, where computation hides them, and where more than state rests on the host. Of

@@ -1,13 +1,93 @@
-"""Chooses the cheaper way to have gradients wait, by a model of its cost."""
+"""Gradients that wait: the passes over their rows, and the cheaper way to have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, NamedTuple
 
+from jax.extend import core as jex
+
+from optax_offload._program import Step
+from optax_offload._rows import Sum
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-from optax_offload._schedule.order import FLOPS_PER_BYTE, Passes, flops
+from optax_offload._schedule.order import FLOPS_PER_BYTE, flops
+
+
+class Passes(NamedTuple):
+    """The passes over the rows of gradients that wait.
+
+    A norm of what a norm has scaled needs a pass of its own: clipping before LAMB, or
+    clipping twice.
+
+    Attributes:
+      of: The pass of each equation that is summed up over rows. Pass 0 is the scan that
+        computes the gradients.
+      last: The pass in which the updates that wait are made.
+    """
+
+    of: Mapping[int, int]
+    last: int
+
+    def sums(self, late: Sequence[Fused], number: int) -> list[Sum]:
+        """Sums that a pass takes over these."""
+        return [
+            s for f in late for s in f.component.sums if self.of[s.position] == number
+        ]
+
+    def twice(self, late: Sequence[Fused]) -> int:
+        """The number of further runs of their scan, the last of which updates them."""
+        return len(self._late(late) | {self.last})
+
+    def stored(self, late: Sequence[Fused]) -> int:
+        """The number of times that they are loaded, the last of which updates them."""
+        return len(self._late(late)) + 1
+
+    def _late(self, late: Sequence[Fused]) -> set[int]:
+        return {self.of[s.position] for f in late for s in f.component.sums} - {0}
+
+
+def passes(
+    step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
+) -> Passes:
+    """Assigns each sum to a pass, as early as its operands are known.
+
+    Args:
+      step: The step.
+      scans: All scans of it, as positions.
+      late: The updates that wait, by scan. A pass takes the scans in this order.
+    """
+    gradients = {g for _, some in late for f in some for g in f.component.gradients}
+    at = {
+        s.position: scan.position
+        for scan, some in late
+        for f in some
+        for s in f.component.sums
+    }
+    # The pass, and in it the scan, after which a variable is known.
+    known: dict[jex.Var, tuple[int, int]] = {}
+    of: dict[int, int] = {}
+
+    def number(taken: Sequence[jex.Var], scan: int) -> int:
+        """The first pass in which a scan can take these."""
+        last, after = max((known[v] for v in taken if v in known), default=(0, -1))
+        return last + (after >= scan)
+
+    for i in range(len(step.program.equations)):
+        if i in at:
+            of[i] = number(step.reads(i), at[i])
+            known.update((v, (of[i], at[i])) for v in step.defines(i))
+            continue
+        before = [known[v] for v in step.reads(i) if v in known]
+        if i in scans:
+            before.append((0, i))
+        if before:
+            after = (v for v in step.defines(i) if v not in gradients)
+            known.update((v, max(before)) for v in after)
+    results = (
+        number(f.component.results, scan.position) for scan, some in late for f in some
+    )
+    return Passes(of, max([1, *of.values(), *results]))
 
 
 def cheaper(

@@ -17,7 +17,6 @@ from benchmarks.common.steps import train_step
 from benchmarks.common.workloads import gated
 from optax_offload import _compat, _memory, aot
 from optax_offload._emit import scan, streamed_step
-from optax_offload._emit import step as emit_step
 from optax_offload._program import at_rest
 from optax_offload._schedule import order
 from optax_offload._step_options import Options
@@ -254,16 +253,16 @@ def loaded_ahead(residuals, monkeypatch):
 
     Layers are those of the benchmark `gated_16k`, each size a 64th of what it is there.
     """
-    found = []
+    found, placed_ahead = [], order.placed_ahead
 
     def recorded(scan, fused, ahead, delayed):
-        placed = order.placed_ahead(scan, fused, ahead, delayed)
+        placed = placed_ahead(scan, fused, ahead, delayed)
         found.append(
             [[v.aval.shape[1:] for v in placed if placed[v] == n] for n in range(6)]
         )
         return placed
 
-    monkeypatch.setattr(emit_step, "placed_ahead", recorded)
+    monkeypatch.setattr(order, "placed_ahead", recorded)
     workload = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
     params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), workload.params)
     params = oo.set_memory_kind(committed(params), "layers/.*", "pinned_host")

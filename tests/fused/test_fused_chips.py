@@ -15,7 +15,7 @@ import optax_offload as oo
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import gated
 from optax_offload import _compat, aot
-from optax_offload._emit import step
+from optax_offload._schedule import order
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -281,5 +281,5 @@ def test_a_tpu_keeps_no_iteration_outside_of_its_loop(monkeypatch):
         return aot.peak(compiled).peak_bytes
 
     ours = peak_bytes()
-    monkeypatch.setattr(step, "rows_ahead_in_turn", lambda *_: {})
+    monkeypatch.setattr(order, "rows_ahead_in_turn", lambda *_: {})
     assert ours <= 0.75 * peak_bytes()

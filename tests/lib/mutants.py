@@ -114,8 +114,8 @@ MUTANTS = {
     ),
     "no barrier between what leaves together": Mutant(
         "_emit/scan.py",
-        "if len(leave) < 2:",
-        "if len(leave) < 200:",
+        "tied = together(leave | after) if len(leave) + len(after) > 1 else leave",
+        "tied = leave | after",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     # Positions.
@@ -137,7 +137,7 @@ MUTANTS = {
         ("tests/fused/test_effects.py::test_ordered_effects_are_in_their_order",),
     ),
     "a norm of a norm in the pass of that norm": Mutant(
-        "_schedule/order.py",
+        "_schedule/waiting.py",
         "return last + (after >= scan)",
         "return last + (after > scan)",
         (f"{LEFT}::test_norms_of_norms",),
