@@ -48,8 +48,8 @@ def has_effects(e: jex.JaxprEqn) -> bool:
     return any(not isinstance(effect, NamedAxisEffect) for effect in e.effects)
 
 
-def has_ordered_effects(e: jex.JaxprEqn) -> bool:
-    """Returns whether a runtime keeps effects of an equation in their order."""
+def has_ordered_effects(e: jex.JaxprEqn | jex.ClosedJaxpr) -> bool:
+    """Returns whether a runtime keeps effects of equations in their order."""
     return any(map(_effects.ordered_effects.contains, e.effects))
 
 

@@ -18,7 +18,12 @@ from optax_offload import _compat, _memory, _one_memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
-from optax_offload._jit.kinds import Kinds, argument_types, check_on_device
+from optax_offload._jit.kinds import (
+    Kinds,
+    argument_types,
+    check_effects,
+    check_on_device,
+)
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._stream import (
@@ -309,6 +314,7 @@ class _Variants:
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
+            check_effects(traced, plan)
             if given:
                 found = Kinds.of_call(traced, plan)
                 if not found.fit(given) or mesh not in (None, found.mesh):

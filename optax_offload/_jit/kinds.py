@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from optax_offload import _trees
+from optax_offload import _compat, _trees
 from optax_offload._jit import shardings
 from optax_offload._schedule import FusedStep
 
@@ -72,8 +72,36 @@ def _trees_of(traced: jax.stages.Traced, plan: FusedStep) -> tuple[Any, Any]:
 
 def check_on_device(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises if anything is in host memory, for which there must be no device."""
+    misplaced = _on_host(traced, plan)
+    if misplaced:
+        raise ValueError(
+            f"device= and backend= put all that a function takes and returns onto the "
+            f"device, and these are in host memory: {_trees.listed(misplaced)}. Leave "
+            "both out: a step runs where its arguments are (jax.device_put)"
+        )
+
+
+def check_effects(traced: jax.stages.Traced, plan: FusedStep) -> None:
+    """Raises if effects are ordered beside host memory, where JAX's error is a riddle.
+
+    See `docs/upstream.md`, U07.
+    """
+    if not _compat.has_ordered_effects(traced.jaxpr):
+        return
+    found = _on_host(traced, plan)
+    if found:
+        raise ValueError(
+            "JAX compiles no function that has an ordered effect (ordered=True, as in "
+            "jax.debug.print or io_callback) and takes or returns values in host "
+            f"memory (jax-ml/jax#40108), as these: {_trees.listed(found)}. Leave "
+            "ordered=True out"
+        )
+
+
+def _on_host(traced: jax.stages.Traced, plan: FusedStep) -> list[str]:
+    """The arguments and results in host memory, by path."""
     (args, kwargs), results = _trees_of(traced, plan)
-    misplaced = [
+    return [
         f"{what} {path}"
         for what, tree in [
             ("argument", args),
@@ -83,9 +111,3 @@ def check_on_device(traced: jax.stages.Traced, plan: FusedStep) -> None:
         for path, kind in _trees.leaves_with_paths(tree)
         if kind != "device"
     ]
-    if misplaced:
-        raise ValueError(
-            f"device= and backend= put all that a function takes and returns onto the "
-            f"device, and these are in host memory: {_trees.listed(misplaced)}. Leave "
-            "both out: a step runs where its arguments are (jax.device_put)"
-        )

@@ -242,6 +242,27 @@ def test_gradients_do_not_wait_on_the_host_beside_ordered_effects():
     assert "JAX compiles no step with ordered effects (ordered=True)" in str(said)
 
 
+@pytest.mark.parametrize("at_rest", ["state", "params"])
+def test_ordered_effects_beside_host_memory_are_said(at_rest):
+    """JAX would say that a list has two entries and another has one."""
+    tx = optax.adam(0.1)
+    tx = oo.offload(tx, oo.Rule(".*", min_bytes=0)) if at_rest == "state" else tx
+    params = make_params()
+    if at_rest == "params":
+        params = oo.set_memory_kind(params, ".*", "pinned_host")
+
+    @oo.jit(static_argnums=3)
+    def step(params, state, x, ordered):
+        jax.debug.callback(lambda: None, ordered=ordered)
+        return make_step(tx)(params, state, x)
+
+    args = params, oo.jit(tx.init)(params), X
+    step(*args, False)
+    path = {"state": "1/0/mu/w", "params": "0/w"}[at_rest]
+    with pytest.raises(ValueError, match=rf"ordered=True.*'argument {path}'.*Leave"):
+        step(*args, True)
+
+
 def test_effects_of_an_update_that_is_not_fused():
     """Not once for each slice of state, nor for both versions of an update."""
     calls = Calls()
