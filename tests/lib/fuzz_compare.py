@@ -41,7 +41,7 @@ SHARE = 0.01
 # Errors that are right, by what was drawn.
 REFUSALS: list[tuple[Callable[[Drawn], bool], str]] = [
     # JAX compiles no ordered effect beside a value in host memory (U07).
-    (lambda drawn: drawn.effect == "ordered io in step", "safe_zip"),
+    (lambda drawn: drawn.effect == "ordered io in step", "ordered=True"),
 ]
 
 
