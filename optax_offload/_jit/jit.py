@@ -314,13 +314,13 @@ class _Variants:
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
-            check_effects(traced, plan)
             if given:
                 found = Kinds.of_call(traced, plan)
                 if not found.fit(given) or mesh not in (None, found.mesh):
                     raise _OtherKinds(found)
             if self._asked is None:  # Within another function, which is compiled.
                 return self._tracer(*args, **kwargs)
+            check_effects(traced, plan)
             arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
             if not _ahead.get() and moves([*arrays], self._asked):
                 _one_memory.warn_if_one_memory()
