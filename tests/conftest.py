@@ -1,5 +1,6 @@
 """What every test runs under: several CPU devices or an accelerator, strict ranks."""
 
+import gc
 import os
 import re
 from importlib import metadata
@@ -54,6 +55,20 @@ def compiled_once(tmp_path_factory):
     directory = str(tmp_path_factory.mktemp("compiled"))
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def less_for_python():
+    """Two habits of JAX and Python that no test needs: an eighth of the time.
+
+    JAX writes where an operation came from into each; collections look through all that
+    was ever imported.
+    """
+    import jax
+
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

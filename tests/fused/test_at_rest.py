@@ -117,8 +117,14 @@ def plain_results(name):
     return trained(step, params, tx.init(params))
 
 
-@pytest.mark.parametrize("residuals", ["device", "host"])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    ("name", "residuals"),
+    [
+        pytest.param(n, r, marks=[pytest.mark.slow] * (r != "host" and n != "scanned"))
+        for n in LOSSES
+        for r in ("device", "host")
+    ],
+)
 def test_losses(name, residuals):
     """All parameters on the host; values, memory kinds, and one compilation."""
     tx = offloaded(optax.adamw(1e-2))

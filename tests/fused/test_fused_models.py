@@ -156,7 +156,8 @@ LOSSES = {
 
 
 # Near relatives of others.
-SLOW = {"unroll not dividing", "unrolled", "reverse", "checkpoint of the model"}
+SLOW = {"unroll", "unrolled", "reverse", "checkpoint of the model"}
+SLOW |= {"checkpoint of all layers", "cast before"}
 
 
 @pytest.mark.parametrize(

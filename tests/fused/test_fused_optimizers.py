@@ -20,8 +20,6 @@ from scanned_models import (
 import optax_offload as oo
 from optax_offload._program import at_rest
 
-pytestmark = pytest.mark.optimized
-
 # In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
 # clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
 BOUND = 32

@@ -40,8 +40,8 @@ MULTIPLE, ULPS = 16, 16
 SHARE = 0.01
 # Errors that are right, by what was drawn.
 REFUSALS: list[tuple[Callable[[Drawn], bool], str]] = [
-    # JAX compiles no ordered effect beside a value in host memory (U07): where `jax.jit`
-    # is the outermost, in its own words.
+    # JAX compiles no ordered effect beside a value in host memory (U07), and has words
+    # of its own for it where `jax.jit` is the outermost.
     (
         lambda drawn: drawn.effect == "ordered io in step",
         r"ordered=True|safe_zip\(\) argument 1 has length",

@@ -54,6 +54,13 @@ def cases():
             yield pytest.param(name, codec, marks=marks)
 
 
+def each_once():
+    """All optimizers, beside the tests that need the same history."""
+    for name in sorted(INSIDE):
+        marks = [pytest.mark.xdist_group(name)]
+        yield pytest.param(name, marks=marks + [pytest.mark.slow] * (name not in QUICK))
+
+
 @functools.cache
 def plain_history(name):
     """Three updates of the plain optimizer, each with what it was given."""
@@ -120,7 +127,7 @@ def test_parameters_in_the_state_are_refused(name):
         tx.init(make_params())
 
 
-@pytest.mark.parametrize("name", sorted(INSIDE))
+@pytest.mark.parametrize("name", list(each_once()))
 def test_what_is_known_of_states(name):
     """What is said never to be negative is not; what is said to be parameters is."""
     for _, state, _ in plain_history(name):

@@ -72,7 +72,9 @@ def plain(tx):
     return tx.gradient_transformation() if isinstance(tx, optax.MultiSteps) else tx
 
 
-@pytest.mark.parametrize("window_bytes", [WINDOW, 2**21])
+@pytest.mark.parametrize(
+    "window_bytes", [WINDOW, pytest.param(2**21, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_values_and_passes(name, window_bytes):
     """As the optimizer alone, but for the order of sums; nothing is over the window."""

@@ -24,12 +24,8 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._schedule import group_slices
 
-pytestmark = pytest.mark.optimized
-
-# A line search of many steps, each of which is compiled.
-SLOW = {"lbfgs"}
-
-
+# Bits are compared as users compile; what is as near as rounding goes, with fewer
+# optimizations, which takes a quarter of the time.
 QUICK = {"adafactor", "adamw", "lamb", "lion", "multi_steps", "muon", "sgd_momentum"}
 
 
@@ -37,7 +33,7 @@ def each(table, quick=None):
     """One process for all tests of an optimizer: they share the plain one's history."""
 
     def marks(name):
-        slow = name in SLOW if quick is None else name not in quick
+        slow = quick is not None and name not in quick
         return [pytest.mark.xdist_group(name), *[pytest.mark.slow] * slow]
 
     return pytest.mark.parametrize(
@@ -45,7 +41,6 @@ def each(table, quick=None):
     )
 
 
-inside = each(INSIDE)
 outside = each(OUTSIDE, {"apply_if_finite", "chain", "multi_steps", "partition"})
 
 # In slices these are as exact, but not the same bits on the CPU, of some version of JAX
@@ -128,6 +123,7 @@ def plain_history(name, dtype=jnp.float32):
     return run_updates(inner, params, committed(inner.init(params)))
 
 
+@pytest.mark.optimized
 @each(INSIDE, QUICK | EXCEPTIONS | DIFFERENCES)
 @pytest.mark.filterwarnings(
     "ignore:.* over the window of 1:optax_offload.OffloadWarning"
@@ -155,6 +151,7 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
         assert set(oo.memory_report(got[0]).totals) == {"device"}
 
 
+@pytest.mark.optimized
 @each(INSIDE, QUICK)
 def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     """Parameters, gradients and the state that follows their dtype in bfloat16.
@@ -167,6 +164,7 @@ def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     assert_same(name, got, plain_history(name, jnp.bfloat16)[0])
 
 
+@pytest.mark.optimized
 @each(
     ["adafactor", "adamw", "lamb", "multi_steps", *OTHER_FUSIONS, *DIFFERENCES], QUICK
 )
@@ -181,7 +179,7 @@ def test_whole_leaves_have_the_same_bits(name):
     assert_same_bits(name, got, plain_history(name)[0])
 
 
-@inside
+@each(INSIDE, QUICK)
 def test_init_has_the_same_bits_and_places_state(name):
     """Eagerly, under jit, and as a template."""
     params = make_params()
@@ -200,6 +198,7 @@ def test_init_has_the_same_bits_and_places_state(name):
     assert kinds == [x.sharding.memory_kind for x in jax.tree.leaves(got)]
 
 
+@pytest.mark.optimized
 @each(["adafactor", "adamw", "apply_if_finite", "backtracking", "multi_steps"])
 def test_without_jit_is_with_jit(name):
     """Outside jit the update is in a jit of its own, so even the bits are the same."""

@@ -8,7 +8,7 @@ from fuzz_programs import CHOICES, Drawn, draw
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL = 24, 224
+QUICK, ALL = 16, 216
 
 
 @pytest.mark.parametrize(
