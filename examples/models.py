@@ -358,6 +358,11 @@ def _decoder(
         context: int = context,
         params: str = params,
     ) -> oo.Step:
+        if 0 < shape.learned_positions < context:
+            raise ValueError(
+                f"context is {context}, more than the {shape.learned_positions} "
+                "positions that this model has learned"
+            )
         sequences = batch * target.device_count
         tokens = jax.ShapeDtypeStruct((sequences, context + 1), jnp.int32)
         make = functools.partial(Decoder, shape)

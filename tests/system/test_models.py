@@ -56,6 +56,14 @@ def test_parameters_have_a_known_dtype():
         models.gemma_2b(lambda tx: tx, aot.Target("h100"), params="int8")
 
 
+def test_a_context_is_no_longer_than_what_was_learned():
+    """Rotary positions have no end."""
+    with pytest.raises(ValueError, match="is 4096, more than the 2048 positions"):
+        models.gpt3_175b(lambda tx: tx, aot.Target("h100"), context=4096)
+    step = models.gemma_2b(lambda tx: tx, aot.Target("h100"), context=16384)
+    assert jax.tree.leaves(step.args[2])[0].shape == (1, 16385)
+
+
 LLAMA = models.Shape(2, 32, 4, 2, 8, 64, 61)
 GPT = models.Shape(2, 32, 4, 4, 8, 64, 61, None, tied=True, learned_positions=16)
 
