@@ -393,3 +393,17 @@ def test_no_tracer_leaks(layers):
             step.schedule(*args)
             step.lower(*args)
         jax.jit(oo.stream(make_step(tx))).lower(*args)
+
+
+def test_ordered_effects_in_a_function_that_jax_compiles():
+    """What is in host memory within it is neither taken nor returned by it."""
+
+    @oo.jit
+    def inner(x):
+        jax.debug.callback(lambda: None, ordered=True)
+        return x + 1, oo.set_memory_kind(x, ".*", "pinned_host")
+
+    x = jnp.ones((16, 16))
+    assert jnp.all(jax.jit(lambda x: inner(x)[0])(x) == 2)
+    with pytest.raises(ValueError, match="compiles no function that has an ordered"):
+        inner(x)
