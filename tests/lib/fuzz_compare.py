@@ -217,6 +217,12 @@ class _Steps:
         """Some steps, one after the other."""
         program, given = self.program, self.arguments(noise, number)
         records = []
+        some = [given[name] for name in program.takes]
+        if program.drawn.called == "compiled":
+            jitted = jitted.lower(*some).compile()
+        elif program.drawn.called == "after make_jaxpr":
+            jax.make_jaxpr(jitted)(*some)
+            jax.eval_shape(jitted, *some)
         for _ in range(STEPS):
             program.calls.values.clear()
             args = [given[name] for name in program.takes]

@@ -46,6 +46,7 @@ CHOICES: dict[str, dict[Any, int]] = {
         "two stacks": 4,
         "fori": 1,
         "python": 1,
+        "list": 4,
     },
     "layer_axis": {0: 9, 1: 1},
     "body": {"plain": 6, "custom_vjp": 2, "cond": 1, "recurrent": 1, "dropout": 2},
@@ -108,6 +109,19 @@ CHOICES: dict[str, dict[Any, int]] = {
     "out_shardings": {False: 3, True: 1},
     "at_rest": {"none": 3, "layers": 1, "all": 1},
     "residuals": {"device": 3, "host": 1},
+    "selected": {
+        "none": 14,
+        "where": 1,
+        "where, state": 1,
+        "select": 1,
+        "cond": 1,
+        "cond around": 1,
+        "lerp": 1,
+        "skip step": 1,
+    },
+    "predicate": {"finite": 3, "never": 1},
+    "shard_map": {False: 3, True: 1},
+    "called": {"directly": 8, "compiled": 1, "after make_jaxpr": 1},
 }
 MODES = {
     "jit": 2,
@@ -158,6 +172,10 @@ class Drawn:
     out_shardings: bool = False
     at_rest: str = "none"
     residuals: str = "device"
+    selected: str = "none"
+    predicate: str = "finite"
+    shard_map: bool = False
+    called: str = "directly"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -215,14 +233,22 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         # JAX itself has no ordered effects there, and calls others more than once.
         found |= {"effect": "none", "ref": "none"}
         found |= {"layers": 4} if found["sharded"] == "rows" else {}
+        if found["scan"] == "fori":  # Its statistics are of no device.
+            found["shard_map"] = False
     else:
         found |= {"axis_types": "Auto", "sharded": "no", "constraint": "none"}
+        found["shard_map"] = False
     if found["optimizer"] in SEARCHES:
         found["effect"] = "none"
     if found["frozen"] == "none":
         found["frozen_leaves"] = "layers"
     if found["scan"] == "nested":  # Two layers to a group.
         found["layer_axis"] = 0
+    if found["scan"] == "list":  # Each layer has leaves of its own.
+        found |= {"layer_axis": 0, "outside": "none"}
+        found["sharded"] = "no" if found["sharded"] == "rows" else found["sharded"]
+    if found["selected"] == "none":
+        found["predicate"] = "finite"
     return Drawn(seed=seed, modes=tuple(taken), **found)
 
 
@@ -295,6 +321,9 @@ class Program:
         }
         if d.scan == "two stacks":
             shapes["more"] = dict(layers)
+        if d.scan == "list":
+            one = {k: s[1:] for k, s in layers.items()}
+            shapes["layers"] = [dict(one) for _ in range(d.layers)]
 
         def make(shape: tuple[int, ...]) -> Any:
             return self._rng.normal(size=shape).astype(np.float32) / 3
@@ -343,9 +372,9 @@ class Program:
             lambda x: jax.sharding.reshard(x, P(*[None] * x.ndim)), tree
         )
 
-    def _layer(self, h: Any, w: Any, key: Any) -> tuple[Any, Any]:
+    def _layer(self, h: Any, w: Any, key: Any, whole: bool) -> tuple[Any, Any]:
         d = self.drawn
-        if d.sharded != "rows":
+        if whole:
             w = self._whole(w)
         if d.compute == "bfloat16":
             w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
@@ -374,15 +403,37 @@ class Program:
         return h, jnp.mean(h * h)
 
     def _stack(self, h: Any, layers: Any, keys: Any) -> tuple[Any, Any]:
-        """All layers of a stack."""
+        """All layers of a stack, each device with its part of the batch if so drawn."""
+        if not self.drawn.shard_map:
+            return self._apply(h, layers, keys)
+
+        def local(h: Any, layers: Any, keys: Any) -> tuple[Any, Any]:
+            h, aux = self._apply(h, layers, keys, whole=False)
+            return h, lax.pmean(aux, "x")
+
+        explicit = self.drawn.axis_types == "Explicit"
+        h = jax.sharding.reshard(h, P("x", None)) if explicit else h
+        mapped = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=(P("x"), P(), P()),
+            out_specs=(P("x"), P()),
+        )
+        h, aux = mapped(h, self._whole(layers), keys)
+        return self._whole(h), aux
+
+    def _apply(
+        self, h: Any, layers: Any, keys: Any, *, whole: bool = True
+    ) -> tuple[Any, Any]:
+        """All layers of a stack; parameters are made whole on each device if asked."""
         d = self.drawn
-        if d.sharded == "rows":
+        if d.sharded == "rows" and whole:
             layers = self._whole(layers)
         if d.layer_axis:
             layers = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), layers)
 
         def body(h: Any, x: Any) -> tuple[Any, Any]:
-            return self._layer(h, *x)
+            return self._layer(h, *x, whole=whole and d.sharded != "rows")
 
         policies = jax.checkpoint_policies
         wrap: dict[str, Callable[[Any], Any]] = {
@@ -400,10 +451,14 @@ class Program:
         xs = (layers, keys)
 
         def apply(h: Any, xs: Any) -> tuple[Any, Any]:
-            if d.scan == "python" or (d.scan == "pairs" and d.layers % 2):
+            if d.scan in ("python", "list") or (d.scan == "pairs" and d.layers % 2):
                 aux = []
                 for i in range(d.layers):
-                    h, a = body(h, jax.tree.map(lambda x, i=i: x[i], xs))
+                    if d.scan == "list":
+                        x = (xs[0][i], xs[1][i])
+                    else:
+                        x = jax.tree.map(lambda x, i=i: x[i], xs)
+                    h, a = body(h, x)
                     aux.append(a)
                 return h, jnp.stack(aux)
             if d.scan == "fori":
@@ -445,11 +500,12 @@ class Program:
         loss = -jnp.mean(
             jnp.sum(jax.nn.log_softmax(logits) * jnp.roll(given, 1, axis=0), axis=1)
         )
-        first = self._whole(params["layers"]["out"])
-        if d.outside == "norm":
-            loss += 0.01 * jnp.sum(jnp.square(first.astype(jnp.float32)))
-        if d.outside == "row":
-            loss += jnp.mean(jnp.sin(first[0].astype(jnp.float32)))
+        if d.outside in ("norm", "row"):
+            first = self._whole(params["layers"]["out"])
+            if d.outside == "norm":
+                loss += 0.01 * jnp.sum(jnp.square(first.astype(jnp.float32)))
+            else:
+                loss += jnp.mean(jnp.sin(first[0].astype(jnp.float32)))
         if d.effect == "debug in loss":
             jax.debug.callback(self.calls, "loss", loss)
         return loss, aux
@@ -461,7 +517,7 @@ class Program:
         of_layers = keys[0].key in ("layers", "more")
         which = self.drawn.frozen_leaves
         if which == "half of layers":
-            return of_layers and keys[1].key == "in"
+            return of_layers and keys[-1].key == "in"
         return of_layers == (which == "layers")
 
     def _map_frozen(self, fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -514,9 +570,55 @@ class Program:
             tx = plain(outside[d.optimizer](wrap))
         if d.clip == "around":
             tx = optax.chain(optax.clip_by_global_norm(0.5), tx)
+        if d.selected == "skip step":
+            tx = self._skipping(tx)
         return optax.with_extra_args_support(tx)
 
+    def _skipping(self, tx: Any) -> Any:
+        """Around an optimizer: whether a step is made is seen from its updates."""
+        tx = optax.with_extra_args_support(tx)
+
+        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+            updates, new = tx.update(grads, state, params, **extra)
+            ok = self._predicate(extra["value"], updates)
+            updates = jax.tree.map(lambda x: jnp.where(ok, x, 0 * x), updates)
+            return updates, jax.tree.map(functools.partial(jnp.where, ok), new, state)
+
+        return optax.GradientTransformationExtraArgs(tx.init, update)
+
     # The step.
+
+    def _predicate(self, value: Any, grads: Any) -> Any:
+        """Whether what is new is taken."""
+        if self.drawn.predicate == "never":
+            return value < 0
+        return jnp.isfinite(optax.global_norm(grads))
+
+    def _selected(self, ok: Any, new: Any, old: Any) -> Any:
+        """Parameters and state: the new ones, the old ones, or between them."""
+        how = self.drawn.selected
+        if how == "where":
+            return jax.tree.map(functools.partial(jnp.where, ok), new, old)
+        if how == "where, state":
+            return new[0], jax.tree.map(
+                functools.partial(jnp.where, ok), new[1], old[1]
+            )
+        if how == "select":
+            return jax.tree.map(functools.partial(lax.select, ok), new, old)
+        if how == "cond":
+            return lax.cond(ok, lambda new, old: new, lambda new, old: old, new, old)
+        if how == "lerp":
+
+            def between(a: Any, b: Any) -> Any:
+                some = jnp.issubdtype(a.dtype, jnp.floating)
+                return (
+                    (b + jnp.where(ok, 0.5, 0.0).astype(a.dtype) * (a - b))
+                    if some
+                    else a
+                )
+
+            return jax.tree.map(between, new, old)
+        return new
 
     def _gradients(self, params: Any, tokens: Any) -> tuple[Any, Any, Any]:
         d = self.drawn
@@ -554,15 +656,27 @@ class Program:
                 grads = self._map_frozen(jnp.zeros_like, grads)
             if d.constraint == "gradients":
                 grads = self._constrained(grads)
-            updates, state = tx.update(
-                grads,
-                state,
-                params,
-                value=value,
-                grad=grads,
-                value_fn=lambda p: self._loss(p, tokens)[0],
-            )
-            new = optax.apply_updates(params, updates)
+
+            def updated(params: Any, state: Any) -> tuple[Any, Any]:
+                updates, state = tx.update(
+                    grads,
+                    state,
+                    params,
+                    value=value,
+                    grad=grads,
+                    value_fn=lambda p: self._loss(p, tokens)[0],
+                )
+                return optax.apply_updates(params, updates), state
+
+            if d.selected == "cond around":
+                ok = self._predicate(value, grads)
+                new, state = lax.cond(ok, updated, lambda *old: old, params, state)
+            else:
+                old = (params, state)
+                new, state = updated(*old)
+                if d.selected not in ("none", "skip step"):
+                    ok = self._predicate(value, grads)
+                    new, state = self._selected(ok, (new, state), old)
             if d.constraint == "params":
                 new = self._constrained(new)
             count = functools.partial(self.calls, "step")
