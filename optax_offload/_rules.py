@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any, Literal, cast, get_args
 
 from optax_offload import _trees
@@ -63,6 +66,20 @@ def _check_bytes(name: str, value: Any, least: int) -> None:
         )
 
 
+def _check_fraction(value: Any, memory_kind: str) -> None:
+    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (number and 0 < float(value) <= 1):
+        raise ValueError(
+            f"fraction is {value!r}; it must be a number above 0 and at most 1, such "
+            "as 0.5 for half of the bytes"
+        )
+    if value < 1 and memory_kind == "device":
+        raise ValueError(
+            f"fraction is {value!r} in a rule with memory_kind 'device', which moves "
+            "nothing. Leave it out, or give it to a rule that moves leaves"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     r"""Says where leaves whose path matches ``pattern`` rest between updates.
@@ -75,6 +92,11 @@ class Rule:
       min_bytes: Leaves smaller than this stay on the device. Moving a few bytes
         takes as long as moving half a megabyte, and a step counter in host memory
         costs a synchronization.
+      fraction: The share of the bytes to move, above 0 and at most 1: the largest of
+        the leaves that the rule decides about move until they have that share, and the
+        others stay on the device. Of equal ones the first by path moves first. Leaves
+        smaller than ``min_bytes`` do not count. Bytes are those of whole leaves, over
+        all devices, encoded where the rule names a codec.
       slice_axis: The axis along which a leaf may be streamed in slices, which must not
         be sharded; None forbids slices. By default the library looks for one: in JAX's
         Explicit mode the first that is not sharded; in Auto mode, which does not tell,
@@ -99,6 +121,7 @@ class Rule:
     memory_kind: MemoryKind = "pinned_host"
     _: dataclasses.KW_ONLY
     min_bytes: int = DEFAULT_MIN_BYTES
+    fraction: float = 1.0
     slice_axis: int | Literal["auto"] | None = "auto"
     optional: bool = False
     codec: CodecName | None = None
@@ -108,6 +131,8 @@ class Rule:
         object.__setattr__(self, "pattern", compile_pattern(self.pattern))
         check_memory_kind(self.memory_kind)
         _check_bytes("min_bytes", self.min_bytes, 0)
+        _check_fraction(self.fraction, self.memory_kind)
+        object.__setattr__(self, "fraction", float(self.fraction))
         axis = self.slice_axis
         if axis not in (None, "auto") and (
             isinstance(axis, bool) or not isinstance(axis, int) or axis < 0
@@ -296,14 +321,11 @@ def place(
 def _placed(
     config: OffloadConfig, leaves: Sequence[tuple[str, int | None]]
 ) -> list[Placement]:
-    placements: list[Placement] = []
-    decided: set[int | None] = set()
-    for path, nbytes in leaves:
-        position = next(
-            (i for i, rule in enumerate(config.rules) if rule.matches(path)), None
-        )
-        decided.add(position)
-        placements.append(_placement(config, position, nbytes))
+    positions = [
+        next((i for i, rule in enumerate(config.rules) if rule.matches(path)), None)
+        for path, _ in leaves
+    ]
+    decided = set(positions)
     idle = [
         i
         for i, rule in enumerate(config.rules)
@@ -312,7 +334,52 @@ def _placed(
     if idle:
         paths = [path for path, _ in leaves]
         raise ValueError("\n".join(_idle_rule(config, i, paths) for i in idle))
+    placements = [
+        _placement(config, position, nbytes)
+        for position, (_, nbytes) in zip(positions, leaves, strict=True)
+    ]
+    for position, rule in enumerate(config.rules):
+        if rule.fraction < 1:
+            # What would move without it, whose bytes are known.
+            moving = {
+                i: (path, nbytes or 0)
+                for i, (path, nbytes) in enumerate(leaves)
+                if positions[i] == position and placements[i].memory_kind != "device"
+            }
+            share = _share(rule, f"rule {position} {rule.regex!r}", moving.values())
+            for i, (path, _) in moving.items():
+                placements[i] = share[_trees.encoded_leaf(path) or path]
     return placements
+
+
+def _share(
+    rule: Rule, name: str, leaves: Collection[tuple[str, int]]
+) -> dict[str, Placement]:
+    """The decision for each leaf of which a share moves, by its path.
+
+    The parts of an encoded leaf are one leaf: neither is of use without the others.
+    """
+    sizes: Counter[str] = Counter()
+    for path, nbytes in leaves:
+        sizes[_trees.encoded_leaf(path) or path] += nbytes
+    # As it was written: as a binary number 0.07 is more than 7 of 100.
+    wanted = Fraction(str(rule.fraction)) * sizes.total()
+    moved: set[str] = set()
+    moved_bytes = 0
+    for path in sorted(sizes, key=lambda path: (-sizes[path], path)):
+        if moved_bytes < wanted:
+            moved.add(path)
+            moved_bytes += sizes[path]
+    why = (
+        f"the largest {size_text(moved_bytes)} of {size_text(sizes.total())}, for "
+        f"fraction {rule.fraction:g} ({name})"
+    )
+    return {
+        path: Placement(rule.memory_kind, why, rule)
+        if path in moved
+        else Placement("device", f"beyond {why}", rule)
+        for path in sizes
+    }
 
 
 def _placement(

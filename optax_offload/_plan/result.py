@@ -181,6 +181,7 @@ class Plan(Printed):
                     "pattern": rule.regex,
                     "memory_kind": rule.memory_kind,
                     "min_bytes": rule.min_bytes,
+                    "fraction": rule.fraction,
                     "slice_axis": rule.slice_axis,
                     "optional": rule.optional,
                     "codec": rule.codec,
@@ -335,7 +336,7 @@ def _leaves(pattern: LeafPattern) -> str:
 
 def _keys(rule: _rules.Rule) -> list[str]:
     default = _rules.Rule(rule.pattern)
-    names = ("memory_kind", "min_bytes", "slice_axis", "optional", "codec", "signed")
+    names = [f.name for f in dataclasses.fields(rule) if f.name not in ("pattern", "_")]
     given = {
         n: getattr(rule, n) for n in names if getattr(rule, n) != getattr(default, n)
     }

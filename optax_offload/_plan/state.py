@@ -299,8 +299,17 @@ def movable_state(
     leaves = [x for o in optimizers for x in o.state]
     undecided, moved = leaves, []
     if given is not None:
-        sizes = [(x.path, x.nbytes) for x in leaves]
-        placements = list(zip(leaves, _rules.place(given, sizes), strict=True))
+        _rules.place(given, _sizes(leaves))  # A rule has to match in one of them.
+        # Each is given the rules, and a share is one of its own state.
+        placements = [
+            (x, p)
+            for o in optimizers
+            for x, p in zip(
+                o.state,
+                _rules.place(given.made_lenient(), _sizes(o.state)),
+                strict=True,
+            )
+        ]
         undecided = [x for x, p in placements if p.rule is None]
         moved = [x for x, p in placements if p.memory_kind != "device"]
     return MovableState(
@@ -321,9 +330,12 @@ def _parameters(
     if given is None or not given.parameters:
         return tuple(found)
     config = _rules.as_config(given.parameters)
-    sizes = [(x.leaf.path, x.leaf.nbytes) for x in found]
-    placements = _rules.place(config, sizes)
+    placements = _rules.place(config, _sizes([x.leaf for x in found]))
     return tuple(
         x if p.rule is None else dataclasses.replace(x, given=p.memory_kind)
         for x, p in zip(found, placements, strict=True)
     )
+
+
+def _sizes(leaves: Sequence[Leaf]) -> list[tuple[str, int | None]]:
+    return [(x.path, x.nbytes) for x in leaves]

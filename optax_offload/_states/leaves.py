@@ -135,6 +135,7 @@ def _choose(
         for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))
         if (rule := placement.rule) is not None
         and rule.memory_kind != "device"
+        and (placement.memory_kind != "device" or not size)
         and size >= rule.min_bytes
     ]
 

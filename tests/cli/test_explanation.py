@@ -41,3 +41,13 @@ def test_rules_that_decide_nothing():
         (2, "mu/.*", False),
         (3, "x", True),
     )
+
+
+def test_a_share_of_what_a_rule_matches():
+    """Each leaf says whether it is of the largest ones or beyond."""
+    found = explanation_of([oo.Rule(".*", fraction=0.5)], LEAVES)
+    why = {x.path: (x.memory_kind, x.why) for x in found.leaves}
+    share = "the largest 2.00 MiB of 3.00 MiB, for fraction 0.5 (rule 0 '.*')"
+    assert why["nu/w"] == ("pinned_host", share)
+    assert why["mu/w"] == ("device", f"beyond {share}")
+    assert why["mu/b"] == ("device", "under 64.00 KiB (rule 0 '.*')")

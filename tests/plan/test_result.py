@@ -21,13 +21,17 @@ from optax_offload._step_options import Options
 MIB, GIB = 2**20, 2**30
 
 TEXT = st.text(st.characters(codec="utf-8"), min_size=1).map(re.escape)
-RULES = st.builds(
+COMMON = {
+    "min_bytes": st.integers(0, 2**40),
+    "slice_axis": st.sampled_from(["auto", None, 0, 3]),
+    "optional": st.booleans(),
+}
+RULES = st.builds(oo.Rule, TEXT, st.just("device"), **COMMON) | st.builds(
     oo.Rule,
     TEXT,
-    st.sampled_from(["device", "pinned_host"]),
-    min_bytes=st.integers(0, 2**40),
-    slice_axis=st.sampled_from(["auto", None, 0, 3]),
-    optional=st.booleans(),
+    st.just("pinned_host"),
+    **COMMON,
+    fraction=st.floats(0, 1, exclude_min=True),
 )
 
 

@@ -168,6 +168,25 @@ def test_given_rules_decide_first():
     assert config.window_bytes == 2**25
 
 
+def test_a_share_is_of_the_state_of_each_optimizer():
+    """As each is given the rules by itself; so is what the file says."""
+    sizes = {"0/mu/a": 1, "0/mu/b": 1, "0/nu/a": 4, "0/nu/b": 8}
+    first, second = (
+        RecordedOptimizer(
+            tuple(leaf(p, n * MIB) for p, n in sizes.items() if part in p), MIB
+        )
+        for part in ("mu", "nu")
+    )
+    rules = oo.OffloadConfig([oo.Rule("0/.*", fraction=0.5)])
+    state = movable_state((first, second), rules, 1)
+    assert [x.path for x in state.moved_by_given] == ["0/mu/a", "0/nu/b"]
+    assert state.patterns == ()
+    assert state.config(frozenset()).rules == tuple(rules.rules)
+    rules = oo.OffloadConfig([oo.Rule("0/mu/.*"), oo.Rule("x")])
+    with pytest.raises(ValueError, match="rule 1, pattern 'x', matches no leaf"):
+        movable_state((first, second), rules, 1)
+
+
 def test_a_rule_of_one_of_several_optimizers_is_optional():
     """All optimizers are given the same rules."""
     state = movable_state((ADAM, optimizer("0/trace/w", "0/nu/w")), None, 1)

@@ -212,6 +212,44 @@ def test_without_jit_is_with_jit(name):
     oo.memory_report(state, EVERYTHING).check()
 
 
+HALF = dataclasses.replace(EVERYTHING, fraction=0.5)
+
+
+@each(INSIDE, QUICK)
+def test_a_share_is_the_same_leaves_in_init_and_update(name):
+    """By types alone: nothing is computed."""
+    params = make_params()
+    tx = oo.offload(INSIDE[name](), HALF)
+    state = oo.eval_shape(tx.init, params)
+    for _ in range(2):
+        sizes = oo.memory_report(state, HALF).check().totals
+        movable = oo.memory_report(state, EVERYTHING)
+        most = sum(r.nbytes for r in movable.rows if r.planned == "pinned_host")
+        assert most / 2 <= sizes.get("pinned_host", 0) <= most
+        extra = extra_args(jnp.float32(0), params)
+        _, state = oo.eval_shape(
+            lambda *args, tx=tx, extra=extra: tx.update(*args, **extra),
+            params,
+            state,
+            params,
+        )
+
+
+@each(["adafactor", "adamw", "multi_steps", "muon"])
+def test_a_share_on_the_host_trains_alike(name):
+    """Leaves of one group in two memories."""
+    params = make_params()
+    tx = oo.offload(INSIDE[name](), HALF)
+    got, compilations = run_updates(tx, params, committed(tx.init(params)))
+    assert compilations == 1
+    for (updates, state, _), want in zip(got, plain_history(name)[0], strict=True):
+        assert set(oo.memory_report(state, HALF).check().totals) == {
+            "device",
+            "pinned_host",
+        }
+        assert_close((updates, state), want[:2])
+
+
 # What a whole step may differ by: where fusion boundaries move, a multiplication and an
 # addition round once instead of twice.
 
