@@ -23,6 +23,7 @@ from optax_offload._report import MemoryReport, memory_report
 from optax_offload._rule_files import load_config
 from optax_offload._rules import OffloadConfig, Rule
 from optax_offload._shardings import state_shardings
+from optax_offload._spread import spread
 from optax_offload._states import offload_states, reload_states
 from optax_offload._stream import stream
 from optax_offload._templates import eval_shape
@@ -52,6 +53,7 @@ __all__ = [
     "plan",
     "reload_states",
     "set_memory_kind",
+    "spread",
     "state_shardings",
     "stochastic_round",
     "stream",

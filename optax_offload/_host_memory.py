@@ -173,11 +173,16 @@ class HostMemory:
         it is planned to be, or is, of the devices of this process.
       missing_bytes: For each kind, the bytes that are still to be allocated.
       limits: The limits of this machine; none for devices that are not attached.
+      distinct_bytes: For each kind, the bytes of ``needed_bytes`` with all copies of a
+        part, which a replicated leaf has for each device, counted as one.
+      copies: For each kind, the most copies of a leaf.
     """
 
     needed_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     missing_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     limits: tuple[Limit, ...] = ()
+    distinct_bytes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    copies: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def shortages(self) -> list[str]:
@@ -206,6 +211,8 @@ class HostMemory:
         return {
             "needed_bytes": dict(self.needed_bytes),
             "missing_bytes": dict(self.missing_bytes),
+            "distinct_bytes": dict(self.distinct_bytes),
+            "copies": dict(self.copies),
             "limits": [dataclasses.asdict(limit) for limit in self.limits],
             "shortages": self.shortages,
         }
@@ -216,9 +223,18 @@ class HostMemory:
             f"{size_text(self.missing_bytes.get(kind, 0))} of it not allocated yet"
             for kind, nbytes in self.needed_bytes.items()
         ]
+        copies = [
+            f"{kind} has {copies} copies of a leaf, one for each device that uses all "
+            f"of it; with one it would take {size_text(self.distinct_bytes[kind])}: "
+            "optax_offload.spread"
+            for kind, copies in self.copies.items()
+            if copies > 1
+        ]
         rooms = [
             f"{limit.name}: {size_text(limit.free_bytes)} free of "
             f"{size_text(limit.total_bytes)}"
             for limit in self.limits
         ]
-        return "\n".join([*needs, *rooms, *(f"(!) {s}" for s in self.shortages)])
+        return "\n".join(
+            [*needs, *copies, *rooms, *(f"(!) {s}" for s in self.shortages)]
+        )

@@ -98,16 +98,16 @@ def shape_on_each_device(x: Any) -> tuple[int, ...]:
     """The shape of a value's or type's part on each device, as far as its type says."""
     aval = _aval(x)
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
-    shards = (math.prod(mesh.shape[name] for name in _names(part)) for part in spec)
+    shards = (math.prod(mesh.shape[name] for name in names_of(part)) for part in spec)
     return tuple(-(-n // k) for n, k in zip(aval.shape, shards, strict=True))
 
 
 def axes_of(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a spec names."""
-    return {name for part in spec for name in _names(part)}
+    return {name for part in spec for name in names_of(part)}
 
 
-def _names(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def names_of(part: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes that one part of a spec names."""
     if part is None:
         return ()

@@ -241,7 +241,9 @@ def _called(
       asked: The request to `offload`.
       known: The extra arguments that it closes over.
     """
-    update, structure = trace(fn, asked.config, args, state)
+    update, structure = trace(
+        _templates.gathered(fn, args, state), asked.config, args, state
+    )
     placed = _Placed.of(update, asked, args, state)
     typed = set(update.loads)
     planned = set(placed.planned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -316,3 +316,69 @@ def init_shardings(init: Callable[..., Any], params: Any) -> Any:
         for s, x in zip(like, closed.out_avals, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(out), chosen)
+
+
+def gathered(
+    fn: Callable[..., tuple[Any, Any]], args: Sequence[Any], state: Any
+) -> Callable[..., tuple[Any, Any]]:
+    """An update for which state is sharded as its parameters, wherever it rests.
+
+    State may rest spread over devices that each have all of its parameter (`spread`).
+    In Explicit mode types say so, and an optimizer is written for types as its ``init``
+    makes them of these parameters. So its state is gathered on the device, and spread
+    again. In Auto mode no type says it, and the compiler shards the update itself.
+
+    Args:
+      fn: A function that returns (updates, state).
+      args: Its arguments: gradients, state and parameters first, if there is a state.
+      state: The state among them; () where there is none.
+    """
+    types = [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(state)]
+    if not any(_memory.axes_of(aval.sharding.spec) for _, aval in types):
+        return fn
+    # Gradients of an update without parameters are sharded as these.
+    gradients, _, params, *_ = args
+    example = gradients if params is None else params
+    used = [
+        _memory.axes_of(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(example)
+    ]
+    anywhere = {name for names in used for name in names}
+    rests: dict[str, tuple[Any, Any]] = {}
+    for (path, aval), j in zip(types, arguments_like(types, [example]), strict=True):
+        at = aval.sharding
+        # What follows no parameter, as a factored moment, is sharded as some may be.
+        on_device = _only_over(at, anywhere if j is None else used[j])
+        if on_device != at:
+            rests[path] = at, on_device
+    if not rests:
+        return fn
+
+    def gather(keys: Any, x: Any) -> Any:
+        path = _trees.path_string(keys)
+        if path not in rests:
+            return x
+        at, on_device = rests[path]
+        # First as it rests: or a TPU's compiler gathers it in host memory, where that
+        # is a computation (`test_spread_state.py::test_on_chips`).
+        return jax.sharding.reshard(jax.sharding.reshard(x, at), on_device)
+
+    def scatter(keys: Any, x: Any) -> Any:
+        path = _trees.path_string(keys)
+        return jax.sharding.reshard(x, rests[path][0]) if path in rests else x
+
+    def gathering(updates: Any, state: Any, *rest: Any) -> tuple[Any, Any]:
+        updates, new = fn(updates, _trees.map_with_path(gather, state), *rest)
+        return updates, _trees.map_with_path(scatter, new)
+
+    return gathering
+
+
+def _only_over(sharding: Any, axes: Collection[str]) -> Any:
+    """The sharding of a type, over no other mesh axes than these."""
+    if _memory.axes_of(sharding.spec) <= set(axes):
+        return sharding
+    kept = [
+        tuple(name for name in _memory.names_of(part) if name in axes) or None
+        for part in sharding.spec
+    ]
+    return sharding.update(spec=PartitionSpec(*kept))

@@ -265,10 +265,14 @@ def _in_other_forms(
 def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:
     needed: Counter[str] = Counter()
     missing: Counter[str] = Counter()
+    distinct: Counter[str] = Counter()
+    copies: Counter[str] = Counter()
     for row, x in zip(rows, leaves, strict=True):
         kind = row.planned or row.actual
         if kind in HOST_KINDS:
             needed[kind] += row.nbytes_per_host
+            distinct[kind] += row.nbytes_per_host // row.copies_per_host
+            copies[kind] = max(copies[kind], row.copies_per_host)
             there = isinstance(x, jax.Array) and row.actual == kind
             missing[kind] += 0 if there else row.nbytes_per_host
     platforms = {platform for x in leaves for platform in _platforms_here(x)}
@@ -276,7 +280,9 @@ def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:
     if needed and platforms:
         pinned = _memory.pinned_bytes_of_this_process() if "gpu" in platforms else 0
         limits = tuple(_host_memory.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
-    return _host_memory.HostMemory(dict(needed), dict(missing), limits)
+    return _host_memory.HostMemory(
+        dict(needed), dict(missing), limits, dict(distinct), dict(copies)
+    )
 
 
 def _platforms_here(x: Any) -> set[str]:

@@ -27,6 +27,8 @@ class Row:
         it belongs to.
       nbytes_per_host: The bytes of all shards that belong to this process' devices:
         a replicated leaf counts once for each of them.
+      copies_per_host: The number of these devices that hold the same part of the leaf:
+        1 for one that is sharded over all of them, or on one.
       planned: The memory kind that the rules give the leaf; None without rules.
       actual: The memory kind that the leaf has; None for a value that is no array,
         which has none.
@@ -48,6 +50,7 @@ class Row:
     why: str
     codec: str | None = None
     named: str | None = None
+    copies_per_host: int = 1
 
     @property
     def misplaced(self) -> bool:
@@ -82,6 +85,7 @@ def row_of(
         why=placement.why + _why_not_encoded(x, placement, codec),
         codec=codec,
         named=named,
+        copies_per_host=_copies_here(x),
     )
 
 
@@ -102,6 +106,22 @@ def _sizes(x: Any) -> tuple[int, int, int]:
     shard = math.prod(sharding.shard_shape(x.shape))
     shard_bytes = shard * (nbytes // math.prod(x.shape))
     return nbytes, shard_bytes, shard_bytes * _devices_here(sharding)
+
+
+def _copies_here(x: Any) -> int:
+    """Counts the devices of this process that hold the same part of a leaf."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.Sharding):
+        return 1
+    if isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh):
+        parts = math.prod(x.shape) // max(math.prod(sharding.shard_shape(x.shape)), 1)
+        return max(_devices_here(sharding) // max(parts, 1), 1)
+    parts_here = {
+        tuple((part.start, part.stop) for part in index)
+        for index in sharding.addressable_devices_indices_map(x.shape).values()
+        if index is not None
+    }
+    return max(_devices_here(sharding) // max(len(parts_here), 1), 1)
 
 
 def _devices_here(sharding: jax.sharding.Sharding) -> int:

@@ -215,6 +215,7 @@ def test_as_dict_is_json():
         "actual": "device",
         "codec": None,
         "named": None,
+        "copies_per_host": 1,
         "why": "",
     }
     assert plain["totals"]["pinned_host"] == {
@@ -340,3 +341,31 @@ def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):
     with pytest.warns(oo.OffloadWarning, match=message):
         report = oo.memory_report(bigger, oo.Rule("", "pinned_host"))
     assert report.host.limits[0].free_bytes == before - other.nbytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "copies"), [(P(), 4), (P("x"), 2), (P(None, "y"), 2), (P("x", "y"), 1)]
+)
+@pytest.mark.parametrize("abstract", [False, True])
+def test_copies_on_a_host(spec, copies, abstract):
+    """A part of a leaf is in host memory once for each device that has it."""
+    mesh = jax.make_mesh(
+        (2, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    there = NamedSharding(
+        mesh.abstract_mesh if abstract else mesh, spec, memory_kind="pinned_host"
+    )
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=there)
+    scalar = jax.ShapeDtypeStruct((), jnp.float32, sharding=there.update(spec=P()))
+    report = oo.memory_report({"x": x, "scalar": scalar, "number": 3})
+    rows = {row.path: row.copies_per_host for row in report.rows}
+    assert rows == {"x": copies, "scalar": 4, "number": 1}
+    assert report.totals_per_host["pinned_host"] == copies * 128 + 4 * 4
+    assert report.host.distinct_bytes == {"pinned_host": 128 + 4}
+    alone = oo.memory_report({"x": x})
+    said = (
+        f"pinned_host has {copies} copies of a leaf, one for each device that uses "
+        "all of it; with one it would take 128 B: optax_offload.spread"
+    )
+    assert (said in str(alone)) == (copies > 1)
+    assert alone.host.as_dict()["copies"] == {"pinned_host": copies}
