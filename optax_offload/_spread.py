@@ -41,12 +41,13 @@ def spread(tree: T, axes: str | Sequence[str]) -> T:
       TypeError: A leaf is traced, or is no array.
 
     Example:
-      >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
-      >>> replicated = jax.NamedSharding(jax.make_mesh((1,), ("data",)), jax.P())
-      >>> params = jax.device_put({"w": jnp.ones((256, 128))}, replicated)
-      >>> state = oo.offload(optax.adam(1e-3)).init(oo.spread(params, "data"))
-      >>> state[0].mu["w"].sharding.spec[1]
-      'data'
+      >>> import jax, jax.numpy as jnp, optax_offload as oo
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> mesh = jax.sharding.AbstractMesh((8,), ("data",), axis_types=auto)
+      >>> replicated = jax.NamedSharding(mesh, jax.P())
+      >>> w = jax.ShapeDtypeStruct((256, 128), jnp.float32, sharding=replicated)
+      >>> oo.spread({"w": w}, "data")["w"].sharding.shard_shape(w.shape)
+      (32, 128)
     """
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     leaves = _trees.leaves_with_paths(tree)
@@ -86,7 +87,7 @@ def _spread_leaf(x: Any, axes: Sequence[str]) -> Any:
         for i in _axes_not_sliced(sharding.mesh, x.ndim)
         if spec[i] is None and x.shape[i] and x.shape[i] % count == 0
     ]
-    if not free or not fitting:
+    if count == 1 or not fitting:
         return x
     spec[fitting[0]] = free[0] if len(free) == 1 else tuple(free)
     to = sharding.update(spec=PartitionSpec(*spec))

@@ -66,7 +66,13 @@ def out_shardings(axis_type, *results):
 
 
 @BOTH
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("adamw", "muon")))
+        for name in OPTIMIZERS
+    ],
+)
 def test_updates_are_those_of_replicated_state(name, axis_type):
     """State stays spread and where rules have it, updates are whole, donated or not."""
     to = replicated_on(axis_type)
@@ -97,8 +103,10 @@ def test_updates_are_those_of_replicated_state(name, axis_type):
     assert {r.copies_per_host for r in replicated.rows} == {4}
 
 
-@BOTH
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("axis_type", "late"),
+    [(AxisType.Auto, False), (AxisType.Explicit, False), (AxisType.Explicit, True)],
+)
 def test_in_the_backward_pass(axis_type, late):
     """With `oo.jit`, each row in its scan; all donated."""
     to = replicated_on(axis_type)
@@ -193,8 +201,14 @@ def test_a_template_and_a_restored_state():
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("chip", ["h100:4", "v5e:2x2"])
-@BOTH
+@pytest.mark.parametrize(
+    ("chip", "axis_type"),
+    [
+        ("h100:4", AxisType.Auto),
+        ("h100:4", AxisType.Explicit),
+        ("v5e:2x2", AxisType.Explicit),
+    ],
+)
 def test_on_chips(chip, axis_type):
     """A quarter of the state crosses each link, by copy engines, with no host copies.
 

@@ -60,6 +60,8 @@ def test_axes_that_are_in_use_stay():
     assert oo.spread(x, ["x", "y"]).sharding.spec == P("x", "y")
     assert oo.spread(x, "x") is x
     assert oo.spread(x, ()) is x
+    alone = jax.device_put(jnp.ones((8, 8)), on_mesh(shape=(1,)))
+    assert oo.spread(alone, "x") is alone
 
 
 def test_what_cannot_be_spread():
