@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,9 @@ from optax_offload._states.placeholder import OnDisk
 
 # A leaf's path as rules see it, and the same in JAX's notation (`Entry`).
 Name = tuple[str, str]
+
+# Of the parts of a path.
+_UNSUITABLE = re.compile(r"\\|\.__lock$|[\udc80-\udcff]")
 
 
 def checked_directory(directory: str | os.PathLike[str]) -> Path:
@@ -41,7 +45,18 @@ def checked_directory(directory: str | os.PathLike[str]) -> Path:
             f"directory is {name!r}, which names no directory. Give one that holds "
             'this state and nothing else, as in directory="states/model"'
         )
-    return Path(os.path.abspath(name))
+    # Not `os.path.abspath`, which keeps two slashes at the beginning. A link that leads
+    # elsewhere later does not matter any more.
+    path = Path(os.path.realpath(name))
+    unsuitable = [part for part in path.parts if _UNSUITABLE.search(part)]
+    if unsuitable:
+        raise ValueError(
+            f"directory is {name!r}, and tensorstore writes to no directory with "
+            f"{', '.join(map(repr, unsuitable))} in its path: it takes backslashes for "
+            "slashes, *.__lock for its own files, and names have to be UTF-8. Use "
+            "another directory"
+        )
+    return path
 
 
 def begin(
@@ -72,21 +87,22 @@ def begin(
         for number, (names, x, _) in enumerate(arrays)
     ]
     with contextlib.ExitStack() as until_created:
-        error = None
-        try:
+
+        def prepare() -> None:
             root.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
                 # Or another program does not see this state, and removes it.
                 until_created.enter_context(locks.directory(root))
             _prepare(root, sum(x.nbytes for _, x, _ in arrays))
-        except (OSError, ValueError) as e:
-            error = e
-        fine = processes.all_fine(error is None)
-        if error is not None:
-            raise error
-        if not fine:
-            raise OSError(f"another process cannot write to {root}; it says why")
-        files.create(same[0] for same in entries)
+
+        elsewhere = f"another process cannot write to {root}; it says why"
+        processes.in_all(prepare, OSError(elsewhere))
+        try:
+            same_entries = [same[0] for same in entries]
+            processes.in_all(lambda: files.create(same_entries), OSError(elsewhere))
+        except BaseException:
+            files.discard()
+            raise
     placeholders = [
         OnDisk(x, sharding, files, same[0])
         for (_, x, sharding), same in zip(arrays, entries, strict=True)
@@ -117,14 +133,16 @@ def _prepare(root: Path, needed: int) -> None:
         damaged = True
     # One process looks: to look is to lock.
     for other in manifest.states_in(root) if jax.process_index() == 0 else ():
-        if locks.in_use(other):
+        if locks.is_parked(other):
             raise ValueError(
                 f"{root} holds leaves that offload_states put there and that a tree "
                 "still refers to. Reload them first, drop that tree, or give each "
                 "state a directory of its own"
             )
         if other.name != committed and not damaged:
-            shutil.rmtree(other)
+            with locks.alone(other) as nobody:
+                if nobody:
+                    shutil.rmtree(other)
     free = shutil.disk_usage(root).free
     if needed > free:
         raise OSError(
@@ -168,8 +186,7 @@ def find(
       FileNotFoundError: The directory holds no complete state.
       ValueError: The manifest is damaged, or a struct is not as the leaf on disk.
     """
-    table = manifest.read(root)
-    files = StateFiles(root, table.state, [entry.number for entry in table.entries])
+    table, files = _shared(root)
     by_path: dict[str, list[Entry]] = collections.defaultdict(list)
     for entry in table.entries:
         by_path[entry.path].append(entry)
@@ -197,6 +214,18 @@ def find(
         )
     others = [e.path for e in table.entries if (e.path, e.key_path) not in used]
     return places, others
+
+
+def _shared(root: Path) -> tuple[manifest.Manifest, StateFiles]:
+    """The state that a directory holds, which nobody removes as long as it is read."""
+    table = manifest.read(root)
+    while True:
+        files = StateFiles(root, table.state, [e.number for e in table.entries])
+        files.share()
+        now = manifest.read(root)
+        if now.state == table.state:
+            return table, files
+        table = now  # Another state has replaced it meanwhile.
 
 
 def _why_not(entries: Sequence[Entry], struct: Any, root: Path) -> str | None:

@@ -5,6 +5,7 @@ A directory holds one state:
     manifest.json             the leaves there are; replaced last, in one rename
     lock                      while a process makes a state known here, or removes one
     state-<token>/lock-<i>    held by process i while its tree refers to these leaves
+    state-<token>/readers     shared by those who read them by a template
     state-<token>/<number>/   a Zarr v3 array of a leaf's bytes, each chunk with CRC-32C
 """
 
@@ -12,6 +13,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import io
 import os
 import shutil
 import weakref
@@ -25,6 +28,7 @@ from jax.sharding import Sharding
 
 from optax_offload import _compat, _memory
 from optax_offload._states import locks, manifest, processes, zarr
+from optax_offload._states.checksums import Checksums
 from optax_offload._states.manifest import Entry
 
 # Enough files at once to keep a drive busy; what is being written has a copy in memory.
@@ -52,6 +56,7 @@ class StateFiles:
         self.remaining = set(numbers)
         self._written: set[int] = set()
         self._arrays: dict[int, Any] = {}
+        self._checksums: dict[int, Checksums] = {}
         self._in_flight: collections.deque[tuple[int, Any]] = collections.deque()
         self._bytes_in_flight = 0
         self._abandoned = False
@@ -65,17 +70,40 @@ class StateFiles:
         self.path.mkdir(exist_ok=True)
         descriptor = locks.acquire(self.path / f"lock-{jax.process_index()}")
         assert descriptor is not None, "nobody else knows this name"
-        self._unlock = weakref.finalize(self, os.close, descriptor)
+        self._hold(descriptor)
+        if jax.process_index() == 0:
+            (self.path / locks.READERS).touch()
         self._open(entries, create=True)
+
+    def discard(self) -> None:
+        """Removes what `create` made."""
+        self._unlock()
+        if jax.process_index() == 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+    def share(self) -> None:
+        """Keeps all others from removing the files, as long as a leaf refers to this.
+
+        Where that is not possible, as on a file system that cannot be written to, the
+        files can be read all the same.
+        """
+        descriptor = locks.share(self.path)
+        if descriptor is not None:
+            self._hold(descriptor)
+
+    def _hold(self, descriptor: int) -> None:
+        self._unlock = weakref.finalize(self, locks.release, descriptor, os.getpid())
 
     def open(self, entries: Iterable[Entry]) -> None:
         """Starts to open the leaves to be read, which takes a while for each."""
         self._open(entries, create=False)
 
     def _open(self, entries: Iterable[Entry], create: bool) -> None:
-        self._arrays = {
-            entry.number: zarr.open_array(self.path, entry, create) for entry in entries
-        }
+        for entry in entries:
+            number = entry.number
+            self._arrays[number] = zarr.open_array(self.path, entry, create)
+            if number not in self._checksums:
+                self._checksums[number] = Checksums(self.path / str(number), entry)
 
     def write(self, entry: Entry, x: jax.Array) -> Callable[[], None]:
         """Starts to write this process's part of a leaf.
@@ -85,10 +113,12 @@ class StateFiles:
         """
         data = jax.random.key_data(x) if entry.key else x
         array = self._arrays.pop(entry.number).result()
-        futures = []
+        checksums = self._checksums[entry.number]
+        futures, indices = [], []
         for shard in data.addressable_shards:
             if shard.replica_id:
                 continue
+            indices.append(shard.index)
             value = zarr.bytes_of(shard.data)
             corner = [
                 s.indices(n)[0] for s, n in zip(shard.index, data.shape, strict=True)
@@ -111,6 +141,8 @@ class StateFiles:
         def wait() -> None:
             for future in futures:
                 future.result()
+            for index in indices:
+                checksums.note(index)
             self._written.add(entry.number)
 
         return wait
@@ -134,23 +166,52 @@ class StateFiles:
             if complete:
                 raise RuntimeError("another process failed to write its part")
             return
-        if jax.process_index() == 0:
-            table = manifest.Manifest(self.path.name, tuple(entries))
-            temporary = self.path / manifest.FILE_NAME
-            with locks.directory(self.directory):
-                manifest.write(table, temporary, self.directory)
-        processes.all_fine(True)
+        elsewhere = "another process cannot write the manifest; it says why"
+        processes.in_all(lambda: self._make_known(entries), RuntimeError(elsewhere))
         if not self.path.is_dir() or not (self.directory / manifest.FILE_NAME).exists():
             raise RuntimeError(
                 f"{self.directory} is not the same directory in all processes: it has "
                 "to be on a file system that they share"
             )
+        self._tell_checksums()
+        elsewhere = "another process cannot remove the state of before; it says why"
+        processes.in_all(self._remove_others, RuntimeError(elsewhere))
+
+    def _make_known(self, entries: Sequence[Entry]) -> None:
+        if jax.process_index():
+            return
+        texts = {number: known.text() for number, known in self._checksums.items()}
+        complete = (
+            dataclasses.replace(entry, checksums=texts[entry.number])
+            for entry in entries
+        )
+        table = manifest.Manifest(self.path.name, tuple(complete))
+        with locks.directory(self.directory):
+            manifest.write(table, self.path / manifest.FILE_NAME, self.directory)
+
+    def _tell_checksums(self) -> None:
+        """Gives the checksums that the first process knows to all others."""
+        if jax.process_count() == 1:
+            return
+        sizes = {n: known.size_bytes for n, known in self._checksums.items()}
+        data = bytes(sum(sizes.values()))
         if jax.process_index() == 0:
-            with locks.directory(self.directory):
-                for other in manifest.states_in(self.directory):
-                    if other != self.path and not locks.in_use(other):
+            data = bytes.fromhex("".join(x.text() for x in self._checksums.values()))
+        parts = io.BytesIO(processes.of_first(data))
+        for number, known in self._checksums.items():
+            known.add(parts.read(sizes[number]).hex())
+
+    def _remove_others(self) -> None:
+        """Removes the states of before, unless somebody still reads them."""
+        if jax.process_index():
+            return
+        with locks.directory(self.directory):
+            for other in manifest.states_in(self.directory):
+                if other == self.path:
+                    continue
+                with locks.alone(other) as nobody:
+                    if nobody:
                         shutil.rmtree(other)
-        processes.all_fine(True)
 
     def _wait_for_writes(self) -> None:
         """Waits for what is being written, whatever comes of it."""
@@ -179,14 +240,20 @@ class StateFiles:
         stored = np.dtype("uint32") if entry.key else dtype
         # Not taken out: leaves of one array may be read for several shardings.
         array = self._arrays[entry.number].result()
-        indices = sharding.addressable_devices_indices_map(entry.shape).values()
-        futures = {str(index): array[index].read() for index in indices}
+        indices = {
+            str(index): index
+            for index in sharding.addressable_devices_indices_map(entry.shape).values()
+        }
+        futures = {name: array[index].read() for name, index in indices.items()}
+        checksums = self._checksums[entry.number]
 
         def value(index: Any) -> np.ndarray:
             return futures[str(index)].result().view(stored)[..., 0]
 
         def finish() -> jax.Array:
             x = _memory.array_from(entry.shape, sharding, value)
+            for index in indices.values():
+                checksums.check(index)
             if entry.key:
                 x = jax.random.wrap_key_data(x, impl=entry.key)
             if entry.weak_type:
@@ -195,26 +262,58 @@ class StateFiles:
 
         return finish
 
-    def end_reading(self, complete: bool) -> None:
-        """Removes the files, if all leaves are back."""
+    def is_whole(self, entry: Entry) -> bool:
+        """Returns whether all files of a leaf are there, as they were written.
+
+        Their content is not read, but for its checksums.
+        """
+        try:
+            self._checksums[entry.number].check()
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def end_reading(self, complete: bool) -> str | None:
+        """Removes the files, if all leaves are back.
+
+        Returns:
+          The reason why they stay nevertheless; None if they do not, or are to stay.
+        """
         self._arrays.clear()
         if not self.remaining:
             self._unlock()
         if self._abandoned:
-            return
+            return None
         if not processes.all_fine(complete) and jax.process_count() > 1:
             # From now on processes need not make the same calls, and cannot agree. The
             # next state in the directory removes this one.
             self._abandoned = True
         elif not self.remaining:
-            self._remove()
+            return self._remove()
+        return None
 
-    def _remove(self) -> None:
+    def _remove(self) -> str | None:
+        """Removes the files, or returns the reason why they stay."""
+        why = None
         if jax.process_index() == 0:
+            try:
+                with (
+                    locks.directory(self.directory),
+                    locks.alone(self.path) as nobody,
+                ):
+                    if nobody:
+                        self._remove_alone()
+                    else:
+                        why = "another tree or process refers to them, or reads them"
             # Of a directory that cannot be written to a state can be read all the same.
-            with contextlib.suppress(OSError), locks.directory(self.directory):
-                with contextlib.suppress(FileNotFoundError, ValueError):
-                    if manifest.read(self.directory).state == self.path.name:
-                        (self.directory / manifest.FILE_NAME).unlink()
-                shutil.rmtree(self.path, ignore_errors=True)
+            except OSError as e:
+                why = f"{type(e).__name__}: {e}"
         processes.all_fine(True)
+        return why
+
+    def _remove_alone(self) -> None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            if manifest.read(self.directory).state == self.path.name:
+                (self.directory / manifest.FILE_NAME).unlink()
+        if self.path.exists():
+            shutil.rmtree(self.path)

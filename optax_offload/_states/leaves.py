@@ -65,13 +65,20 @@ class Leaves:
                 "was donated to"
             )
         if unread:
+            its, it, them = (
+                ("its", "it is", "it")
+                if len(unread) == 1
+                else ("their", "they are", "them")
+            )
             lost.append(
-                f"{self.named(unread)}: on disk, and cannot be read. If its files are "
-                "missing or damaged it is lost: take it from a checkpoint"
+                f"{self.named(unread)}: on disk, and cannot be read. If {its} files "
+                f"are missing or damaged {it} lost: take {them} from a checkpoint"
             )
         if not lost:
             return "Nothing is lost"
-        return ". ".join([*lost, "All other leaves are there"])
+        if len({*gone, *unread}) < len(self.leaves):
+            lost.append("All other leaves are there")
+        return ". ".join(lost)
 
 
 def begin(
@@ -100,6 +107,12 @@ def begin(
     chosen = _choose(include, leaves, memory_kind)
     _raise_failed(leaves, block)
     gone = [i for i in chosen if records.is_gone(leaves.leaves[i])]
+    on_disk = [i for i in gone if isinstance(leaves.leaves[i], OnDisk)]
+    if on_disk:
+        raise ValueError(
+            f"{leaves.named(on_disk)}: brought back from disk already, and the files "
+            "are removed. What that call returned is the state now"
+        )
     if gone:
         raise ValueError(
             f"{leaves.named(gone)}: deleted. The array was donated, to a jitted "

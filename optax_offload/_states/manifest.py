@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import reprlib
@@ -17,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "manifest.json"
-# Of what a manifest says and of how a leaf is stored.
-VERSION = 1
+# Of what a manifest says and of how a leaf is stored. Version 1 has no checksums.
+VERSION = 2
+READABLE = (1, 2)
+# Of the CRC-32C of a chunk.
+CHECKSUM_BYTES = 4
 _STATE_NAME = re.compile(r"state-[0-9a-f]{16}")
 
 
@@ -38,6 +42,8 @@ class Entry:
       shape: The shape of what is stored, which for a random key are its numbers.
       itemsize: The bytes of one stored number.
       chunk: The shape of the part that one file holds.
+      checksums: The last four bytes of each file, its CRC-32C, in row-major order and
+        in hexadecimal digits. None if they are not known.
     """
 
     path: str
@@ -50,6 +56,15 @@ class Entry:
     shape: tuple[int, ...]
     itemsize: int
     chunk: tuple[int, ...]
+    checksums: str | None = None
+
+    @property
+    def chunk_counts(self) -> tuple[int, ...]:
+        """The number of files along each axis."""
+        return tuple(
+            -(-length // part)
+            for length, part in zip(self.shape, self.chunk, strict=True)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +175,10 @@ def _checked(text: bytes) -> Manifest:
         raise _WrongError(f"it is {_shown(table)}, not an object")
     if table.pop("sha256", None) != _hash(table):
         raise _WrongError("its hash is not that of what it says")
-    if (version := table.get("version")) != VERSION:
+    if (version := table.get("version")) not in READABLE:
         raise _OtherVersionError(
-            f"is of version {_shown(version)}, and this optax_offload reads version "
-            f"{VERSION}"
+            f"is of version {_shown(version)}, and this optax_offload reads versions "
+            f"{' and '.join(map(str, READABLE))}"
         )
     state, leaves = table.get("state"), table.get("leaves")
     if not isinstance(state, str) or not _STATE_NAME.fullmatch(state):
@@ -172,7 +187,10 @@ def _checked(text: bytes) -> Manifest:
         )
     if not isinstance(leaves, list):
         raise _WrongError(f"leaves is {_shown(leaves)}; it must be a list")
-    entries = tuple(_entry(f"leaves[{i}]", leaf) for i, leaf in enumerate(leaves))
+    older = {"checksums": None} if version == 1 else {}
+    entries = tuple(
+        _entry(f"leaves[{i}]", leaf, older) for i, leaf in enumerate(leaves)
+    )
     _check_numbers(entries)
     return Manifest(state, entries)
 
@@ -183,6 +201,10 @@ def _is_text(value: Any) -> bool:
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _are_checksums(value: Any) -> bool:
+    return _is_text(value) and re.fullmatch("[0-9a-f]*", value) is not None
 
 
 def _is_shape(value: Any) -> bool:
@@ -201,17 +223,18 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "shape": (_is_shape, "a list of whole numbers, at least 0"),
     "itemsize": (lambda value: _is_count(value) and value > 0, "a positive number"),
     "chunk": (_is_shape, "a list of whole numbers, at least 0"),
+    "checksums": (_are_checksums, "hexadecimal digits, 8 for each chunk"),
 }
 
 
-def _entry(where: str, table: Any) -> Entry:
+def _entry(where: str, table: Any, older: dict[str, None]) -> Entry:
     if not isinstance(table, dict):
         raise _WrongError(f"{where} is {_shown(table)}; it must be an object")
-    table = {"key_path": "", **table}
+    table = {"key_path": "", **table, **older}
     for name, (is_allowed, allowed) in _FIELDS.items():
         if name not in table:
             raise _WrongError(f"{where}.{name} is missing")
-        if not is_allowed(table[name]):
+        if name not in older and not is_allowed(table[name]):
             raise _WrongError(
                 f"{where}.{name} is {_shown(table[name])}; it must be {allowed}"
             )
@@ -228,6 +251,13 @@ def _entry(where: str, table: Any) -> Entry:
         raise _WrongError(
             f"{where}.chunk is {list(entry.chunk)}; it must be a part of its shape, "
             f"{list(entry.shape)}"
+        )
+    count = math.prod(entry.chunk_counts)
+    digits = 2 * CHECKSUM_BYTES
+    if entry.checksums is not None and len(entry.checksums) != digits * count:
+        raise _WrongError(
+            f"{where}.checksums has {len(entry.checksums)} digits; it must have "
+            f"{digits} for each of {count} chunks"
         )
     return entry
 

@@ -88,7 +88,13 @@ def end_freeing(sources: Iterable[Any]) -> None:
 
 
 def is_gone(x: Any) -> bool:
-    """Returns whether an array is deleted, or will be by a running call."""
+    """Returns whether a leaf is deleted, or will be by a running call.
+
+    Leaves on disk are when all leaves of their state are back: not before, for until
+    then their files are there.
+    """
+    if isinstance(x, OnDisk):
+        return not x.files.remaining
     if not isinstance(x, jax.Array):
         return False
     return x.is_deleted() or _being_freed.get(id(x)) is x

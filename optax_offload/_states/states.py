@@ -252,13 +252,23 @@ def _run(
     for files in states:
         files.open(p.entry for p in placeholders if p.files is files)
 
+    staying: list[str] = []
+
     def end_reading(complete: bool) -> None:
         for files in states:
-            files.end_reading(complete)
+            if why := files.end_reading(complete):
+                staying.append(f"{files.path} ({why})")
 
     run = transfers.Transfers(call, leaves, found, end_reading)
     # An array cannot be returned before there is something to read it from.
-    return run.run() if block or states else run.start()
+    moved = run.run() if block or states else run.start()
+    if staying:
+        warnings.warn(
+            f"the files stay in {', '.join(staying)}: what this returns is a copy",
+            OffloadWarning,
+            stacklevel=3,
+        )
+    return moved
 
 
 def _to_disk(

@@ -316,7 +316,9 @@ class Transfers:
         unread = [
             i
             for t in self._transfers
-            if t.failed and isinstance(t.source, OnDisk)
+            if isinstance(t.source, OnDisk) and not t.arrived
+            # Of what was not tried it is seen whether it can be read.
+            if t.failed or not t.source.files.is_whole(t.source.entry)
             for i in t.positions
         ]
         message = (

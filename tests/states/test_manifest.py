@@ -86,18 +86,18 @@ def test_state_that_is_a_link(tmp_path):
     assert state.is_symlink()
 
 
-@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize("version", [None, 3])
 def test_manifest_of_another_version(tmp_path, version):
     """It is not damaged, and nothing of it is guessed or removed."""
     template = write_state(tmp_path)
     file = tmp_path / "manifest.json"
     table = json.loads(file.read_text())
-    assert table["version"] == 1
+    assert table["version"] == 2
     file.write_text(sealed(table | {"version": version}))
     before = everything(tmp_path)
     message = (
         rf"manifest\.json is of version {version}, and this optax_offload reads "
-        r"version 1\. Nothing was read and nothing removed\. Read it with the rel"
+        r"versions 1 and 2\. Nothing was read and nothing removed\. Read it with"
     )
     with pytest.raises(ValueError, match=message):
         oo.reload_states(template, directory=tmp_path)
