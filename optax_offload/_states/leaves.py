@@ -105,8 +105,10 @@ def begin(
         )
     leaves = Leaves(tree)
     chosen = _choose(include, leaves, memory_kind)
-    _raise_failed(leaves, block)
     gone = [i for i in chosen if records.is_gone(leaves.leaves[i])]
+    if not gone:
+        records.settle_freeing()
+    _raise_failed(leaves, block)
     on_disk = [i for i in gone if isinstance(leaves.leaves[i], OnDisk)]
     if on_disk:
         raise ValueError(

@@ -76,6 +76,12 @@ def settle() -> None:
     _background.submit(lambda: None).result()
 
 
+def settle_freeing() -> None:
+    """Waits for calls that still free something, so that no call runs ahead of them."""
+    if _being_freed:
+        settle()
+
+
 def start_freeing(sources: Iterable[Any]) -> None:
     """Says that a call that goes on in the background will free these arrays."""
     _being_freed.update((id(x), x) for x in sources)

@@ -64,10 +64,12 @@ def offload_states(  # noqa: PLR0913 - the public contract
         Several hosts need a file system that they share. Needs ``optax-offload[disk]``.
       donate: Whether to free each source as soon as its copy is there. The arrays of
         ``tree`` must then not be used any more.
-      block: Whether to wait. If not, this returns when all copies have started, and
-        sources are freed as the copies end; one that fails raises in the next call that
-        is given its leaf. If so, at most 64 MiB, or one leaf, is in both places at
-        once; for disk, 256 MiB.
+      block: Whether to wait. If not, this returns when the last copies have started,
+        and their sources are freed as they end; a copy that fails then raises in the
+        next call that is given its leaf. In either case at most 64 MiB, or one leaf,
+        is in both places at once. To disk all is written after the call, if it does
+        not wait; at most 256 MiB are under way at once. A call waits for what an
+        earlier one still frees, so that none runs ahead.
 
     Returns:
       A tree of the same structure.
@@ -136,7 +138,8 @@ def reload_states(
       donate: Whether to free each copy as soon as the leaf is back. The files of a
         directory are removed when all of its leaves are back; with ``donate=False``
         they stay, until the next state is complete there.
-      block: Whether to wait until all is back. Reading from disk always waits.
+      block: Whether to wait until all is back, as for `offload_states`. Reading from
+        disk always waits.
 
     Returns:
       A tree of the same structure.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -100,7 +101,8 @@ class Call:
       name: The name of the call, for messages.
       where: The place that leaves go to, for messages.
       donate: Whether each source is freed once its result is good.
-      window_bytes: The most bytes of results that are waited for at once.
+      window_bytes: The most bytes of results that are waited for at once; one result
+        may be larger.
       all_or_none: Whether leaves count as transferred, and sources are freed, only
         when all results are good, in all processes.
     """
@@ -158,17 +160,18 @@ class Transfers:
         return self._leaves.with_leaves(self._arrived())
 
     def start(self) -> Any:
-        """Starts all transfers at once, and frees sources in the background.
+        """Makes all transfers but the last few, which end in the background.
 
         Returns:
           The tree, of which some leaves are still on their way.
 
         Raises:
-          OffloadError: One of the transfers could not be started.
+          OffloadError: One of the transfers failed, or could not be started.
         """
+        # Where nothing is freed, nothing is gained by waiting.
+        window = self._call.window_bytes if self._call.donate else math.inf
         try:
-            for transfer in self._transfers:
-                self._begin(transfer)
+            self._start_all(window)
         except BaseException as e:
             self._raise(e)
         return self._in_background(self._finish_all)
@@ -182,20 +185,24 @@ class Transfers:
         return self._in_background(self._run)
 
     def _run(self) -> None:
+        for transfer in self._start_all(self._call.window_bytes):
+            self._finish(transfer)
+        self._end(True)
+        for transfer, result in self._waiting:
+            self._arrive(transfer, result)
+
+    def _start_all(self, window_bytes: float) -> collections.deque[Transfer]:
+        """Starts all transfers, and finishes all but those that are left in flight."""
         in_flight: collections.deque[Transfer] = collections.deque()
         nbytes = 0
         for transfer in self._transfers:
-            while in_flight and nbytes + transfer.nbytes > self._call.window_bytes:
+            while in_flight and nbytes + transfer.nbytes > window_bytes:
                 nbytes -= in_flight[0].nbytes
                 self._finish(in_flight.popleft())
             self._begin(transfer)
             in_flight.append(transfer)
             nbytes += transfer.nbytes
-        for transfer in in_flight:
-            self._finish(transfer)
-        self._end(True)
-        for transfer, result in self._waiting:
-            self._arrive(transfer, result)
+        return in_flight
 
     def _begin(self, transfer: Transfer) -> None:
         transfer.failed = True
@@ -249,20 +256,18 @@ class Transfers:
             transfer.source.delete()
 
     def _in_background(self, work: Callable[[], None]) -> Any:
-        results = [
-            records.remember(transfer.result, transfer.origin)
-            for transfer in self._transfers
-        ]
-        for record, transfer in zip(results, self._transfers, strict=True):
+        going_on = [t for t in self._transfers if not t.arrived]
+        results = [records.remember(t.result, t.origin) for t in going_on]
+        for record, transfer in zip(results, going_on, strict=True):
             record.source = transfer.source
-        sources = [t.source for t in self._transfers if self._is_freed(t)]
+        sources = [t.source for t in going_on if self._is_freed(t)]
 
         def run() -> None:
             try:
                 work()
             except Exception as e:
                 self._stop()
-                for record, transfer in zip(results, self._transfers, strict=True):
+                for record, transfer in zip(results, going_on, strict=True):
                     record.error = None if transfer.arrived else e
                 not_moved = self._not_arrived()
                 logger.error(

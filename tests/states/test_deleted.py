@@ -16,6 +16,7 @@ from optax_offload._states.files import StateFiles
 @pytest.fixture
 def gate(monkeypatch):
     """Holds back the background until it is opened."""
+    records.settle()  # Nothing of other tests waits at the gate.
     opened = threading.Event()
     wait = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: (opened.wait(), wait(x))[1])

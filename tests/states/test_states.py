@@ -3,6 +3,7 @@
 import functools
 import gc
 import threading
+import time
 import weakref
 
 import jax
@@ -263,26 +264,65 @@ def test_frozen_dict():
     assert kinds(oo.reload_states(there)) == {"params/w": "device"}
 
 
-def test_few_are_in_both_places(monkeypatch):
-    """With ``block``, each source is freed before there are more than the window."""
-    monkeypatch.setattr(states, "COPY_WINDOW_BYTES", 2 * 4096)
-    tree = {f"w{i}": on_device(jnp.full(1024, float(i))) for i in range(8)}
-    alive = []
+def counted(monkeypatch, tree):
+    """Counts, whenever a copy begins, the arrays that are not deleted."""
+    arrays, alive = list(tree.values()), []
     put = jax.device_put
 
     def counting(x, sharding):
-        alive.append(sum(not x.is_deleted() for x in tree.values()) + len(alive))
-        return put(x, sharding)
+        arrays.append(put(x, sharding))
+        alive.append(sum(not x.is_deleted() for x in arrays))
+        return arrays[-1]
 
     monkeypatch.setattr(jax, "device_put", counting)
-    there = oo.offload_states(tree, block=True)
+    return alive
+
+
+@pytest.mark.parametrize("block", [True, False])
+def test_few_are_in_both_places(monkeypatch, block):
+    """Each source is freed before there are more than the window."""
+    monkeypatch.setattr(states, "COPY_WINDOW_BYTES", 2 * 4096)
+    tree = {f"w{i}": on_device(jnp.full(1024, float(i))) for i in range(8)}
+    alive = counted(monkeypatch, tree)
+    there = oo.offload_states(tree, block=block)
     assert len(alive) == 8
-    assert max(alive) <= 8 + 1, "sources and copies together"
+    assert max(alive) <= 8 + 2, "sources and copies together"
     np.testing.assert_array_equal(there["w7"], np.full(1024, 7.0))
+
+
+def test_calls_do_not_run_ahead(monkeypatch):
+    """However small a state is beside the window: one is in both places, not many."""
+    tree = {f"w{i}": on_device(jnp.full(1024, float(i))) for i in range(8)}
+    alive = counted(monkeypatch, tree)
+    wait = jax.block_until_ready
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda x: (time.sleep(0.002), wait(x))[1]
+    )
+    for _ in range(4):
+        tree = oo.reload_states(oo.offload_states(tree))
+    assert len(alive) == 8 * 8
+    assert max(alive) <= 2 * 8
+    np.testing.assert_array_equal(tree["w7"], np.full(1024, 7.0))
+
+
+def test_kept_sources_are_not_waited_for(monkeypatch):
+    """Nothing is freed by it."""
+    monkeypatch.setattr(states, "COPY_WINDOW_BYTES", 2 * 4096)
+    records.settle()  # Nothing of other tests waits at the gate.
+    gate = threading.Event()
+    wait = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda x: (gate.wait(), wait(x))[1])
+    tree = {f"w{i}": on_device(jnp.full(1024, float(i))) for i in range(8)}
+    there = oo.offload_states(tree, donate=False)
+    gate.set()
+    records.settle()
+    assert kinds(there) == dict.fromkeys(tree, "pinned_host")
+    np.testing.assert_array_equal(there["w7"], tree["w7"])
 
 
 def test_without_block_it_returns_at_once(monkeypatch):
     """Before the copies are there; sources are freed when they are, and not before."""
+    records.settle()  # Nothing of other tests waits at the gate.
     gate = threading.Event()
     wait = jax.block_until_ready
     monkeypatch.setattr(jax, "block_until_ready", lambda x: (gate.wait(), wait(x))[1])
