@@ -96,3 +96,11 @@ def strict_rank_promotion():
 
     with jax.numpy_rank_promotion("raise"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def on_a_drive(monkeypatch):
+    """Where temporary directories are memory, no test is warned of it."""
+    from optax_offload import _file_system
+
+    monkeypatch.setattr(_file_system, "mount_here", lambda path: None)

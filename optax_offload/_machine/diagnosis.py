@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from optax_offload._machine.devices import about_devices, about_fit
+from optax_offload._machine.directories import about_directory
 from optax_offload._machine.findings import Facts, Finding
 from optax_offload._machine.host import about_host
 from optax_offload._machine.texts import Texts
@@ -48,4 +49,5 @@ def diagnose(machine: Texts) -> Diagnosis:
       ['WSL2']
     """
     facts = Facts(machine)
-    return Diagnosis((*about_devices(facts), *about_host(facts), about_fit(facts)))
+    found = (*about_devices(facts), *about_host(facts), *about_directory(machine))
+    return Diagnosis((*found, about_fit(facts)))

@@ -44,6 +44,10 @@ class Texts(abc.ABC):
     def jax(self) -> str:
         """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
 
+    @abc.abstractmethod
+    def directory(self) -> str:
+        """The directory that was measured, as JSON; "" where none was given."""
+
 
 class Here(Texts):
     """This machine.
@@ -106,6 +110,14 @@ class Here(Texts):
         """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
         return self.seen.get("jax", "")
 
+    def directory(self) -> str:
+        """The directory that was measured, as JSON; "" where none was given."""
+        return self.seen.get("directory", "")
+
+    def add_directory(self, text: str) -> None:
+        """Keeps what was measured of a directory, as JSON."""
+        self.seen["directory"] = text
+
     def add_jax(self, text: str) -> None:
         """Keeps what JAX said, as JSON."""
         self.seen["jax"] = text
@@ -125,7 +137,7 @@ class Saved(Texts):
 
         Args:
           text: Sections that begin with a line ``== name``. A name is a path below the
-            root, ``$ command``, ``environment`` or ``jax``.
+            root, ``$ command``, ``environment``, ``jax`` or ``directory``.
 
         Raises:
           ValueError: There is no section.
@@ -163,3 +175,7 @@ class Saved(Texts):
     def jax(self) -> str:
         """Returns what JAX says of the machine, as JSON; "" where it was not asked."""
         return self._texts.get("jax", "")
+
+    def directory(self) -> str:
+        """The directory that was measured, as JSON; "" where none was given."""
+        return self._texts.get("directory", "")

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 from jax.sharding import Sharding
 
-from optax_offload import _memory, _rules, _trees
+from optax_offload import _file_system, _memory, _rules, _trees
 from optax_offload._errors import OffloadWarning
 from optax_offload._states import disk, records, transfers
 from optax_offload._states import leaves as _leaves
@@ -60,7 +60,8 @@ def offload_states(  # noqa: PLR0913 - the public contract
         small placeholders replace the leaves, and leaves in host memory move too, and
         return there.
       directory: For ``"disk"``: the directory of this state, and of no other. A
-        previous state is replaced once all of the new one is written and synced.
+        previous state is replaced once all of the new one is written and synced. A
+        warning says so if it is memory, as ``/dev/shm`` and often ``/tmp`` are.
         Several hosts need a file system that they share. Needs ``optax-offload[disk]``.
       donate: Whether to free each source as soon as its copy is there. The arrays of
         ``tree`` must then not be used any more.
@@ -136,8 +137,10 @@ def reload_states(
         the same path, put where the struct's sharding says, which may be on another
         mesh.
       donate: Whether to free each copy as soon as the leaf is back. The files of a
-        directory are removed when all of its leaves are back; with ``donate=False``
-        they stay, until the next state is complete there.
+        directory are removed when all of its leaves are back, unless another tree or
+        process refers to them or reads them: then what this returns is a copy, and a
+        warning says so. With ``donate=False`` they stay, until the next state is
+        complete there.
       block: Whether to wait until all is back, as for `offload_states`. Reading from
         disk always waits.
 
@@ -147,7 +150,8 @@ def reload_states(
     Raises:
       OffloadError: As for `offload_states`; also if a file is missing or damaged.
       ValueError: All chosen leaves are in host memory and `offload_states` moved none
-        of them; a pattern matches no leaf; a leaf was donated or deleted before; the
+        of them; a pattern matches no leaf; a leaf was donated or deleted before, or
+        all of its state is back from disk; the
         directory's manifest is damaged, or does not fit the template.
       TypeError: It is called under jit, or a leaf is a struct and no directory is
         given.
@@ -285,6 +289,16 @@ def _to_disk(
     ]
     if not groups:
         return leaves.with_leaves({})
+    mount = _file_system.mount_here(root)
+    if mount is not None and mount.kind == "memory":
+        warnings.warn(
+            f"{root} is memory ({mount.type} at {mount.point}): a state that is parked "
+            'there stays in host memory, as with memory_kind="pinned_host". Use a '
+            "directory on a drive; `optax-offload doctor --directory DIR` says what "
+            "a directory is on, and how fast it is",
+            OffloadWarning,
+            stacklevel=3,
+        )
     # What is still written to this directory may be of a tree that is gone.
     records.settle()
     arrays = [leaves.leaves[positions[0]] for positions in groups]

@@ -380,6 +380,7 @@ def targets(as_json: JsonOption = False) -> None:
     epilog=_examples(
         "doctor",
         "doctor --no-measure-link --json",
+        "doctor --directory /mnt/states",
         "doctor --save machine.txt",
         "doctor --machine machine.txt",
     )
@@ -397,11 +398,20 @@ def doctor(
     measure_link: Annotated[
         bool, typer.Option(help="Measure the link of the attached device.")
     ] = True,
+    directory: Annotated[
+        str | None,
+        typer.Option(
+            help="A directory for states on disk: say what it is, and measure it with "
+            "a file of up to a GiB."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Checks whether offloading helps on this machine, and what to set."""
     with _errors():
-        found = diagnosis_of(machine, save, measure_link=measure_link)
+        found = diagnosis_of(
+            machine, save, directory=directory, measure_link=measure_link
+        )
     if as_json:
         _print_json(found.as_dict())
     else:

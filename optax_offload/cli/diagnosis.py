@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from optax_offload import _link
-from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look
+from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look, look_at
 from optax_offload.cli.text import say
 
 _STYLES = {
@@ -25,13 +25,18 @@ NO_GAIN = 5
 
 
 def diagnosis_of(
-    machine: pathlib.Path | None, save: pathlib.Path | None, *, measure_link: bool
+    machine: pathlib.Path | None,
+    save: pathlib.Path | None,
+    *,
+    directory: str | None,
+    measure_link: bool,
 ) -> Diagnosis:
     """Diagnoses this machine, or one that was saved.
 
     Args:
       machine: A file that ``--save`` wrote; None for this machine.
       save: The file to write the texts of this machine to; None writes none.
+      directory: A directory of this machine to measure; None for none.
       measure_link: Whether the link of this machine is measured.
 
     Raises:
@@ -43,6 +48,11 @@ def diagnosis_of(
             raise ValueError(
                 "give either --machine, which reads a file, or --save, which writes one"
             )
+        if directory is not None:
+            raise ValueError(
+                "give either --machine, or --directory: a file has the directory that "
+                "was given when it was saved"
+            )
         return diagnose(Saved(machine.read_text(errors="replace")))
     folder = None if save is None else save.absolute().parent
     if folder is not None and not folder.is_dir():
@@ -52,6 +62,8 @@ def diagnosis_of(
         )
     here = Here()
     here.add_jax(look(here, _link.measure_link if measure_link else None).as_json())
+    if directory is not None:
+        here.add_directory(look_at(directory).as_json())
     found = diagnose(here)
     if save is not None:
         save.write_text(here.saved())
