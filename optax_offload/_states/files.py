@@ -167,7 +167,12 @@ class StateFiles:
                 raise RuntimeError("another process failed to write its part")
             return
         elsewhere = "another process cannot write the manifest; it says why"
-        processes.in_all(lambda: self._make_known(entries), RuntimeError(elsewhere))
+        try:
+            processes.in_all(lambda: self._make_known(entries), RuntimeError(elsewhere))
+        except Exception:
+            if jax.process_count() > 1:
+                self._keep_written()
+            raise
         if not self.path.is_dir() or not (self.directory / manifest.FILE_NAME).exists():
             raise RuntimeError(
                 f"{self.directory} is not the same directory in all processes: it has "

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import reprlib
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def read(directory: Path) -> Manifest:
             "this one"
         ) from e
     state = directory / manifest.state
-    if state.is_symlink() or (state.exists() and not state.is_dir()):
+    if (mode := _mode(state, follow_links=False)) and not stat.S_ISDIR(mode):
         raise ValueError(
             f"{file} is damaged: {state} is not a directory. Nothing was read and "
             "nothing removed. Use another directory or remove this one"
@@ -151,11 +152,19 @@ def read(directory: Path) -> Manifest:
 
 def check_file(file: Path) -> None:
     """Raises a ValueError if the manifest's name is taken by what is no file."""
-    if file.exists() and not file.is_file():
+    if (mode := _mode(file)) and not stat.S_ISREG(mode):
         raise ValueError(
             f"{file} is not a regular file, so it cannot be a manifest. Use another "
             "directory, or remove it"
         )
+
+
+def _mode(path: Path, *, follow_links: bool = True) -> int:
+    """The mode of what has a name, asked once: it may go at any time. Else 0."""
+    try:
+        return os.stat(path, follow_symlinks=follow_links).st_mode
+    except FileNotFoundError:
+        return 0
 
 
 class _WrongError(Exception):

@@ -139,6 +139,16 @@ def test_state_is_replaced_before_a_reader_shares_it(tmp_path, monkeypatch):
     assert values(back) == {2.0}
 
 
+def test_state_goes_while_a_reader_looks(tmp_path, monkeypatch):
+    """A manifest that was there a moment ago is gone, and no other kind of file."""
+    exists = Path.exists
+    monkeypatch.setattr(
+        Path, "exists", lambda self: self.name == manifest.FILE_NAME or exists(self)
+    )
+    with pytest.raises(FileNotFoundError, match="holds no complete state"):
+        oo.reload_states(oo.eval_shape(make), directory=tmp_path)
+
+
 def test_reader_that_failed_keeps_its_place(tmp_path, monkeypatch):
     """The tree of its error refers to the files; they are removed when that is back."""
     there = to_disk(make(), directory=tmp_path)

@@ -148,6 +148,7 @@ PROCESSES = """
 import os, shutil, sys
 import jax, numpy as np
 import optax_offload as oo
+from optax_offload._states import manifest
 from optax_offload._states.files import StateFiles
 
 index, address, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
@@ -214,7 +215,17 @@ try:
 except oo.OffloadError as error:
     print("write:", said(error))
 StateFiles.write = write
+make_known = manifest.write
+if not index:
+    manifest.write = bad
+try:
+    oo.offload_states(tree, donate=False, **disk)
+except oo.OffloadError as error:
+    print("manifest:", said(error))
+manifest.write = make_known
 there = oo.offload_states(tree, **disk)
+known = there["rows"].files._checksums.values()
+print("checksums:", [len(x._known) for x in known])
 if index:
     StateFiles.read = bad
 try:
@@ -266,6 +277,11 @@ def test_two_processes(tmp_path):
     assert "has 0 bytes free" in second[0]
     assert "another process failed to write its part" in first[1]
     assert "offload_states stopped: ValueError: bad" in second[1]
-    assert second[2].startswith("read: OffloadError: reload_states stopped: ValueErr")
-    assert first[2:] == ["states: 1", "left: []"]
-    assert second[3:] == ["states: 1", "left: []"]
+    assert "offload_states stopped: ValueError: bad" in first[2]
+    assert "another process cannot write the manifest" in second[2]
+    # Of four shards in rows, four in columns and one for all: also those that another
+    # process wrote.
+    assert first[3] == second[3] == "checksums: [4, 1, 4]"
+    assert second[4].startswith("read: OffloadError: reload_states stopped: ValueErr")
+    assert first[4:] == ["states: 1", "left: []"]
+    assert second[5:] == ["states: 1", "left: []"]
