@@ -21,14 +21,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jaxlib.mlir.dialects import sdy
 
 from optax_offload import _memory
@@ -157,6 +158,21 @@ def constrain(y: jax.Array, like: Sharded | None, axis: int | None) -> jax.Array
     return y if like is None else _constrain.bind(y, like=like, axis=axis)
 
 
+def sharded_as(x: jax.Array, like: NamedSharding, axes: frozenset[str]) -> jax.Array:
+    """A value in host memory, sharded over some axes of a mesh as a sharding says.
+
+    In Auto mode XLA shards a value as an equation takes it. In host memory that is a
+    collective, which a GPU's compiler refuses and a TPU's leaves to the host. So what
+    the program has in another way is loaded, sharded, and stored again.
+
+    Args:
+      x: The value.
+      like: The sharding.
+      axes: The axes.
+    """
+    return _sharded_as.bind(x, like=like, axes=axes)
+
+
 def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
     """Refuses a program in which a result takes a donated argument of another memory.
 
@@ -206,6 +222,52 @@ def _lower_constrain(
     return [sdy.ShardingConstraintOp(y, sharding).result]
 
 
+def _lower_sharded_as(
+    ctx: mlir.LoweringRuleContext,
+    x: Any,
+    *,
+    like: NamedSharding,
+    axes: frozenset[str],
+) -> Any:
+    found = arguments(ctx, [_before_loops(x)]).get(0)
+    # What nothing says the compiler shards as it is taken.
+    if found is None or found.sharding is None or _is_like(found.sharding, like, axes):
+        return [x]
+
+    def fn(x: Any) -> list[Any]:
+        loaded = lax.with_sharding_constraint(_memory.transfer(x, "device"), like)
+        return [_memory.transfer(loaded, "pinned_host")]
+
+    return mlir.lower_fun(fn, multiple_results=True)(ctx, x)
+
+
+def _is_like(has: Sharded, like: NamedSharding, axes: frozenset[str]) -> bool:
+    """Returns whether a value is sharded over axes as a sharding says."""
+    sharding: Any = sdy.TensorShardingAttr(has.attribute)
+    dimensions = len(sharding.dimension_shardings)
+    wanted = [*like.spec, *[None] * (dimensions - len(like.spec))]
+
+    def spread(names: Iterable[str]) -> list[str]:
+        return [a for a in names if like.mesh.shape.get(a) != 1]
+
+    for d, part in enumerate(wanted):
+        over, names = spread(_axes_of(sharding, d)), spread(_memory.names_of(part))
+        rest = over[len(names) :]
+        if over[: len(names)] != names or not axes.isdisjoint(rest):
+            return False
+    return True
+
+
+def _before_loops(x: Any) -> Any:
+    """The value that a loop begins with, of one that it carries."""
+    while isinstance(x.owner, ir.Block):
+        loop: Any = x.owner.owner
+        if loop.name != "stablehlo.while":
+            break
+        x = loop.operands[ir.BlockArgument(x).arg_number]
+    return x
+
+
 def _position(main: Any, x: Any) -> int | None:
     """Returns the position of a value among the program's arguments."""
     if isinstance(x.owner, ir.Block) and x.owner == main.entry_block:
@@ -253,6 +315,9 @@ def _with_whole_rows(sharding: Any) -> Any:
     return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dimensions)
 
 
+_sharded_as = jex.Primitive("sharded_as")
+_sharded_as.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_sharded_as, _lower_sharded_as, cacheable=False)
 _constrain = jex.Primitive("constrain_to_sharding_of_argument")
 _constrain.def_abstract_eval(lambda y, **_: y)
 # Lowered where it is, not in a function of its own that JAX would use again.

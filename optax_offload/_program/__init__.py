@@ -1,6 +1,7 @@
 """Programs as values: the equations of a step or an update, and rewrites of them."""
 
 from optax_offload._program.at_rest import AtRest, Resting
+from optax_offload._program.bodies import as_they_are
 from optax_offload._program.branches import (
     Branches,
     as_zero,
@@ -66,6 +67,7 @@ __all__ = [
     "Update",
     "ancestors",
     "as_on_device",
+    "as_they_are",
     "as_zero",
     "bound",
     "call_update",

@@ -21,11 +21,13 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload import _compat, _memory
+from optax_offload._program import remats, shard_maps
+from optax_offload._program.bodies import entered, of_call, of_platforms
 from optax_offload._program.call import called, called_where_it_rests
-from optax_offload._program.graph import bound, in_pairs, nested, read, variables
+from optax_offload._program.graph import bound, described, in_pairs, read, variables
 from optax_offload._program.replaced import returning
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
-from optax_offload._program.wanted import HAND_ON, has_update, wanted_at_rest
+from optax_offload._program.wanted import HAND_ON, has_update, inside, wanted_at_rest
 
 # What scans stack in host memory, and what for.
 Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
@@ -251,24 +253,28 @@ class _Walk:
             return self._scan(e, values, stored)
         if name in HAND_ON:
             return _bound(jaxpr, e, list(map(_load_rows, values)))
-        bodies = list(nested(e))
-        inside = [wanted_at_rest(body) for body in bodies]
-        kept = {
-            len(values) - len(body.invars) + i
-            for body, wanted in zip(bodies, inside, strict=True)
-            for i in wanted.rows | wanted.updated
-        }
+        wanted = inside(e)
+        kept = wanted.rows | wanted.updated
         if not kept and not has_update(e):
             return _bound(jaxpr, e, self._load_all(e, values))
+        if not entered(e):
+            raise NotImplementedError(
+                f"an offloaded update is in a {described(e)}. How often and on what "
+                "such an equation evaluates its body is not known, so state cannot be "
+                "streamed into it. Call update(...) outside of it; or keep its state "
+                "on the device, with a rule for 'device' or the plain optimizer"
+            )
         values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
         if name == "cond":
             return self._cond(e, values)
         if name == "while":
             return self._while(e, values)
-        if name == "remat2":
-            return self._checkpoint(e, list(map(_load_rows, values)))
-        (body,) = bodies
-        return self.evaluate(body, _consts(e), values)
+        if name in _AROUND:
+            values = list(map(_load_rows, values))
+            return _AROUND[name](self._named(e.params["jaxpr"], values), e, values)
+        closed = of_call(e)
+        assert closed is not None
+        return self.evaluate(closed.jaxpr, closed.consts, values)
 
     def _scan(
         self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
@@ -371,7 +377,14 @@ class _Walk:
         def branch(b: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
             return lambda *args: _memory.transfer_all(self._body(b)(*args), kinds)
 
-        return lax.switch(index, list(map(branch, branches)), *operands)
+        placed = list(map(branch, branches))
+        platforms = of_platforms(e)
+        if platforms is None:
+            return lax.switch(index, placed, *operands)
+        by_name: dict[str, Any] = {}
+        for names, fn in zip(platforms, placed, strict=True):
+            by_name |= dict.fromkeys(["default"] if names is None else names, fn)
+        return lax.platform_dependent(*operands, **by_name)
 
     def _body(self, closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
         return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args)
@@ -404,32 +417,22 @@ class _Walk:
         before = placed(list(map(_load_rows, values[first + second :])))
         return lax.while_loop(goes_on, once, before)
 
-    def _checkpoint(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        """As it was, around what is in it."""
-        body = e.params["jaxpr"]
+    def _named(
+        self, body: jex.Jaxpr, values: Sequence[Any]
+    ) -> Callable[..., list[Any]]:
+        """A body as a function of what stands for values in it."""
 
-        def again(*args: Any) -> list[Any]:
+        def fn(*args: Any) -> list[Any]:
             self.name(args, list(map(self._of, values)))
             results = self.evaluate(body, (), args)
             self.name(args, [None] * len(args))
             return results
 
-        found = jax.make_jaxpr(again)(*values)
-        jaxpr = jex.Jaxpr(
-            constvars=(),
-            invars=[*found.jaxpr.constvars, *found.jaxpr.invars],
-            outvars=found.jaxpr.outvars,
-            eqns=found.jaxpr.eqns,
-            effects=found.jaxpr.effects,
-            debug_info=body.debug_info.with_unknown_names(),
-        )
-        params = {**e.params, "jaxpr": jaxpr}
-        if isinstance(params["prevent_cse"], tuple):
-            params["prevent_cse"] = (
-                *(True for _ in found.consts),
-                *params["prevent_cse"],
-            )
-        return e.primitive.bind(*found.consts, *values, **params)
+        return fn
+
+
+# Equations that stay as they were, around another body.
+_AROUND = {"remat2": remats.around, "shard_map": shard_maps.around}
 
 
 def _on_device(x: Any) -> Any:
@@ -438,12 +441,6 @@ def _on_device(x: Any) -> Any:
 
 def _load_rows(x: Any) -> Any:
     return x.whole() if isinstance(x, RowValue) else x
-
-
-def _consts(e: jex.JaxprEqn) -> Sequence[Any]:
-    """Variables that the body of a call closes over."""
-    bodies = [x for x in e.params.values() if isinstance(x, jex.ClosedJaxpr)]
-    return bodies[0].consts if bodies else ()
 
 
 def _evaluated(

@@ -19,6 +19,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _compat
+from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import Builder
 from optax_offload._program.graph import (
     Atom,
@@ -154,6 +155,8 @@ def _predicate(
         if not isinstance(by, jex.Var) or by in dependent or shape(by):
             continue
         kept = set(variables(operands)).intersection(loaded)
+        if of_platforms(e) is not None:
+            continue  # Of its branches only one can be lowered.
         if e.primitive.name == "cond" and len(e.params["branches"]) == 2:
             found[by] += len(kept)
         elif e.primitive.name == "select_n" and len(operands) == 2:

@@ -10,6 +10,7 @@ import jax.core
 import numpy as np
 from jax.extend import core as jex
 
+from optax_offload._program.bodies import of_call
 from optax_offload._program.graph import Atom, Program, bound
 
 # Enough to know a predicate, and what a selection is multiplied with. By NumPy: when a
@@ -136,14 +137,13 @@ class Builder:
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
         """Returns the body to inline for an equation, if it has one, and operands."""
         operands = self.read_all(e.invars)
-        if e.primitive.name in ("jit", "pjit"):
+        called = of_call(e)
+        if called is not None:
+            shardings = [e.params.get(k, ()) for k in ("in_shardings", "out_shardings")]
             constrained = any(
-                isinstance(s, jax.sharding.Sharding)
-                for s in (*e.params["in_shardings"], *e.params["out_shardings"])
+                isinstance(s, jax.sharding.Sharding) for some in shardings for s in some
             )
-            return (None if constrained else e.params["jaxpr"]), operands
-        if e.primitive.name in _BODIES:
-            return e.params[_BODIES[e.primitive.name]], operands
+            return (None if constrained else called), operands
         if e.primitive.name == "cond":
             index = self.value(operands[0])
             if index is not None:
@@ -151,10 +151,6 @@ class Builder:
                 taken = min(max(int(index), 0), len(branches) - 1)
                 return branches[taken], operands[1:]
         return None, operands
-
-
-# Calls with rules of their own for derivatives and batches, which are taken by now.
-_BODIES = {"custom_jvp_call": "call_jaxpr", "custom_vmap_call": "call"}
 
 
 def flatten(closed: jex.ClosedJaxpr) -> Program:

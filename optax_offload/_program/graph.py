@@ -23,6 +23,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload import _compat
+from optax_offload._program.bodies import as_they_are
 
 Atom: TypeAlias = jex.Var | jex.Literal
 T = TypeVar("T")
@@ -142,11 +143,11 @@ def handed_through(body: jex.Jaxpr) -> dict[int, int]:
     """Returns which arguments results of a body are, through checkpoints and calls."""
     known = {v: i for i, v in enumerate(body.invars)}
     for e in body.eqns:
-        if e.primitive.name not in _CALLS:
+        once = as_they_are(e)
+        if once is None:
             continue
-        (inner,) = nested(e)
-        for k, i in handed_through(inner).items():
-            operand = e.invars[len(e.invars) - len(inner.invars) + i]
+        for k, i in handed_through(once.jaxpr).items():
+            operand = e.invars[i]
             if isinstance(operand, jex.Var) and operand in known:
                 known[e.outvars[k]] = known[operand]
     return {
@@ -154,9 +155,6 @@ def handed_through(body: jex.Jaxpr) -> dict[int, int]:
         for k, a in enumerate(body.outvars)
         if isinstance(a, jex.Var) and a in known
     }
-
-
-_CALLS = {"jit", "pjit", "remat2", "custom_jvp_call"}
 
 
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:

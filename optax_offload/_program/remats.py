@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 from jax.extend import core as jex
 
@@ -73,6 +74,31 @@ def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
     return Opened(
         builder.equations, builder.read_all(program.outvars), builder.constants
     )
+
+
+def around(
+    fn: Callable[..., Sequence[Any]], e: jex.JaxprEqn, values: Sequence[Any]
+) -> Sequence[Any]:
+    """The results of an equation of `jax.checkpoint` with another body.
+
+    Args:
+      fn: The body, a function of the values.
+      e: The equation.
+      values: The values that it takes, each where it rests.
+    """
+    found = jax.make_jaxpr(fn)(*values)
+    jaxpr = jex.Jaxpr(
+        constvars=(),
+        invars=[*found.jaxpr.constvars, *found.jaxpr.invars],
+        outvars=found.jaxpr.outvars,
+        eqns=found.jaxpr.eqns,
+        effects=found.jaxpr.effects,
+        debug_info=e.params["jaxpr"].debug_info.with_unknown_names(),
+    )
+    params = {**e.params, "jaxpr": jaxpr}
+    if isinstance(params["prevent_cse"], tuple):
+        params["prevent_cse"] = (*(True for _ in found.consts), *params["prevent_cse"])
+    return e.primitive.bind(*found.consts, *values, **params)
 
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:

@@ -7,8 +7,9 @@ import dataclasses
 from jax.extend import core as jex
 
 from optax_offload import _compat
+from optax_offload._program.bodies import entered
 from optax_offload._program.call import called
-from optax_offload._program.graph import in_pairs, nested, variables, within
+from optax_offload._program.graph import in_pairs, variables, within
 
 # What gives a value back as it is, wherever that rests.
 HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint"}
@@ -44,15 +45,22 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
             continue
         if e.primitive.name == "scan":
             rows.update(variables(e.invars[sum(_compat.scan_counts(e.params)) :]))
-        for inner in nested(e):
-            found = wanted_at_rest(inner)
-            first = len(e.invars) - len(inner.invars)
-            updated.update(variables(e.invars[first + i] for i in found.updated))
-            rows.update(variables(e.invars[first + i] for i in found.rows))
+        found = inside(e)
+        updated.update(variables(e.invars[i] for i in found.updated))
+        rows.update(variables(e.invars[i] for i in found.rows))
     arguments = list(enumerate(body.invars))
     return Wanted(
         frozenset(i for i, v in arguments if v in updated),
         frozenset(i for i, v in arguments if v in rows),
+    )
+
+
+def inside(e: jex.JaxprEqn) -> Wanted:
+    """Finds the operands that the bodies of an equation take where they rest."""
+    bodies = [(wanted_at_rest(x.closed.jaxpr), x.operands) for x in entered(e)]
+    return Wanted(
+        frozenset(at[i] for wanted, at in bodies for i in wanted.updated),
+        frozenset(at[i] for wanted, at in bodies for i in wanted.rows),
     )
 
 

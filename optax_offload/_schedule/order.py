@@ -12,7 +12,14 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload import _compat, _flops, _memory
-from optax_offload._program import Step, bound, is_store, is_transfer, nested, variables
+from optax_offload._program import (
+    Step,
+    as_they_are,
+    bound,
+    is_store,
+    is_transfer,
+    variables,
+)
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
 
@@ -249,9 +256,8 @@ def _flops_of(
 
 def _called(e: jex.JaxprEqn) -> jex.Jaxpr | None:
     """The body of an equation that evaluates it once, in place."""
-    inner = list(nested(e))
-    once = len(inner) == 1 and e.primitive.name not in ("scan", "while")
-    return inner[0] if once and len(inner[0].invars) == len(e.invars) else None
+    once = as_they_are(e)
+    return None if once is None else once.jaxpr
 
 
 def rows_ahead_in_turn(
