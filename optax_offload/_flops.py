@@ -55,7 +55,17 @@ def of_equation(e: jex.JaxprEqn) -> int:
     inside = [of_jaxpr(jaxpr) for jaxpr in nested(e)]
     if name == "cond":
         return max(inside, default=0)
-    return e.params.get("length", 1) * sum(inside) if name == "scan" else sum(inside)
+    return _times(e) * sum(inside)
+
+
+def _times(e: jex.JaxprEqn) -> int:
+    """Returns how often an equation evaluates its bodies, on all devices together."""
+    if e.primitive.name == "scan":
+        return e.params["length"]
+    if e.primitive.name == "shard_map":
+        sizes = e.params["mesh"].shape
+        return math.prod(sizes[name] for name in e.params["newly_manual_axes"])
+    return 1
 
 
 def _shape(v: Any) -> tuple[int, ...]:

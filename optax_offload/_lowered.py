@@ -20,8 +20,9 @@ result is silently in the other memory. So such a program is refused before it r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -60,6 +61,19 @@ class Sharded:
         dimensions = range(len(sharding.dimension_shardings))
         names = (name for d in dimensions for name in _axes_of(sharding, d))
         return math.prod(self.mesh.shape.get(name, 1) for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The spread of a value over a mesh that an equation wants.
+
+    Attributes:
+      sharding: The sharding.
+      axes: The axes of its mesh of which it says how the value is spread over them.
+    """
+
+    sharding: NamedSharding
+    axes: frozenset[str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,19 +172,14 @@ def constrain(y: jax.Array, like: Sharded | None, axis: int | None) -> jax.Array
     return y if like is None else _constrain.bind(y, like=like, axis=axis)
 
 
-def sharded_as(x: jax.Array, like: NamedSharding, axes: frozenset[str]) -> jax.Array:
-    """A value in host memory, sharded over some axes of a mesh as a sharding says.
+def spread_as(x: jax.Array, wanted: Spread) -> jax.Array:
+    """A value in host memory, spread over a mesh as an equation takes it.
 
     In Auto mode XLA shards a value as an equation takes it. In host memory that is a
     collective, which a GPU's compiler refuses and a TPU's leaves to the host. So what
     the program has in another way is loaded, sharded, and stored again.
-
-    Args:
-      x: The value.
-      like: The sharding.
-      axes: The axes.
     """
-    return _sharded_as.bind(x, like=like, axes=axes)
+    return _spread_as.bind(x, wanted=wanted)
 
 
 def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
@@ -222,50 +231,45 @@ def _lower_constrain(
     return [sdy.ShardingConstraintOp(y, sharding).result]
 
 
-def _lower_sharded_as(
-    ctx: mlir.LoweringRuleContext,
-    x: Any,
-    *,
-    like: NamedSharding,
-    axes: frozenset[str],
-) -> Any:
-    found = arguments(ctx, [_before_loops(x)]).get(0)
+def _lower_spread_as(ctx: mlir.LoweringRuleContext, x: Any, *, wanted: Spread) -> Any:
+    found = arguments(ctx, [x]).get(0)
     # What nothing says the compiler shards as it is taken.
-    if found is None or found.sharding is None or _is_like(found.sharding, like, axes):
+    if found is None or found.sharding is None or _is_spread(found.sharding, wanted):
         return [x]
 
-    def fn(x: Any) -> list[Any]:
-        loaded = lax.with_sharding_constraint(_memory.transfer(x, "device"), like)
-        return [_memory.transfer(loaded, "pinned_host")]
+    like = wanted.sharding
+    sharding: Any = sdy.TensorShardingAttr(found.sharding.attribute)
+
+    def moved(x: jax.Array, axis: int | None = None) -> jax.Array:
+        # As it was first, or the compiler would move the collective before the load.
+        loaded = constrain(_memory.transfer(x, "device"), found.sharding, axis)
+        loaded = lax.with_sharding_constraint(loaded, like)
+        return _memory.transfer(loaded, "pinned_host")
+
+    def fn(x: jax.Array) -> list[Any]:
+        if _axes_of(sharding, 0) or any(
+            _memory.names_of(part) for part in like.spec[:1]
+        ):
+            return [moved(x)]
+        return [lax.map(lambda row: moved(row[None], 0)[0], x)]
 
     return mlir.lower_fun(fn, multiple_results=True)(ctx, x)
 
 
-def _is_like(has: Sharded, like: NamedSharding, axes: frozenset[str]) -> bool:
-    """Returns whether a value is sharded over axes as a sharding says."""
+def _is_spread(has: Sharded, wanted: Spread) -> bool:
+    """Returns whether a value is spread over axes as an equation takes it."""
     sharding: Any = sdy.TensorShardingAttr(has.attribute)
-    dimensions = len(sharding.dimension_shardings)
-    wanted = [*like.spec, *[None] * (dimensions - len(like.spec))]
-
-    def spread(names: Iterable[str]) -> list[str]:
-        return [a for a in names if like.mesh.shape.get(a) != 1]
-
-    for d, part in enumerate(wanted):
-        over, names = spread(_axes_of(sharding, d)), spread(_memory.names_of(part))
-        rest = over[len(names) :]
-        if over[: len(names)] != names or not axes.isdisjoint(rest):
+    mesh, spec = wanted.sharding.mesh, wanted.sharding.spec
+    parts = itertools.zip_longest(range(len(sharding.dimension_shardings)), spec)
+    for d, part in parts:
+        over, names = (
+            [a for a in some if mesh.shape.get(a) != 1]
+            for some in (_axes_of(sharding, d), _memory.names_of(part))
+        )
+        others = over[len(names) :]
+        if over[: len(names)] != names or not wanted.axes.isdisjoint(others):
             return False
     return True
-
-
-def _before_loops(x: Any) -> Any:
-    """The value that a loop begins with, of one that it carries."""
-    while isinstance(x.owner, ir.Block):
-        loop: Any = x.owner.owner
-        if loop.name != "stablehlo.while":
-            break
-        x = loop.operands[ir.BlockArgument(x).arg_number]
-    return x
 
 
 def _position(main: Any, x: Any) -> int | None:
@@ -315,9 +319,9 @@ def _with_whole_rows(sharding: Any) -> Any:
     return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dimensions)
 
 
-_sharded_as = jex.Primitive("sharded_as")
-_sharded_as.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_sharded_as, _lower_sharded_as, cacheable=False)
+_spread_as = jex.Primitive("spread_as")
+_spread_as.def_abstract_eval(lambda x, **_: x)
+mlir.register_lowering(_spread_as, _lower_spread_as, cacheable=False)
 _constrain = jex.Primitive("constrain_to_sharding_of_argument")
 _constrain.def_abstract_eval(lambda y, **_: y)
 # Lowered where it is, not in a function of its own that JAX would use again.

@@ -21,8 +21,9 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload import _compat, _memory
+from optax_offload._lowered import Spread, spread_as
 from optax_offload._program import remats, shard_maps
-from optax_offload._program.bodies import entered, of_call, of_platforms
+from optax_offload._program.bodies import entered, of_platforms
 from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.graph import bound, described, in_pairs, read, variables
 from optax_offload._program.replaced import returning
@@ -196,8 +197,12 @@ class _Walk:
                 continue
             run_plain()
             values = [read(a, env.__getitem__) for a in e.invars]
-            with source_info_util.user_context(
-                e.source_info.traceback, name_stack=e.source_info.name_stack
+            info = e.source_info
+            with (
+                source_info_util.user_context(
+                    info.traceback, name_stack=info.name_stack
+                ),
+                e.ctx.manager,
             ):
                 results = self._results(jaxpr, e, values, stored)
             env |= bound(e.outvars, results)
@@ -257,7 +262,8 @@ class _Walk:
         kept = wanted.rows | wanted.updated
         if not kept and not has_update(e):
             return _bound(jaxpr, e, self._load_all(e, values))
-        if not entered(e):
+        bodies = entered(e)
+        if not bodies:
             raise NotImplementedError(
                 f"an offloaded update is in a {described(e)}. How often and on what "
                 "such an equation evaluates its body is not known, so state cannot be "
@@ -265,16 +271,27 @@ class _Walk:
                 "on the device, with a rule for 'device' or the plain optimizer"
             )
         values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
+        values = self._spread(values, wanted.spread)
         if name == "cond":
             return self._cond(e, values)
         if name == "while":
             return self._while(e, values)
         if name in _AROUND:
             values = list(map(_load_rows, values))
-            return _AROUND[name](self._named(e.params["jaxpr"], values), e, values)
-        closed = of_call(e)
-        assert closed is not None
-        return self.evaluate(closed.jaxpr, closed.consts, values)
+            return _AROUND[name](self._named(bodies[0].closed, values), e, values)
+        return self._body(bodies[0].closed)(*values)
+
+    def _spread(
+        self, values: Sequence[Any], spread: Mapping[int, Spread]
+    ) -> Sequence[Any]:
+        """Arguments at rest, spread over a mesh as bodies want them."""
+        found = list(values)
+        # Only there the program knows how they are spread.
+        for i, wanted in spread.items() if _compat.tracing_for_jit_alone() else ():
+            if not isinstance(values[i], RowValue) and rests(values[i]):
+                found[i] = spread_as(values[i], wanted)
+        self.name(found, list(map(self._of, values)))
+        return found
 
     def _scan(
         self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
@@ -282,8 +299,10 @@ class _Walk:
         closed: jex.ClosedJaxpr = e.params["jaxpr"]
         count, carried = _compat.scan_counts(e.params)
         wanted = wanted_at_rest(closed.jaxpr)
-        xs = values[count + carried :]
         first = count + carried
+        whole = {i: x for i, x in wanted.spread.items() if i < first}
+        values = self._spread(values, whole)
+        xs = values[first:]
         consts = [
             x if i in wanted.rows | wanted.updated else self._load(x, e)
             for i, x in enumerate(values[:count])
@@ -375,7 +394,8 @@ class _Walk:
         ]
 
         def branch(b: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-            return lambda *args: _memory.transfer_all(self._body(b)(*args), kinds)
+            body = self._named(b, operands)
+            return lambda *args: _memory.transfer_all(body(*args), kinds)
 
         placed = list(map(branch, branches))
         platforms = of_platforms(e)
@@ -418,13 +438,13 @@ class _Walk:
         return lax.while_loop(goes_on, once, before)
 
     def _named(
-        self, body: jex.Jaxpr, values: Sequence[Any]
+        self, body: jex.ClosedJaxpr, values: Sequence[Any]
     ) -> Callable[..., list[Any]]:
         """A body as a function of what stands for values in it."""
 
         def fn(*args: Any) -> list[Any]:
             self.name(args, list(map(self._of, values)))
-            results = self.evaluate(body, (), args)
+            results = self._body(body)(*args)
             self.name(args, [None] * len(args))
             return results
 

@@ -10,6 +10,8 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
+from optax_offload._program import shard_maps
+from optax_offload._program.bodies import entered
 from optax_offload._program.build import flatten
 from optax_offload._program.call import called
 from optax_offload._program.graph import (
@@ -122,8 +124,8 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
     """Returns the operands of which a result is made, number by number."""
     if e.primitive.name in steps:
         return variables(e.invars)
-    if e.primitive.name == "cond":
-        return _before_branches(e, v, steps)
+    if e.primitive.name in ("cond", "shard_map"):
+        return _before_inside(e, v, steps)
     if e.primitive.name not in ("scan", "while"):
         return []
     # What a loop carries is what it was, a few times over.
@@ -140,17 +142,20 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
     return variables(e.invars[i] for i in [through.get(k, 0)] if i >= first + carried)
 
 
-def _before_branches(
+def _before_inside(
     e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]
 ) -> list[jex.Var]:
-    """Returns the operands of which a conditional's result is made, in any branch."""
+    """Returns the operands of which a body makes a result, in any of the branches."""
     found: list[jex.Var] = []
-    for branch in e.params["branches"]:
-        program = flatten(branch)
-        a = program.outvars[e.outvars.index(v)]
+    k = e.outvars.index(v)
+    for body in entered(e):
+        program = flatten(body.closed)
+        a = program.outvars[k]
         if isinstance(a, jex.Var):
             for x in _leading_to(program, a, program.invars, steps):
-                found += variables([e.invars[1 + program.invars.index(x)]])
+                i = body.operands[program.invars.index(x)]
+                if shard_maps.shards_alike(e, i, k):
+                    found += variables([e.invars[i]])
     return list(dict.fromkeys(found))
 
 

@@ -13,8 +13,7 @@ import jax
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 
-from optax_offload import _memory
-from optax_offload._lowered import sharded_as
+from optax_offload._lowered import Spread
 
 
 def around(
@@ -27,23 +26,39 @@ def around(
       e: The equation.
       values: The values that it takes, each where it rests.
     """
-    params = e.params
-    mesh, specs, axes = (params[k] for k in ("mesh", "in_specs", "newly_manual_axes"))
+    mapped = jax.shard_map(
+        lambda *shards: tuple(fn(*shards)),
+        mesh=e.params["mesh"],
+        in_specs=e.params["in_specs"],
+        out_specs=e.params["out_specs"],
+        axis_names=e.params["newly_manual_axes"],
+        check_vma=e.params["check_vma"],
+    )
+    return mapped(*values)
+
+
+def spread(e: jex.JaxprEqn) -> Sequence[Spread | None]:
+    """The spread that an equation wants of each operand, where no type says it.
+
+    None of other equations than `jax.shard_map`, and of those over axes of a mesh in
+    Explicit mode: there JAX checks it.
+    """
+    if e.primitive.name != "shard_map":
+        return [None] * len(e.invars)
+    mesh, axes = e.params["mesh"], e.params["newly_manual_axes"]
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    unknown = all(types[name] == AxisType.Auto for name in axes)
-    with e.ctx.manager:
-        given = [
-            sharded_as(x, NamedSharding(mesh, spec), axes)
-            if unknown and _memory.on_host(x)
-            else x
-            for x, spec in zip(values, specs, strict=True)
-        ]
-        mapped = jax.shard_map(
-            lambda *shards: tuple(fn(*shards)),
-            mesh=mesh,
-            in_specs=specs,
-            out_specs=params["out_specs"],
-            axis_names=axes,
-            check_vma=params["check_vma"],
-        )
-        return mapped(*given)
+    known = any(types[name] != AxisType.Auto for name in axes)
+    return [
+        None if known else Spread(NamedSharding(mesh, spec), axes)
+        for spec in e.params["in_specs"]
+    ]
+
+
+def shards_alike(e: jex.JaxprEqn, operand: int, result: int) -> bool:
+    """Returns whether a result has its shards where an operand has them.
+
+    So it is with all of other equations than `jax.shard_map`.
+    """
+    if e.primitive.name != "shard_map":
+        return True
+    return e.params["in_specs"][operand] == e.params["out_specs"][result]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from jax.extend import core as jex
 
 from optax_offload import _compat
+from optax_offload._lowered import Spread
+from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.call import called
 from optax_offload._program.graph import in_pairs, variables, within
@@ -22,16 +25,19 @@ class Wanted:
     Attributes:
       updated: The arguments that updates take as state.
       rows: The arguments that scans take rows of.
+      spread: The spread over a mesh that equations want of some of both.
     """
 
     updated: frozenset[int]
     rows: frozenset[int]
+    spread: Mapping[int, Spread]
 
 
 def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
     """Finds the operands that a body takes where they rest."""
     updated: set[jex.Var] = set()
     rows: set[jex.Var] = set()
+    spread: dict[jex.Var, Spread] = {}
     for e in reversed(body.eqns):
         what = called(e)
         if what is not None:
@@ -48,20 +54,27 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
         found = inside(e)
         updated.update(variables(e.invars[i] for i in found.updated))
         rows.update(variables(e.invars[i] for i in found.rows))
+        for i, wanted in found.spread.items():
+            for v in variables([e.invars[i]]):
+                if spread.setdefault(v, wanted) != wanted:
+                    rows.discard(v)
     arguments = list(enumerate(body.invars))
     return Wanted(
         frozenset(i for i, v in arguments if v in updated),
         frozenset(i for i, v in arguments if v in rows),
+        {i: spread[v] for i, v in arguments if v in spread},
     )
 
 
 def inside(e: jex.JaxprEqn) -> Wanted:
     """Finds the operands that the bodies of an equation take where they rest."""
     bodies = [(wanted_at_rest(x.closed.jaxpr), x.operands) for x in entered(e)]
-    return Wanted(
-        frozenset(at[i] for wanted, at in bodies for i in wanted.updated),
-        frozenset(at[i] for wanted, at in bodies for i in wanted.rows),
-    )
+    updated = frozenset(at[i] for wanted, at in bodies for i in wanted.updated)
+    rows = frozenset(at[i] for wanted, at in bodies for i in wanted.rows)
+    spread = {at[i]: x for wanted, at in bodies for i, x in wanted.spread.items()}
+    own = enumerate(shard_maps.spread(e))
+    spread |= {i: x for i, x in own if x is not None and i in updated | rows}
+    return Wanted(updated, rows, spread)
 
 
 def has_update(e: jex.JaxprEqn) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
-from optax_offload._program import Resting, Step, is_transfer
+from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._schedule import order, waiting
 from optax_offload._schedule.follow import Scan, Unfused
 from optax_offload._schedule.fused import Fused
@@ -221,15 +221,29 @@ def _loaded_whole(
     outer = [node for node in plan.rest if node.left is None]
     readers = [program.equations[n.position] for n in outer if v in n.reads]
     readers = [e for e in readers if e.primitive.name != "scan"]
-    if not all(map(is_transfer, readers)):
-        return names  # In the body of one of them.
+    inside = not all(map(is_transfer, readers))  # In the body of one of them, too.
+    readers = [e for e in readers if is_transfer(e)]
     loaded = {x for e in readers for x in e.outvars}
     users = {
         program.equations[n.position].primitive.name
         for n in outer
         if not loaded.isdisjoint(n.reads)
     }
+    if inside:
+        users.update(set(names) - _takers(program, v))
     return tuple(name for name in names if name in users)
+
+
+def _takers(program: Program, v: jex.Var) -> set[str]:
+    """The names of a program's equations that take all of a variable, loaded."""
+    equations = program.equations
+    loads = (e for e in equations if is_transfer(e) and v in e.invars)
+    loaded = {x for e in loads for x in e.outvars}
+    return {
+        e.primitive.name
+        for e in equations
+        if not loaded.isdisjoint(variables(e.invars))
+    }
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> waiting.Passes:

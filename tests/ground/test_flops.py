@@ -4,12 +4,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from optax_offload import _flops as flops
 
 A, B, C = 4, 8, 16
 X, W = jnp.ones((A, B)), jnp.ones((B, C))
 ONCE = 2 * A * B * C
+MESH = jax.sharding.Mesh(jax.devices()[:2], "d")
 
 
 def test_products():
@@ -34,10 +36,14 @@ def test_products():
             2,
         ),
         (jax.grad(lambda x, w: jnp.sum((x @ w) ** 2), argnums=(0, 1)), 3),
+        (
+            jax.shard_map(jnp.dot, mesh=MESH, in_specs=(P("d"), P()), out_specs=P("d")),
+            1,
+        ),
     ],
 )
 def test_nested(fn, times):
-    """Loops count as often as they run; the larger branch; a while loop once."""
+    """Loops count as often as they run; all shards; the larger branch; a while once."""
     assert flops.count(fn, X, W) == times * ONCE
 
 
