@@ -11,7 +11,7 @@ takes, are not stacked: their readers load the rows again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -21,14 +21,20 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload import _compat, _memory
-from optax_offload._lowered import Spread, spread_as
-from optax_offload._program import remats, shard_maps
-from optax_offload._program.bodies import entered, of_platforms
+from optax_offload._lowered import Spread
+from optax_offload._program import conds, jits, remats, shard_maps
+from optax_offload._program.bodies import entered
 from optax_offload._program.call import called, called_where_it_rests
-from optax_offload._program.graph import bound, described, in_pairs, read, variables
+from optax_offload._program.graph import bound, in_pairs, read, variables
 from optax_offload._program.replaced import returning
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
-from optax_offload._program.wanted import HAND_ON, has_update, inside, wanted_at_rest
+from optax_offload._program.wanted import (
+    HAND_ON,
+    has_update,
+    inside,
+    update_refused,
+    wanted_at_rest,
+)
 
 # What scans stack in host memory, and what for.
 Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
@@ -143,7 +149,7 @@ class _Walk:
         self._whole: dict[int | None, list[str]] = {}
         self._updated: set[int | None] = set()
 
-    def name(self, values: Sequence[Any], arguments: Sequence[int | None]) -> None:
+    def name(self, values: Iterable[Any], arguments: Sequence[int | None]) -> None:
         """Says which argument of the step each value is, as long as it lives."""
         self._argument |= bound(map(id, values), arguments)
 
@@ -198,12 +204,8 @@ class _Walk:
             run_plain()
             values = [read(a, env.__getitem__) for a in e.invars]
             info = e.source_info
-            with (
-                source_info_util.user_context(
-                    info.traceback, name_stack=info.name_stack
-                ),
-                e.ctx.manager,
-            ):
+            user = source_info_util.user_context
+            with user(info.traceback, name_stack=info.name_stack), e.ctx.manager:
                 results = self._results(jaxpr, e, values, stored)
             env |= bound(e.outvars, results)
         run_plain()
@@ -264,12 +266,7 @@ class _Walk:
             return _bound(jaxpr, e, self._load_all(e, values))
         bodies = entered(e)
         if not bodies:
-            raise NotImplementedError(
-                f"an offloaded update is in a {described(e)}. How often and on what "
-                "such an equation evaluates its body is not known, so state cannot be "
-                "streamed into it. Call update(...) outside of it; or keep its state "
-                "on the device, with a rule for 'device' or the plain optimizer"
-            )
+            raise update_refused(e)
         values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
         values = self._spread(values, wanted.spread)
         if name == "cond":
@@ -279,19 +276,15 @@ class _Walk:
         if name in _AROUND:
             values = list(map(_load_rows, values))
             return _AROUND[name](self._named(bodies[0].closed, values), e, values)
-        return self._body(bodies[0].closed)(*values)
+        return jits.around(self._body(bodies[0].closed), e, values)
 
     def _spread(
         self, values: Sequence[Any], spread: Mapping[int, Spread]
     ) -> Sequence[Any]:
         """Arguments at rest, spread over a mesh as bodies want them."""
-        found = list(values)
-        # Only there the program knows how they are spread.
-        for i, wanted in spread.items() if _compat.tracing_for_jit_alone() else ():
-            if not isinstance(values[i], RowValue) and rests(values[i]):
-                found[i] = spread_as(values[i], wanted)
-        self.name(found, list(map(self._of, values)))
-        return found
+        found = shard_maps.spread_as_wanted(values, spread)
+        self.name(found.values(), [self._of(values[i]) for i in found])
+        return [found.get(i, x) for i, x in enumerate(values)]
 
     def _scan(
         self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
@@ -397,14 +390,7 @@ class _Walk:
             body = self._named(b, operands)
             return lambda *args: _memory.transfer_all(body(*args), kinds)
 
-        placed = list(map(branch, branches))
-        platforms = of_platforms(e)
-        if platforms is None:
-            return lax.switch(index, placed, *operands)
-        by_name: dict[str, Any] = {}
-        for names, fn in zip(platforms, placed, strict=True):
-            by_name |= dict.fromkeys(["default"] if names is None else names, fn)
-        return lax.platform_dependent(*operands, **by_name)
+        return conds.around(list(map(branch, branches)), e, [index, *operands])
 
     def _body(self, closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
         return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _compat
+from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import flatten
 from optax_offload._program.graph import Components, Program, live, shape, variables
 
@@ -25,6 +28,26 @@ def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     if len(classes) < 2:
         return [e]
     return [_restricted(e, branches, results) for results in classes]
+
+
+def around(
+    branches: Sequence[Callable[..., Any]], e: jex.JaxprEqn, values: Sequence[Any]
+) -> list[Any]:
+    """The results of a conditional with other branches.
+
+    Args:
+      branches: The branches, functions of its operands.
+      e: The conditional.
+      values: The values that it takes: which branch, and the operands.
+    """
+    index, *operands = values
+    platforms = of_platforms(e)
+    if platforms is None:
+        return lax.switch(index, branches, *operands)
+    by_name: dict[str, Any] = {}
+    for names, branch in zip(platforms, branches, strict=True):
+        by_name |= dict.fromkeys(["default"] if names is None else names, branch)
+    return lax.platform_dependent(*operands, **by_name)
 
 
 def _classes(branches: Sequence[Program], count: int) -> list[list[int]]:

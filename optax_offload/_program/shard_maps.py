@@ -6,14 +6,16 @@ shard that its device has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.core
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 
-from optax_offload._lowered import Spread
+from optax_offload import _compat, _memory
+from optax_offload._lowered import Spread, spread_as
 
 
 def around(
@@ -52,6 +54,22 @@ def spread(e: jex.JaxprEqn) -> Sequence[Spread | None]:
         None if known else Spread(NamedSharding(mesh, spec), axes)
         for spec in e.params["in_specs"]
     ]
+
+
+def spread_as_wanted(
+    values: Sequence[Any], wanted: Mapping[int, Spread]
+) -> dict[int, Any]:
+    """Arguments of a step that rest, spread as equations want them, by position.
+
+    Of others the program does not know how they are spread.
+    """
+    if not _compat.tracing_for_jit_alone():
+        return {}
+    return {
+        i: spread_as(values[i], x)
+        for i, x in wanted.items()
+        if isinstance(values[i], jax.core.Tracer) and _memory.on_host(values[i])
+    }
 
 
 def shards_alike(e: jex.JaxprEqn, operand: int, result: int) -> bool:

@@ -12,7 +12,7 @@ from optax_offload._lowered import Spread
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.call import called
-from optax_offload._program.graph import in_pairs, variables, within
+from optax_offload._program.graph import described, in_pairs, variables, within
 
 # What gives a value back as it is, wherever that rests.
 HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint"}
@@ -80,3 +80,13 @@ def inside(e: jex.JaxprEqn) -> Wanted:
 def has_update(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation is an offloaded update, or has one in a body."""
     return called(e) is not None or any(called(x) for x in within(e))
+
+
+def update_refused(e: jex.JaxprEqn) -> NotImplementedError:
+    """The error of an update in the body of an equation that is not entered."""
+    return NotImplementedError(
+        f"an offloaded update is in a {described(e)}. How often and on what such an "
+        "equation evaluates its body is not known, so state cannot be streamed into "
+        "it. Call update(...) outside of it; or keep its state on the device, with a "
+        "rule for 'device' or the plain optimizer"
+    )

@@ -1,6 +1,7 @@
 """What rests on the host and is taken inside of `jax.shard_map`, against plain."""
 
 import contextlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -188,6 +189,22 @@ def test_parameters_that_are_sharded_otherwise(name, microbatches):
 
     with context:
         check_step(lambda tx: training(loss, tx), w, x, steps=1)
+
+
+def test_a_jit_inside_constrains_what_it_did():
+    """Where it is entered for the rows in it, its shardings constrain values."""
+    mesh, context = mesh_of("Auto")
+    w, x = values(mesh, P())
+    over = [NamedSharding(mesh, spec) for spec in (P(), P("d"), P(None, "d"))]
+    model = jax.jit(layers(dense), in_shardings=over[:2], out_shardings=over[2])
+    step = oo.jit(lambda w, x: 2 * model(w, x))
+    rest = oo.set_memory_kind(w, "", "pinned_host")
+    with context:
+        text = step.lower(rest, x).as_text()
+        np.testing.assert_allclose(step(rest, x), 2 * model(w, x), atol=1e-5)
+    assert "of rows in each iteration" in str(step.schedule(rest, x))
+    assert len(re.findall(r'sharding_constraint %\w+ <@\w+, \[{"d"}, {}\]>', text)) == 1
+    assert len(re.findall(r'sharding_constraint .* <@\w+, \[{}, {"d"}\]>', text)) == 1
 
 
 @pytest.mark.aot
