@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -13,9 +14,15 @@ from jax.extend import core as jex
 from optax_offload import _memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
-from optax_offload._program import as_on_device, take_apart
+from optax_offload._program import as_on_device, of_values, take_apart
 from optax_offload._rows import made_by_rows
-from optax_offload._schedule import FusedStep, plan, refusals
+from optax_offload._schedule import (
+    ChosenState,
+    FusedStep,
+    plan,
+    refusals,
+    with_chosen_state,
+)
 from optax_offload._step_options import LateGradients, Options, Residuals
 
 P = ParamSpec("P")
@@ -154,7 +161,8 @@ def traced_at_rest(
     """A step, traced as if all were on the device.
 
     As it is typed where nothing is moved, or where the step itself moves what is in
-    host memory, in a way that needs types to say what is.
+    host memory, in a way that needs types to say what is. Where nothing rests there yet
+    and its update stores new state, types may say that this and the old are apart.
 
     Args:
       trace: Traces the step, given its arguments.
@@ -165,15 +173,21 @@ def traced_at_rest(
     Returns:
       The traced step, and whether it was traced as typed.
     """
-    if not moved:
-        return trace(*args, **kwargs), True
-    given, named = on_the_device((args, kwargs))
-    try:
+    given, named = on_the_device((args, kwargs)) if moved else (args, kwargs)
+
+    def on_device() -> tuple[R, bool]:
         with as_on_device(True):
             return trace(*given, **named), False
+
+    def typed() -> tuple[R, bool]:
+        return trace(*args, **kwargs), True
+
+    first, second = (on_device, typed) if moved else (typed, on_device)
+    try:
+        return first()
     except (TypeError, ValueError) as error:
         try:
-            return trace(*args, **kwargs), True
+            return second()
         except Exception:
             raise error from None
 
@@ -212,7 +226,12 @@ def plan_of(
     residuals = asked.residuals == "host"
     if types is None:
         closed = made_by_rows(closed)
-    return plan(take_apart(closed, types, residuals=residuals), asked)
+    closed, refs = of_values(closed)
+    chosen = ChosenState()
+    if types is not None:
+        closed, chosen = with_chosen_state(closed)
+    step = take_apart(closed, types, refs, residuals=residuals)
+    return dataclasses.replace(plan(step, asked), chosen=chosen)
 
 
 def is_as_it_was(found: FusedStep) -> bool:

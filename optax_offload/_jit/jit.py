@@ -374,11 +374,29 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 
 def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
-    """Raises where a donated argument that scans take rows of finds no result there.
+    """Raises where what replaces a value at rest would be on the device.
 
-    Its successor would be on the device, where it may have no room.
+    That is new state, wherever it came from, and the successor of a donated argument
+    that scans take rows of. It may have no room there, and the next call expects it
+    where it was.
     """
-    rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
+    rest, jaxpr, chosen = plan.step.at_rest, plan.step.jaxpr, plan.chosen
+    results = [path for path, _ in _trees.leaves_with_paths(traced.out_info)]
+    moved = [
+        results[k]
+        for k in chosen.returned
+        if k < len(results) and not _memory.on_host(jaxpr.outvars[k].aval)
+    ]
+    moved += [f"{path} (by {equation})" for path, equation in chosen.lost]
+    if moved:
+        raise ValueError(
+            "new state that the rules put in host memory would be returned on the "
+            f"device: {_trees.listed(moved)}. Between its update and the result, state "
+            "may be chosen and computed with, as by jnp.where(ok, new, old); an "
+            "equation with effects, as a callback, or with an update in it has to be "
+            "beside that. Or move the result back in the function: "
+            "oo.set_memory_kind(state, '.*', 'pinned_host')"
+        )
     if rest is None:
         return
     infos = _trees.leaves_with_paths(traced.args_info)

@@ -15,8 +15,10 @@ from optax_offload._program.call import (
     as_on_device,
     call_update,
     called,
+    equation_of,
     offloaded_update,
 )
+from optax_offload._program.conds import selections
 from optax_offload._program.graph import (
     Atom,
     Components,
@@ -25,11 +27,13 @@ from optax_offload._program.graph import (
     bound,
     dependents,
     described,
+    dtype,
     evaluate,
     in_pairs,
     live,
     needed,
     nested,
+    ordered,
     read,
     shape,
     signature,
@@ -41,13 +45,16 @@ from optax_offload._program.remats import scans
 from optax_offload._program.step import (
     InlinedUpdate,
     Step,
+    apart,
     constrained,
     handed_on,
     is_store,
     is_transfer,
+    of_values,
     take_apart,
 )
 from optax_offload._program.update import Input, Output, Update, trace
+from optax_offload._program.wanted import has_update
 
 __all__ = [
     "AtRest",
@@ -66,6 +73,7 @@ __all__ = [
     "Step",
     "Update",
     "ancestors",
+    "apart",
     "as_on_device",
     "as_they_are",
     "as_zero",
@@ -75,10 +83,13 @@ __all__ = [
     "constrained",
     "dependents",
     "described",
+    "dtype",
+    "equation_of",
     "evaluate",
     "find_branches",
     "flatten",
     "handed_on",
+    "has_update",
     "in_pairs",
     "is_store",
     "is_transfer",
@@ -87,9 +98,12 @@ __all__ = [
     "live",
     "needed",
     "nested",
+    "of_values",
     "offloaded_update",
+    "ordered",
     "read",
     "scans",
+    "selections",
     "shape",
     "signature",
     "take_apart",

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching
 
 from optax_offload import _compat, _memory
 from optax_offload._lowered import Argument
-from optax_offload._program.graph import bound, evaluate, read
+from optax_offload._program.graph import Atom, bound, evaluate, read
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.update import Input, Update
 
@@ -124,6 +124,11 @@ def called_where_it_rests(what: Call, data: Sequence[Any]) -> list[Any]:
 
 def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
     """The results of a call, whose body says what it means."""
+    return offloaded_update.bind(*data, jaxpr=_meaning(what, data), what=what)
+
+
+def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
+    """The plain equations of a call, by which JAX learns whether anything is moved."""
     on_device = as_on_device.value
 
     def meaning(*data: Any) -> list[Any]:
@@ -131,9 +136,29 @@ def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
         kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
         return key_data(_memory.transfer_all(what.plain(loaded), kinds))
 
-    # JAX looks through the bodies of equations to learn whether anything is moved.
-    body = jax.make_jaxpr(meaning)(*data)
-    return offloaded_update.bind(*data, jaxpr=body, what=what)
+    return jax.make_jaxpr(meaning)(*data)
+
+
+def equation_of(
+    what: Call, like: jex.JaxprEqn, operands: list[Atom], results: list[jex.Var]
+) -> jex.JaxprEqn:
+    """The equation of a call, in a step that was traced as if all were on the device.
+
+    Args:
+      what: The call.
+      like: An equation in whose place it is.
+      operands: The operands.
+      results: The results.
+    """
+    with as_on_device(True):
+        body = _meaning(what, [a.aval for a in operands])
+    return like.replace(
+        invars=operands,
+        outvars=results,
+        primitive=offloaded_update,
+        params={"jaxpr": body, "what": what},
+        effects=body.jaxpr.effects,
+    )
 
 
 def called(e: jex.JaxprEqn) -> Call | None:

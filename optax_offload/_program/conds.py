@@ -1,18 +1,28 @@
-"""Conditionals over many leaves, as one conditional for each."""
+"""Conditionals over many leaves, as one conditional for each, or one selection."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _compat
 from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import flatten
-from optax_offload._program.graph import Components, Program, live, shape, variables
+from optax_offload._program.graph import (
+    Atom,
+    Components,
+    Program,
+    dtype,
+    live,
+    shape,
+    variables,
+)
 
 
 def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
@@ -112,3 +122,43 @@ def _closed(program: Program, kept: Sequence[int]) -> jex.ClosedJaxpr:
         debug_info=program.debug_info,
     )
     return jex.ClosedJaxpr(jaxpr, list(constants.values()))
+
+
+def selections(
+    e: jex.JaxprEqn, producers: Mapping[jex.Var, jex.JaxprEqn]
+) -> Iterator[jex.JaxprEqn]:
+    """A conditional as one for each leaf, or a selection where it only chooses."""
+    by, *_ = e.invars
+    before = producers.get(by) if isinstance(by, jex.Var) else None
+    if before is not None and before.primitive.name == "convert_element_type":
+        (source,) = before.invars
+        if dtype(source) == jnp.bool_ and not shape(source):
+            by = source
+    if by is e.invars[0]:
+        last = len(e.params["branches"]) - 1
+        (clamp,) = jax.make_jaxpr(lambda i: lax.clamp(0, i, last))(by.aval).eqns
+        clamp = clamp.replace(invars=[clamp.invars[0], by, clamp.invars[2]])
+        yield clamp
+        (by,) = clamp.outvars
+    for each in split(e):
+        branches = each.params["branches"]
+        found = [_chosen(branch, each.invars[1:]) for branch in branches]
+        cases = [a for a in found if a is not None]
+        sizes = {shape(a) for a in (*cases, *each.outvars)}
+        if len(cases) < len(branches) or len(each.outvars) > 1 or len(sizes) > 1:
+            yield each
+            continue
+        avals = [a.aval for a in (by, *cases)]
+        (select,) = jax.make_jaxpr(lax.select_n)(*avals).eqns
+        yield select.replace(
+            invars=[by, *cases], outvars=each.outvars, source_info=e.source_info
+        )
+
+
+def _chosen(branch: jex.ClosedJaxpr, operands: Sequence[Atom]) -> Atom | None:
+    """The operand that a branch returns, if that is all that it does."""
+    program = flatten(branch)
+    (a,) = program.outvars[:1]
+    if len(program.outvars) > 1 or a not in program.invars:
+        return None
+    return operands[program.invars.index(a)]

@@ -89,6 +89,39 @@ def live(program: Program) -> list[int]:
     return needed(program.equations, variables(program.outvars), effects=True)
 
 
+def ordered(program: Program, equations: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:
+    """The equations that a program needs, each after those that it needs.
+
+    Args:
+      program: The program.
+      equations: The equations, most of which are in order.
+    """
+    producers = {v: i for i, e in enumerate(equations) for v in e.outvars}
+
+    def before(i: int) -> list[int]:
+        taken = variables(equations[i].invars)
+        return sorted({producers[v] for v in taken if v in producers}, reverse=True)
+
+    waiting = [producers[v] for v in variables(program.outvars) if v in producers]
+    waiting += [i for i, e in enumerate(equations) if _compat.has_effects(e)]
+    alive: set[int] = set()
+    while waiting:
+        i = waiting.pop()
+        if i not in alive:
+            alive.add(i)
+            waiting += before(i)
+    done: dict[int, None] = {}
+    for i in sorted(alive):
+        stack = [i]
+        while stack:
+            at = stack[-1]
+            missing = [x for x in before(at) if x not in done]
+            stack += missing
+            if not missing:
+                done[stack.pop()] = None
+    return [equations[i] for i in done]
+
+
 def dependents(program: Program, start: Collection[jex.Var]) -> set[jex.Var]:
     """The variables that depend on any of these, which are among them."""
     found = set(start)
@@ -176,6 +209,12 @@ def shape(a: Atom) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     aval: Any = a.aval
     return aval.shape
+
+
+def dtype(a: Atom) -> Any:
+    """The dtype of a variable or literal."""
+    aval: Any = a.aval
+    return aval.dtype
 
 
 def signature(

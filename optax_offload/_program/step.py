@@ -180,18 +180,19 @@ _TOKEN = jax.core.ShapedArray((), np.dtype(bool))
 def take_apart(
     closed: jex.ClosedJaxpr,
     types: Sequence[Any] | None = None,
+    refs: tuple[Any, ...] = (),
     *,
     residuals: bool = False,
 ) -> Step:
     """The equations of a step, and of the updates in it.
 
     Args:
-      closed: The step.
+      closed: The step, of the values of its refs.
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
+      refs: The refs that it closes over.
       residuals: Whether what scans stack for scans alone rests on the host.
     """
-    closed, refs = _of_values(closed)
     at_rest = None
     if types is None and makes_rows(closed):
         types = closed.in_avals
@@ -214,7 +215,7 @@ def take_apart(
     return Step(program, inlined, closed.jaxpr, refs, at_rest)
 
 
-def _of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
+def of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]]:
     """A step of the values of its refs, and the refs that it closes over.
 
     Values that are read and written are then followed as others are, and no equation
@@ -274,7 +275,7 @@ class _Taken:
                 self.take(inner)
             builder.rename(e.outvars, builder.read_all(opened.results))
         else:
-            for small in _apart(e):
+            for small in apart(e):
                 builder.add(small)
             if e.primitive.name == "scan":
                 passed_on = _passed_on(builder.equations[-1])
@@ -336,7 +337,7 @@ def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
     return typed == update.loads
 
 
-def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+def apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """An equation over many leaves, as one for each where it treats each alone."""
     if e.primitive.name != "device_put":
         return split(e)
@@ -353,7 +354,7 @@ def _apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 def _split(what: Call) -> Call:
     """An update whose equations over many leaves are taken apart."""
     program = what.update.program
-    equations = [small for e in program.equations for small in _apart(e)]
+    equations = [small for e in program.equations for small in apart(e)]
     program = dataclasses.replace(program, equations=equations)
     return dataclasses.replace(
         what, update=dataclasses.replace(what.update, program=program)

@@ -1,5 +1,6 @@
 """Schedules say what is moved and computed when, as values; they touch no array."""
 
+from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep
@@ -20,6 +21,7 @@ from optax_offload._schedule.update import (
 
 __all__ = [
     "Branched",
+    "ChosenState",
     "Fused",
     "FusedScan",
     "FusedStep",
@@ -43,4 +45,5 @@ __all__ = [
     "plan",
     "refusals",
     "schedule",
+    "with_chosen_state",
 ]

@@ -12,6 +12,7 @@ from jax.extend import core as jex
 from optax_offload import _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._schedule import order, waiting
+from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
@@ -80,6 +81,7 @@ class FusedStep(Printed):
       asked: The options that were asked for.
       streaming: The other scans whose iterations load rows for the next, or store those
         of the one before.
+      chosen: What it makes of new state.
     """
 
     step: Step
@@ -87,6 +89,7 @@ class FusedStep(Printed):
     unfused: tuple[Unfused, ...]
     asked: Options = dataclasses.field(default_factory=Options)
     streaming: tuple[FusedScan, ...] = ()
+    chosen: ChosenState = dataclasses.field(default_factory=ChosenState)
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -149,6 +152,7 @@ class FusedStep(Printed):
         if not self.scans:
             lines += ["nothing is fused into a backward pass"]
         lines += self.reasons()
+        lines += _loaded_again(self.chosen)
         for each in self.schedules():
             if not any(straight.groups for straight in each.straights()):
                 continue
@@ -210,6 +214,18 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
         yield (
             f"{size_text(rest.residual_bytes)} of residuals rest on the host between "
             "the forward and the backward pass"
+        )
+
+
+def _loaded_again(chosen: ChosenState) -> Iterator[str]:
+    """Lines on state that is loaded once more, after its update."""
+    by_equation: dict[str, list[str]] = {}
+    for path, equation in chosen.again:
+        by_equation.setdefault(equation, []).append(path)
+    for equation, paths in by_equation.items():
+        yield (
+            f"loaded again after its update, for {equation}, and stored where it "
+            f"rested: {_trees.listed(paths)}"
         )
 
 

@@ -10,19 +10,15 @@ on an H100 such a loop takes longer: there the step adds it as before.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._program import (
     Atom,
-    Builder,
     InlinedUpdate,
-    Input,
     Output,
     Step,
     Update,
@@ -32,6 +28,7 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._rows import is_arithmetic
+from optax_offload._schedule.grown import Grown
 
 
 class Replacement(NamedTuple):
@@ -165,7 +162,7 @@ def with_replacements(
       The update, and what the step gives it.
     """
     program = update.program
-    grown = _Grown(update, operands)
+    grown = Grown(update, operands)
     first = len(program.outvars) - len(made)
     dropped = as_zero(update)
     for k, each in enumerate(made, first):
@@ -173,67 +170,14 @@ def with_replacements(
         if a in dropped:
             predicate, value = dropped[a]
             a = grown.zero_if(predicate, value, a)
-        grown.add(step, k, a, each)
-    return grown.update(), grown.operands
-
-
-class _Grown:
-    """An update that grows by equations of the step."""
-
-    def __init__(self, update: Update, operands: Sequence[Atom]):
-        self._update, self.operands = update, list(operands)
-        program = update.program
-        self._inputs, self._invars = list(update.inputs), list(program.invars)
-        self._outputs, self._outvars = list(update.outputs), list(program.outvars)
-        self._builder = Builder(program.constants)
-        self._builder.equations += program.equations
-
-    def update(self) -> Update:
-        """The update as it is now."""
-        program = dataclasses.replace(
-            self._update.program,
-            equations=self._builder.equations,
-            constants=self._builder.constants,
-            invars=self._invars,
-            outvars=self._outvars,
-        )
-        return Update(program, tuple(self._inputs), tuple(self._outputs))
-
-    def zero_if(self, predicate: jex.Var, value: int, v: jex.Var) -> jex.Var:
-        """An output, or zero in the version of the update that drops it."""
-
-        def chosen(p: Any, x: Any) -> Any:
-            cases = [x, x]
-            cases[value] = lax.full_like(x, 0)
-            return lax.select_n(p, *cases)
-
-        (found,) = variables(self._builder.trace(chosen, predicate, v))
-        return found
-
-    def add(self, step: Step, k: int, v: jex.Var, made: Replacement) -> None:
-        """Makes a replacement of a variable, in place of an output."""
-        builder = self._builder
-        taken = {x: self._input(x) for x in made.takes}
-        builder.rename(variables([made.inlined.results[made.output]]), [v])
-        builder.rename(taken, [self._invars[i] for i in taken.values()])
-        for i in made.positions:
-            e = step.program.equations[i]
-            if is_transfer(e):
-                builder.rename(e.outvars, builder.read_all(e.invars))
-            else:
-                builder.add(e, [jex.Var(x.aval) for x in e.outvars])
-        self._outvars[k] = builder.read(made.result)
-        self._outputs[k] = Output(
-            self._outputs[k].path,
-            _memory.kind_of_type(made.result.aval),
-            taken[made.argument],
+        names = dict.fromkeys(variables([each.inlined.results[each.output]]), a)
+        equations = (step.program.equations[i] for i in each.positions)
+        grown.follow(equations, names, each.takes)
+        (grown.outvars[k],) = grown.read_all([each.result])
+        grown.outputs[k] = Output(
+            grown.outputs[k].path,
+            _memory.kind_of_type(each.result.aval),
+            grown.input(each.argument),
             is_update=True,
         )
-
-    def _input(self, x: jex.Var) -> int:
-        """The position of the input that a variable of the step is, maybe a new one."""
-        if x not in self.operands:
-            self.operands.append(x)
-            self._invars.append(jex.Var(_memory.device_type(x.aval)))
-            self._inputs.append(Input(_memory.on_host(x.aval)))
-        return self.operands.index(x)
+    return grown.update(), grown.operands

@@ -1,0 +1,87 @@
+"""New state that rests on the host, wherever in a step an update makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import Atom, Caller, Output, called, handed_on, variables
+
+
+class NewState(NamedTuple):
+    """New state that rests on the host, a result of an equation.
+
+    Attributes:
+      output: The output of the update that it is.
+      caller: The caller of this.
+    """
+
+    output: Output
+    caller: Caller
+
+
+# The bodies of equations whose results are those of the equation, by parameter.
+BODIES = {
+    "cond": "branches",
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "remat2": "jaxpr",
+    "scan": "jaxpr",
+    "while": "body_jaxpr",
+}
+
+
+def bodies_of(e: jex.JaxprEqn) -> Sequence[Any]:
+    found = e.params[BODIES[e.primitive.name]] if e.primitive.name in BODIES else ()
+    return found if isinstance(found, (tuple, list)) else (found,)
+
+
+def opened(body: Any) -> jex.Jaxpr:
+    return body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
+
+
+def made_by(e: jex.JaxprEqn) -> dict[int, NewState]:
+    """The results of an equation that are new state at rest, by position."""
+    what = called(e)
+    if what is not None:
+        outputs = enumerate(what.update.outputs)
+        return {
+            k: NewState(x, what.caller)
+            for k, x in outputs
+            if x.stored and not x.is_update
+        }
+    found: dict[int, NewState] = {}
+    for body in map(opened, bodies_of(e)):
+        made = made_in(body.eqns)
+        for inner in body.eqns:
+            made |= {v: made[a] for a, v in handed_on(inner) if a in made}
+        found |= {
+            k: made[a]
+            for k, a in enumerate(body.outvars)
+            if isinstance(a, jex.Var) and a in made
+        }
+    return found
+
+
+def made_in(equations: Sequence[jex.JaxprEqn]) -> dict[jex.Var, NewState]:
+    """The variables that are new state at rest, as equations give it."""
+    return {e.outvars[k]: x for e in equations for k, x in made_by(e).items()}
+
+
+def returned(equations: Sequence[jex.JaxprEqn], results: Sequence[Atom]) -> set[Any]:
+    """The results of a program, and the variables that are handed on as these."""
+    found = set(variables(results))
+    for e in reversed(equations):
+        found.update(a for a, v in handed_on(e) if v in found and stays(e))
+    return found
+
+
+def stays(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation hands on state as it is, and where it is."""
+    name = e.primitive.name
+    return name in ("optimization_barrier", "reshard", "sharding_constraint") or (
+        name == "device_put" and any(_memory.on_host(v.aval) for v in e.outvars)
+    )
