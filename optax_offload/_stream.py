@@ -104,6 +104,7 @@ def stream(
     @functools.wraps(step)
     def streaming(*args: P.args, **kwargs: P.kwargs) -> R:
         found, values, shape = traced(step, args, kwargs, asked)
+        check_new_state(found, shape)
         warn_of_refusals(found, shape)
         if is_as_it_was(found):
             return step(*args, **kwargs)
@@ -237,6 +238,36 @@ def plan_of(
 def is_as_it_was(found: FusedStep) -> bool:
     """Returns whether a step can be called as it is."""
     return not found.scans and found.step.at_rest is None
+
+
+def check_new_state(found: FusedStep, results: Any) -> None:
+    """Raises where new state that belongs on the host would be on the device.
+
+    Args:
+      found: The plan of a step.
+      results: A tree of the step's results, or of what stands for them.
+
+    Raises:
+      ValueError: The step returns state, and no update can store it.
+    """
+    paths = [path for path, _ in _trees.leaves_with_paths(results)]
+    outvars = found.step.jaxpr.outvars
+    moved = [
+        paths[k]
+        for k in found.chosen.returned
+        # The new values of refs, which have no path, come last.
+        if k < len(paths) and not _memory.on_host(outvars[k].aval)
+    ]
+    moved += [f"{path} (by {equation})" for path, equation in found.chosen.lost]
+    if moved:
+        raise ValueError(
+            "new state that the rules put in host memory would be returned on the "
+            f"device: {_trees.listed(moved)}. Between its update and the result, state "
+            "may be chosen and computed with, as by jnp.where(ok, new, old), but not "
+            "by a callback, or by an equation with another update in it. Leave that "
+            "out, or move the result back in the function: "
+            "oo.set_memory_kind(state, '.*', 'pinned_host')"
+        )
 
 
 def warn_of_refusals(found: FusedStep, results: Any) -> None:

@@ -27,6 +27,7 @@ from optax_offload._jit.kinds import (
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._stream import (
+    check_new_state,
     is_array,
     is_as_it_was,
     moves,
@@ -380,23 +381,8 @@ def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
     that scans take rows of. It may have no room there, and the next call expects it
     where it was.
     """
-    rest, jaxpr, chosen = plan.step.at_rest, plan.step.jaxpr, plan.chosen
-    results = [path for path, _ in _trees.leaves_with_paths(traced.out_info)]
-    moved = [
-        results[k]
-        for k in chosen.returned
-        if k < len(results) and not _memory.on_host(jaxpr.outvars[k].aval)
-    ]
-    moved += [f"{path} (by {equation})" for path, equation in chosen.lost]
-    if moved:
-        raise ValueError(
-            "new state that the rules put in host memory would be returned on the "
-            f"device: {_trees.listed(moved)}. Between its update and the result, state "
-            "may be chosen and computed with, as by jnp.where(ok, new, old); an "
-            "equation with effects, as a callback, or with an update in it has to be "
-            "beside that. Or move the result back in the function: "
-            "oo.set_memory_kind(state, '.*', 'pinned_host')"
-        )
+    check_new_state(plan, traced.out_info)
+    rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
     if rest is None:
         return
     infos = _trees.leaves_with_paths(traced.args_info)
