@@ -76,8 +76,8 @@ def offload(
 
     Args:
       inner: any optax transformation that can be jitted. Put `optax.MultiSteps` inside:
-        around an offloaded optimizer its ``where`` over the state would compute on the
-        host.
+        around an offloaded optimizer its ``where`` over the state moves all of it in
+        every step, and without `jit` of this library computes on the host.
       rules: the leaves to move: a regex that matches the whole path of a leaf of
         ``inner``'s state, such as ``0/mu/dense/kernel``; or a `Rule`, a sequence of
         them, or an `OffloadConfig`. By default all leaves of at least 64 KiB. Leaves
