@@ -1,7 +1,7 @@
 """Programs as values: the equations of a step or an update, and rewrites of them."""
 
 from optax_offload._program.at_rest import AtRest, Resting
-from optax_offload._program.bodies import as_they_are
+from optax_offload._program.bodies import as_they_are, entered, with_bodies
 from optax_offload._program.branches import (
     Branches,
     as_zero,
@@ -84,6 +84,7 @@ __all__ = [
     "dependents",
     "described",
     "dtype",
+    "entered",
     "equation_of",
     "evaluate",
     "find_branches",
@@ -109,5 +110,6 @@ __all__ = [
     "take_apart",
     "trace",
     "variables",
+    "with_bodies",
     "within",
 ]

@@ -8,7 +8,7 @@ not listed here takes whole values and is left as it is, whatever bodies it has.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from jax.extend import core as jex
 
@@ -25,6 +25,7 @@ _CALLS = {
 _BEHIND = {"remat2": "jaxpr"}
 # On the shard of each operand that a device has; on rows; again and again.
 _PARTS = {"shard_map": "jaxpr", "scan": "jaxpr", "while": "body_jaxpr"}
+_LISTED = _CALLS | _BEHIND | _PARTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +60,31 @@ def entered(e: jex.JaxprEqn) -> Sequence[Body]:
     count = len(e.invars)
     if e.primitive.name == "cond":
         return [Body(x, range(1, count)) for x in e.params["branches"]]
-    closed = _body(e, _CALLS | _BEHIND | _PARTS)
+    closed = _body(e, _LISTED)
     first = e.params["cond_nconsts"] if e.primitive.name == "while" else 0
     return [] if closed is None else [Body(closed, range(first, count))]
+
+
+def with_bodies(
+    e: jex.JaxprEqn, rewritten: Callable[[jex.ClosedJaxpr], jex.ClosedJaxpr]
+) -> jex.JaxprEqn:
+    """An equation with other bodies, of those that it evaluates.
+
+    A body that may close over nothing stays as it was where the other one does.
+    """
+    name = "branches" if e.primitive.name == "cond" else _LISTED.get(e.primitive.name)
+    if name is None:
+        return e
+
+    def other(body: jex.Jaxpr | jex.ClosedJaxpr) -> jex.Jaxpr | jex.ClosedJaxpr:
+        if isinstance(body, jex.ClosedJaxpr):
+            return rewritten(body)
+        found = rewritten(jex.ClosedJaxpr(body, ()))
+        return body if found.consts else found.jaxpr
+
+    before = e.params[name]
+    after = tuple(map(other, before)) if isinstance(before, tuple) else other(before)
+    return e.replace(params={**e.params, name: after})
 
 
 def of_platforms(e: jex.JaxprEqn) -> Sequence[Sequence[str] | None] | None:

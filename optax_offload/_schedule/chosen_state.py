@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from optax_offload._program import (
     dependents,
     described,
     dtype,
+    entered,
     equation_of,
     flatten,
     handed_on,
@@ -41,17 +42,11 @@ from optax_offload._program import (
     selections,
     shape,
     variables,
+    with_bodies,
 )
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.grown import Grown, GrownCall
-from optax_offload._schedule.new_state import (
-    BODIES,
-    bodies_of,
-    made_in,
-    opened,
-    returned,
-    stays,
-)
+from optax_offload._schedule.new_state import made_in, returned, stays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +95,7 @@ def _makes_more(jaxpr: jex.Jaxpr) -> bool:
         return False
     kept = returned(jaxpr.eqns, jaxpr.outvars)
     return not kept.issuperset(made_in(jaxpr.eqns)) or any(
-        _makes_more(opened(body)) for e in jaxpr.eqns for body in bodies_of(e)
+        _makes_more(body.closed.jaxpr) for e in jaxpr.eqns for body in entered(e)
     )
 
 
@@ -135,21 +130,9 @@ def _with_bodies(
     lost: list[tuple[str, str]],
 ) -> jex.JaxprEqn:
     """An equation, in whose bodies updates make the state that these return."""
-    if called(e) is not None or not has_update(e) or e.primitive.name not in BODIES:
+    if called(e) is not None or not has_update(e):
         return e
-
-    def within(body: Any) -> Any:
-        if isinstance(body, jex.ClosedJaxpr):
-            return _rewritten(body, again, lost)
-        found = _rewritten(jex.ClosedJaxpr(body, ()), again, lost)
-        return body if found.consts else found.jaxpr
-
-    name = BODIES[e.primitive.name]
-    before = e.params[name]
-    after = tuple(map(within, bodies_of(e)))
-    return e.replace(
-        params={**e.params, name: after if isinstance(before, tuple) else after[0]}
-    )
+    return with_bodies(e, lambda body: _rewritten(body, again, lost))
 
 
 def _apart(equations: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:
@@ -270,7 +253,7 @@ class _Search:
         return [self._between(v, r) for v, r in taken.items()]
 
     def _leads_to(
-        self, start: jex.Var, results: Mapping[Any, int]
+        self, start: jex.Var, results: Mapping[jex.Var, int]
     ) -> Iterator[tuple[jex.Var, int]]:
         """The results that are made of new state, with the count of equations."""
         front, seen, distance = [start], {start}, 0

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._program import Atom, Caller, Output, called, handed_on, variables
+from optax_offload._program import (
+    Atom,
+    Caller,
+    Output,
+    called,
+    entered,
+    handed_on,
+    variables,
+)
 
 
 class NewState(NamedTuple):
@@ -23,26 +31,6 @@ class NewState(NamedTuple):
     caller: Caller
 
 
-# The bodies of equations whose results are those of the equation, by parameter.
-BODIES = {
-    "cond": "branches",
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "remat2": "jaxpr",
-    "scan": "jaxpr",
-    "while": "body_jaxpr",
-}
-
-
-def bodies_of(e: jex.JaxprEqn) -> Sequence[Any]:
-    found = e.params[BODIES[e.primitive.name]] if e.primitive.name in BODIES else ()
-    return found if isinstance(found, (tuple, list)) else (found,)
-
-
-def opened(body: Any) -> jex.Jaxpr:
-    return body.jaxpr if isinstance(body, jex.ClosedJaxpr) else body
-
-
 def made_by(e: jex.JaxprEqn) -> dict[int, NewState]:
     """The results of an equation that are new state at rest, by position."""
     what = called(e)
@@ -54,7 +42,7 @@ def made_by(e: jex.JaxprEqn) -> dict[int, NewState]:
             if x.stored and not x.is_update
         }
     found: dict[int, NewState] = {}
-    for body in map(opened, bodies_of(e)):
+    for body in (x.closed.jaxpr for x in entered(e)):
         made = made_in(body.eqns)
         for inner in body.eqns:
             made |= {v: made[a] for a, v in handed_on(inner) if a in made}
@@ -71,7 +59,9 @@ def made_in(equations: Sequence[jex.JaxprEqn]) -> dict[jex.Var, NewState]:
     return {e.outvars[k]: x for e in equations for k, x in made_by(e).items()}
 
 
-def returned(equations: Sequence[jex.JaxprEqn], results: Sequence[Atom]) -> set[Any]:
+def returned(
+    equations: Sequence[jex.JaxprEqn], results: Sequence[Atom]
+) -> set[jex.Var]:
     """The results of a program, and the variables that are handed on as these."""
     found = set(variables(results))
     for e in reversed(equations):
