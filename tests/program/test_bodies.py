@@ -105,13 +105,13 @@ def linearly_solved(w, x):
 
 
 def newton(w, x):
-    """Conjugate gradients with products with the Hessian."""
+    """A step by conjugate gradients, with products with the Hessian."""
+    gradient = jax.grad(lambda w: jnp.mean(net(w, x) ** 2))
 
     def hessian(v):
-        gradient = jax.grad(lambda w: jnp.mean(net(w, x) ** 2))
         return jax.jvp(gradient, (w,), (v,))[1] + v
 
-    return net(jax.scipy.sparse.linalg.cg(hessian, w, maxiter=1)[0], x)
+    return jax.scipy.sparse.linalg.cg(hessian, gradient(w), maxiter=1)[0]
 
 
 def partitioned(w, x):
@@ -288,7 +288,7 @@ def train(fn, tx, params):
 
 # The others are in `tests/fused`.
 STEPS = {name: ENTERED[name] for name in ("cond", "remat2")}
-STEPS |= {"newton": newton, "solved": solved, "custom_linear_solve": linearly_solved}
+STEPS |= {"solved": solved, "custom_linear_solve": linearly_solved}
 STEPS["optimized"] = with_gradient(optimize_remat=True)
 
 
@@ -304,26 +304,27 @@ def test_steps(name):
     assert got[0].sharding.memory_kind == "pinned_host"
 
 
-def update_in(primitive):
-    """A step whose update is in an equation that is not entered."""
-    tx = oo.offload(optax.sgd(0.1, momentum=0.9), oo.Rule(".*", min_bytes=8))
-    state = tx.init(W)
-
-    def step(w, trace):
-        def body(w, trace):
-            return tx.update(w, (state[0]._replace(trace=trace), state[1]), w)[0]
-
-        return lax.composite(body, name="my.update")(w, trace)
-
-    return step, state[0].trace
+def test_a_direction_of_newtons():
+    """Its solver takes parameters whole, and the gradient takes them by rows."""
+    step, rest = oo.jit(newton), oo.set_memory_kind(W, "", "pinned_host")
+    np.testing.assert_allclose(step(rest, X), jax.jit(newton)(W, X), atol=1e-6)
+    text = str(step.schedule(rest, X))
+    assert "of rows in each iteration" in text
+    assert "loaded whole by 'custom_linear_solve'" in text
 
 
 def test_an_update_in_an_equation_that_is_not_entered():
     """Raises with the equation, and the fix."""
-    step, trace = update_in("composite")
+    tx = oo.offload(optax.sgd(0.1, momentum=0.9), oo.Rule(".*", min_bytes=8))
+    state = tx.init(W)
+
+    def update(w, trace):
+        return tx.update(w, (state[0]._replace(trace=trace), state[1]), w)[0]
+
+    step = oo.jit(lax.composite(update, name="my.update"))
     message = r"an offloaded update is in a 'composite' in .*Call update\(...\) outside"
     with pytest.raises(NotImplementedError, match=message):
-        oo.jit(step)(W, trace)
+        step(W, state[0].trace)
 
 
 only_elsewhere = jex.Primitive("only_elsewhere")
