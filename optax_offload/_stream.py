@@ -264,9 +264,8 @@ def check_new_state(found: FusedStep, results: Any) -> None:
             "new state that the rules put in host memory would be returned on the "
             f"device: {_trees.listed(moved)}. Between its update and the result, state "
             "may be chosen and computed with, as by jnp.where(ok, new, old), but not "
-            "by a callback, or by an equation with another update in it. Leave that "
-            "out, or move the result back in the function: "
-            "oo.set_memory_kind(state, '.*', 'pinned_host')"
+            "by what has effects, as a callback. Leave that out, or move the result "
+            "back in the function: oo.set_memory_kind(state, '.*', 'pinned_host')"
         )
 
 

@@ -275,7 +275,7 @@ class _Search:
     def _follow(self, i: int, v: jex.Var) -> Sequence[jex.Var]:
         """The results of an equation in which a variable goes on."""
         e = self._program.equations[i]
-        if called(e) is not None:
+        if has_update(e):  # That takes it, and gives new state of its own.
             return ()
         if e.primitive.name == "device_put":  # Where the step itself puts it.
             return [x for a, x in handed_on(e) if a is v and _memory.on_host(x.aval)]
@@ -301,7 +301,7 @@ class _Search:
     def _refused(self, each: _Found) -> jex.JaxprEqn | None:
         """An equation that cannot be part of an update."""
         some = (self._program.equations[i] for i in sorted(each.positions))
-        return next((e for e in some if _compat.has_effects(e) or has_update(e)), None)
+        return next(filter(_compat.has_effects, some), None)
 
     def _update_for(self, each: _Found) -> int | None:
         """The position of the update that can make a result, if there is one."""

@@ -304,13 +304,20 @@ def of_a_cond(tx, params, state, x):
     return params, where(x[0, 0] < 0, new, state)
 
 
+def then_in_a_cond(tx, params, state, x):
+    """A step, and maybe another, which takes the state of the first."""
+    params, state, _ = make_step(tx, lambda ok, new, old: new)(params, state, x)
+    return in_a_cond(tx, params, state, x / 2)
+
+
 def in_a_jit(tx, params, state, x):
     """A step that is jitted by itself."""
     return jax.jit(make_step(tx, where))(params, state, x)[:2]
 
 
 INSIDE = {
-    f.__name__: f for f in (in_a_scan, in_a_while, in_a_cond, of_a_cond, in_a_jit)
+    f.__name__: f
+    for f in (in_a_scan, in_a_while, in_a_cond, then_in_a_cond, of_a_cond, in_a_jit)
 }
 
 
