@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -253,7 +253,7 @@ class _Search:
         return [self._between(v, r) for v, r in taken.items()]
 
     def _leads_to(
-        self, start: jex.Var, results: Mapping[jex.Var, int]
+        self, start: jex.Var, results: Mapping[Any, int]
     ) -> Iterator[tuple[jex.Var, int]]:
         """The results that are made of new state, with the count of equations."""
         front, seen, distance = [start], {start}, 0
