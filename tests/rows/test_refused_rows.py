@@ -133,11 +133,48 @@ REFUSED = {
         in_body(lambda c, g: jnp.swapaxes(c, 0, 1)),
         "add",
     ),
-    "no rule": (
+    "reduce_window": (
         lambda s, g: lax.reduce_window(
             s, 0.0, lax.add, (3, 1, 1), (1, 1, 1), [(1, 1), (0, 0), (0, 0)]
         ),
         r"reduce_window\w*",
+    ),
+    "reduce": (
+        lambda s, g: (
+            lax.reduce(
+                (s, g), (0.0, 0.0), lambda x, y: (x[0] + y[0], x[1] - y[1]), (0,)
+            )[0][:, None]
+            + g
+        ),
+        "reduce",
+    ),
+    "matrices of columns": (
+        lambda s, g: jnp.swapaxes(jnp.linalg.qr(jnp.swapaxes(s, 0, 1), mode="r"), 0, 1),
+        "qr",
+    ),
+    "matrices of columns, followed back": (
+        in_body(
+            lambda c, g: jnp.swapaxes(
+                jnp.linalg.qr(jnp.swapaxes(g, 0, 1), mode="r"), 0, 1
+            )
+        ),
+        "qr",
+    ),
+    "scatter of rows": (lambda s, g: s.at[jnp.argsort(g[:, 0, 0])].set(g), "scatter"),
+    "fft": (lambda s, g: jnp.fft.fft(s, axis=0).real, "fft"),
+    "while, each column until it is done": (
+        jax.vmap(
+            lambda s, g: lax.while_loop(
+                lambda c: jnp.sum(c * c) > 100, lambda c: c / 2 + g / 9, s
+            ),
+            in_axes=1,
+            out_axes=1,
+        ),
+        "reduce_sum|add",
+    ),
+    "no rule": (
+        lambda s, g: s + jax.pure_callback(lambda x: x[::-1], s, s),
+        "pure_callback",
     ),
 }
 

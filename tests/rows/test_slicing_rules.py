@@ -2,10 +2,11 @@
 
 A function of one row is batched by `jax.vmap`, with random batch axes. The rule has to
 find these axes again, and what it makes of the equation for two of the rows has to be
-what the function makes of those.
+what the function makes of those. A rule that refuses says why.
 """
 
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 from jax.extend.random import threefry2x32_p
 
 from optax_offload import _program
 from optax_offload._rows import proof
+from optax_offload._rows.rules import refused
 from optax_offload._rows.rules.registry import RULES, NotRowLocalError
 
 ROWS, TAKEN = 6, 2
@@ -27,8 +30,9 @@ ONE = (
     "abs acos acosh asin asinh atan atanh cbrt ceil cos cosh erf erf_inv erfc exp exp2"
 )
 ONE += " expm1 floor is_finite lgamma digamma log log1p logistic neg round rsqrt sign"
-ONE += " sin sinh sqrt square tan tanh"
+ONE += " sin sinh sqrt square tan tanh bessel_i0e bessel_i1e"
 TWO = "add atan2 div eq ge gt le lt max min mul ne nextafter pow rem sub"
+TWO += " igamma igammac igamma_grad_a"
 BITS = "and or xor shift_left shift_right_arithmetic shift_right_logical"
 REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_sum"
 
@@ -36,6 +40,60 @@ REDUCTIONS = "argmax argmin reduce_max reduce_min reduce_prod reduce_sum"
 def bits_of(x):
     """Whole numbers to shift."""
     return (jnp.abs(x) * 7).astype(jnp.int32)
+
+
+def square(x):
+    """A symmetric, positive definite matrix of a row."""
+    return x[:, :4] + x[:, :4].T + 10 * jnp.eye(4)
+
+
+def windowed(x, init, fn):
+    """A reduction of windows by a function that JAX has no primitive for."""
+    return lax.reduce_window(x, init, fn, (2, 1), (1, 1), "VALID")
+
+
+def largest(x):
+    """The largest of each window, whose derivatives gather and scatter."""
+    return windowed(x, -jnp.inf, lax.max)
+
+
+def sum_and_product(x, y):
+    """A function that JAX has no reduction for."""
+    return x[0] + y[0], x[1] * y[1]
+
+
+def newton(x):
+    """The square root of a row's sum, in as many turns as that takes."""
+    target = jnp.abs(jnp.sum(x)) + 0.5
+
+    def far(c):
+        return jnp.abs(c[0] ** 2 - target) > 1e-3 * target
+
+    def nearer(c):
+        return (c[0] + target / c[0]) / 2, c[1] + 1
+
+    return lax.while_loop(far, nearer, (target, 0))
+
+
+@jax.custom_vjp
+def given(x):
+    """A function whose derivative is given."""
+    return jnp.sin(x)
+
+
+given.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+def scattered(x, how):
+    """At places of the row's own."""
+    at = x.at[bits_of(x[0]) % 4]
+    how = {"mul": "multiply", "sub": "subtract"}.get(how, how)
+    return getattr(at, how)(2 * x[0], unique_indices=how == "multiply")
+
+
+def of_pivots(x):
+    """The permutation that swaps of a row's pivots make."""
+    return lax.linalg.lu_pivots_to_permutation(bits_of(x[:, 0]) % 4, 4)
 
 
 def a_key(x):
@@ -60,6 +118,39 @@ def numpy_name(name):
     return name.removeprefix("reduce_")
 
 
+linalg = sys.modules["jax._src.lax.linalg"]
+# Of one matrix, or of what a decomposition of it is made of.
+OF_MATRICES = {
+    "cholesky": lambda x: lax.linalg.cholesky(square(x)),
+    "eig": lambda x: lax.linalg.eig(x[:, :4]),
+    "eigh": lambda x: lax.linalg.eigh(square(x)),
+    "geqp3": lambda x: linalg.geqp3(x, jnp.zeros(5, jnp.int32)),
+    "geqrf": lambda x: linalg.geqrf(x),
+    "hessenberg": lambda x: lax.linalg.hessenberg(x[:, :4]),
+    "householder_product": lambda x: lax.linalg.householder_product(x[:, :3], x[0, :3]),
+    "lu": lambda x: lax.linalg.lu(x),
+    "lu_pivots_to_permutation": of_pivots,
+    "ormqr": lambda x: linalg.ormqr(x[:, :3], x[0, :3], x),
+    "qr": lambda x: lax.linalg.qr(x, full_matrices=False),
+    "qr, pivoted": lambda x: lax.linalg.qr(x, pivoting=True, full_matrices=True),
+    "schur": lambda x: lax.linalg.schur(x[:, :4]),
+    "svd": lambda x: lax.linalg.svd(x, full_matrices=False),
+    "svd, values alone": lambda x: lax.linalg.svd(x, compute_uv=False),
+    "symmetric_product": lambda x: lax.linalg.symmetric_product(x, x[:, :4]),
+    "triangular_solve": lambda x: lax.linalg.triangular_solve(
+        square(x), x, left_side=True, lower=True
+    ),
+    "tridiagonal": lambda x: lax.linalg.tridiagonal(square(x)),
+    "tridiagonal_solve": lambda x: lax.linalg.tridiagonal_solve(
+        x[:, 0], x[:, 1] + 9, x[:, 2], x
+    ),
+}
+# Of JAX 0.12.
+NEWER = {
+    "log2": lambda x: lax.log2(jnp.abs(x)),
+    "one_minus_square": lambda x: lax.one_minus_square(x),
+    "polynomial": lambda x: lax.polynomial_p.bind(x, 2 * x, x + 1),
+}
 # For each primitive a function of one row, of shape (4, 5).
 EXAMPLES = {
     **named(ONE, lambda n: lambda x: getattr(lax, n)(jnp.abs(x) * 0.5 + 0.1)),
@@ -73,6 +164,13 @@ EXAMPLES = {
             )
         ),
     ),
+    **OF_MATRICES,
+    **{name: fn for name, fn in NEWER.items() if hasattr(lax, name)},
+    **named(
+        "eq_to le_to lt_to", lambda n: lambda x: getattr(lax, f"{n}_p").bind(x, 2 * x)
+    ),
+    "mulhi": lambda x: lax.mulhi(bits_of(x), bits_of(2**20 * x)),
+    "stage": lambda x: lax.stage_p.bind(x),
     **named(REDUCTIONS, lambda n: lambda x: getattr(jnp, numpy_name(n))(x, axis=-1)),
     "add_any": lambda x: jax.vjp(lambda y: y * y, x)[1](x)[0],
     "reduce_and": lambda x: jnp.all(x > 0, axis=0),
@@ -121,6 +219,28 @@ EXAMPLES = {
     "iota": lambda x: lax.fori_loop(
         0, 2, lambda _, y: y + lax.iota(jnp.float32, 5)[None], x
     ),
+    "clz": lambda x: lax.clz(bits_of(x)),
+    "polygamma": lambda x: lax.polygamma(jnp.ones_like(x), jnp.abs(x) + 1),
+    "zeta": lambda x: lax.zeta(jnp.abs(x) + 2, jnp.abs(x) + 1),
+    "regularized_incomplete_beta": lambda x: lax.betainc(
+        jnp.abs(x) + 1, jnp.abs(x) + 2, jax.nn.sigmoid(x)
+    ),
+    "approx_top_k": lambda x: lax.approx_max_k(x, 2, aggregate_to_topk=False),
+    "fft": lambda x: jnp.fft.fft(x, axis=1),
+    "tile": lambda x: lax.tile(x, (2, 1)),
+    "reduce": lambda x: lax.reduce((x, 2 * x), (0.0, 1.0), sum_and_product, (0,)),
+    "reduce_window": lambda x: windowed((x, 2 * x), (0.0, 1.0), sum_and_product),
+    "reduce_window_max": largest,
+    "select_and_gather_add": lambda x: jax.jvp(largest, (x,), (2 * x,))[1],
+    "select_and_scatter_add": lambda x: jax.vjp(largest, x)[1](x[:3])[0],
+    "reduce_window_min": lambda x: windowed(x, jnp.inf, lax.min),
+    "reduce_window_sum": lambda x: windowed(x, 0.0, lax.add),
+    "scatter": lambda x: x.at[jnp.array([2, 0])].set(2 * x[:2]),
+    "scatter-add": lambda x: x.at[:, bits_of(x[0]) % 5].add(2 * x),
+    **named(
+        "scatter-max scatter-min scatter-mul scatter-sub",
+        lambda n: lambda x: scattered(x, n.removeprefix("scatter-")),
+    ),
     "gather": lambda x: TABLE[jnp.clip(bits_of(x), 0, 255)],
     "gather along": lambda x: jnp.take_along_axis(x, jnp.argsort(x, 1), axis=1),
     "gather of columns": lambda x: x[:, jnp.array([0, 3, 3])],
@@ -134,6 +254,12 @@ EXAMPLES = {
     ),
     "jit": lambda x: lax.map(jax.jit(lambda y: y * 2), x),
     "cond": lambda x: lax.cond(True, lambda y: 2 * y, lambda y: y, x),
+    "custom_jvp_call": lambda x: lax.fori_loop(0, 2, lambda _, y: jax.nn.relu(y), x),
+    "custom_vjp_call": lambda x: lax.fori_loop(0, 2, lambda _, y: given(y), x),
+    "custom_linear_solve": lambda x: jax.scipy.sparse.linalg.cg(
+        lambda y: square(x) @ y, x[:, 4], x[:, 3]
+    )[0],
+    "while, each row until it is done": newton,
     "while": lambda x: lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 1.5 + x), (0, x)
     )[1],
@@ -141,8 +267,9 @@ EXAMPLES = {
 }
 # Never in a jaxpr, not in every version of JAX, made others by vmap (see below), or of
 # a mesh in Explicit mode (`tests/fused/test_fused_placement.py`).
-ABSENT = {"stop_gradient", "pjit", "stack", "unstack", "reshard"}
+ABSENT = {"stop_gradient", "stage", "pjit", "stack", "unstack", "reshard"}
 ABSENT |= {"dynamic_slice", "dynamic_update_slice"}
+ABSENT |= {name for name in NEWER if name not in EXAMPLES}
 
 
 def flat_of(fn, axis):
@@ -230,9 +357,34 @@ def test_every_rule_has_an_example():
             x, batched, *_ = flat_of(fn, 1)
             inside = {*primitives_in(jax.make_jaxpr(batched)(x).jaxpr)}
             found |= inside
-            primitive = name.split()[0]
+            primitive = name.split()[0].rstrip(",")
             assert primitive in inside or primitive in ABSENT, name
-    assert sorted(set(RULES) - found - ABSENT) == []
+    having = {name for name, rule in RULES.items() if not is_refused(rule)}
+    assert sorted(having - found - ABSENT) == []
+
+
+def is_refused(rule):
+    """Whether a rule says why there is none."""
+    return isinstance(rule, refused.Refused)
+
+
+def primitives_of(module):
+    """The names of the primitives that a module of JAX has."""
+    return {p.name for p in vars(module).values() if isinstance(p, jex.Primitive)}
+
+
+@pytest.mark.parametrize("module", [lax, lax.linalg, linalg], ids=lambda m: m.__name__)
+def test_each_primitive_has_a_rule_or_a_reason(module):
+    """A new one has neither, and stands here by its name."""
+    assert sorted(primitives_of(module) - set(RULES)) == []
+
+
+def test_a_reason_refuses():
+    """In both directions, and with a text."""
+    for name, rule in RULES.items():
+        if is_refused(rule):
+            assert type(rule).__doc__ != refused.Refused.__doc__
+            assert type(rule).forward is type(rule).__mro__[2].forward, name
 
 
 @pytest.mark.parametrize(
@@ -274,5 +426,5 @@ def test_the_documented_list_is_the_registry():
     text = DOCS.read_text()
     for name, rule in RULES.items():
         assert f"`{name}`" in text, f"{name} ({type(rule).__name__})"
-    listed = text[text.index("| rule |") :].count("`")
-    assert listed == 2 * len(RULES)
+    rows = [line.split("|") for line in text.splitlines() if line.startswith("| ")]
+    assert sum(row[3].count("`") for row in rows) == 2 * len(RULES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -49,13 +49,22 @@ class _Bodies(Rule):
 class Jit(_Bodies):
     """One body."""
 
+    parameter = "jaxpr"
+
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
-        return rows.through(e.params["jaxpr"], axes)
+        return rows.through(e.params[self.parameter], axes)
 
     def resize(
         self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
     ) -> dict[str, Any]:
-        return {"jaxpr": rows.resized(e.params["jaxpr"], axes, size)}
+        return {self.parameter: rows.resized(e.params[self.parameter], axes, size)}
+
+
+@rule("custom_jvp_call", "custom_vjp_call")
+class CustomDerivative(Jit):
+    """One body, whose derivative is taken by now."""
+
+    parameter = "call_jaxpr"
 
 
 @rule("cond")
@@ -79,9 +88,42 @@ class Cond(_Bodies):
         return {"branches": tuple(rows.resized(b, of_branch, size) for b in branches)}
 
 
+@rule("custom_linear_solve")
+class LinearSolve(_Bodies):
+    """Each body takes constants of its own and vectors, to vectors of the same rows."""
+
+    def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
+        count = len(e.outvars)
+        ins, vectors = axes.ins[:-count], _join(axes.ins[-count:], axes.outs)
+        for consts, body in self._bodies(e):
+            found = rows.through(body, Axes([*ins[consts], *vectors], vectors))
+            ins[consts] = found.ins[:-count]
+            vectors = _join(found.ins[-count:], found.outs)
+        return Axes([*ins, *vectors], vectors)
+
+    def resize(
+        self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
+    ) -> dict[str, Any]:
+        small = {
+            body: rows.resized(body, Axes([*axes.ins[at], *axes.outs], axes.outs), size)
+            for at, body in self._bodies(e)
+        }
+        bodies = e.params["jaxprs"]
+        return {"jaxprs": type(bodies)(*(small.get(body) for body in bodies))}
+
+    @staticmethod
+    def _bodies(e: jex.JaxprEqn) -> Iterator[tuple[slice, jex.ClosedJaxpr]]:
+        """Yields where the constants of each body are, and the body."""
+        first = 0
+        for n, body in zip(e.params["const_lengths"], e.params["jaxprs"], strict=True):
+            if body is not None:
+                yield slice(first, first + n), body
+            first += n
+
+
 @rule("while")
 class While(_Bodies):
-    """It goes on for all rows, or for none."""
+    """It goes on for all rows, or for none; or for each row until that row is done."""
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
         ins, outs = axes
@@ -94,9 +136,13 @@ class While(_Bodies):
         cond = rows.through(
             e.params["cond_jaxpr"], Axes([*ins[:of_cond], *carry], [None])
         )
-        if cond.outs != [None]:
-            raise NotRowLocalError(e.primitive.name)
         carry = _join(carry, cond.ins[of_cond:])
+        if cond.outs != [None]:
+            # As `jax.vmap` makes it: what is carried of a row that is done stays, and
+            # the predicate's axes are the first ones of all that is carried.
+            carry = _join(carry, cond.outs * len(carry))
+            if carry != cond.outs * len(carry):
+                raise NotRowLocalError(e.primitive.name)
         body_consts = body.ins[: consts - of_cond]
         return Axes([*cond.ins[:of_cond], *body_consts, *carry], carry)
 

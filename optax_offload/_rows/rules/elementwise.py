@@ -23,14 +23,17 @@ from optax_offload._rows.rules.registry import (
 # fmt: off
 _ELEMENTWISE = (
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2",
-    "atanh", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy",
-    "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-    "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "lgamma",
-    "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg",
-    "nextafter", "not", "or", "population_count", "pow", "real", "reduce_precision",
-    "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic",
-    "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
-    "sub", "tan", "tanh", "threefry2x32", "xor",
+    "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "ceil", "clamp", "clz", "complex",
+    "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq",
+    "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+    "igamma", "igamma_grad_a", "igammac", "imag", "integer_pow", "is_finite", "le",
+    "le_to", "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min",
+    "mul", "mulhi", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+    "polygamma", "polynomial", "population_count", "pow", "real", "reduce_precision",
+    "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "stage", "stop_gradient", "sub", "tan", "tanh", "threefry2x32", "xor",
+    "zeta",
 )
 # fmt: on
 

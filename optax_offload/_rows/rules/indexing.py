@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -150,3 +150,41 @@ class Gather(Rule):
         offsets = e.params["dimension_numbers"].offset_dims
         batch = [d for d in range(len(shape(e.outvars[0]))) if d not in offsets]
         return batch[axis]
+
+
+# fmt: off
+_SCATTERS = (
+    "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul",
+    "scatter-sub",
+)
+# fmt: on
+
+
+@rule(*_SCATTERS)
+class Scatter(Rule):
+    """Into all rows at the same places, or into each row at its own."""
+
+    def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
+        for found in self._ways(e, rows):
+            if all(x in (None, y) for x, y in zip(ins, found, strict=True)):
+                return Axes(found, found[:1])
+        raise NotRowLocalError(e.primitive.name)
+
+    def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
+        return self.forward(e, [only(outs, e), None, None], rows).ins
+
+    def _ways(self, e: jex.JaxprEqn, rows: Rows) -> Iterator[list[Axis]]:
+        """The axes that rows can have: of the operand, the indices and the updates."""
+        operand, _, updates = map(shape, e.invars)
+        numbers = e.params["dimension_numbers"]
+        windows = numbers.update_window_dims
+        own = [d for d in range(len(updates)) if d not in windows]
+        of_indices = numbers.scatter_indices_batching_dims
+        for axis, at in zip(numbers.operand_batching_dims, of_indices, strict=True):
+            yield [axis, at, own[at]]
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = (d for d in range(len(operand)) if d not in gone)
+        for axis, window in zip(kept, windows, strict=True):
+            everywhere = updates[window] == operand[axis] == rows.count
+            if everywhere and axis not in numbers.scatter_dims_to_operand_dims:
+                yield [axis, None, window]

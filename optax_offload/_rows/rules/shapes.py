@@ -166,6 +166,31 @@ class TopK(Along):
         return (e.params.get("axis", -1) % len(shape(e.invars[0])),)
 
 
+@rule("approx_top_k")
+class ApproxTopK(Along):
+    """The largest along an axis, nearly."""
+
+    def along(self, e: jex.JaxprEqn) -> Sequence[int]:
+        return (e.params["reduction_dimension"],)
+
+
+@rule("fft")
+class Fourier(Along):
+    """Along the last axes."""
+
+    def along(self, e: jex.JaxprEqn) -> Sequence[int]:
+        axes = len(shape(e.invars[0]))
+        return range(axes - len(e.params["fft_lengths"]), axes)
+
+
+@rule("tile")
+class Tile(Along):
+    """Repeated, but not along the rows."""
+
+    def along(self, e: jex.JaxprEqn) -> Sequence[int]:
+        return [i for i, n in enumerate(e.params["reps"]) if n != 1]
+
+
 @rule("pad")
 class Pad(Along):
     """Before, after or between, but not along the rows; with one value for all."""
