@@ -94,6 +94,11 @@ def itemsize(x: Any) -> int:
     return _aval(x).dtype.itemsize
 
 
+def devices_of(x: Any) -> int:
+    """The devices of the mesh that a value or type is on; 1 of none."""
+    return _aval(x).sharding.mesh.size or 1
+
+
 def shape_on_each_device(x: Any) -> tuple[int, ...]:
     """The shape of a value's or type's part on each device, as far as its type says."""
     aval = _aval(x)

@@ -77,6 +77,23 @@ def unit(x: Any, axis: int) -> int:
     return 1
 
 
+def row_moves(x: Any, axis: int) -> bool:
+    """Returns whether a TPU moves one index along an axis between memories (F24).
+
+    It does not along the lanes, nor along the rows of tiles where these are packed.
+    """
+    *_, columns = axes = order(x)
+    return axis != columns and (_memory.itemsize(x) >= 4 or axis not in axes[-2:])
+
+
+def part_of_row_moves(x: Any, axis: int) -> bool:
+    """Returns whether a TPU also moves some columns alone of one index along an axis.
+
+    These are what a compiler takes of a row that is sharded only where it is used.
+    """
+    return row_moves(x, axis) and axis not in order(x)[-2:]
+
+
 def constrain(x: jax.Array, of: Any) -> jax.Array:
     """Asks a TPU's compiler to lay out a part of an array as it does all of it.
 

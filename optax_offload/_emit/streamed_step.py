@@ -21,7 +21,7 @@ from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
 from optax_offload._program import Atom, Step, bound
-from optax_offload._schedule import FusedStep
+from optax_offload._schedule import FusedStep, for_tpu
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -31,10 +31,12 @@ class _Call:
     Attributes:
       plan: The plan of the step. It closes over no traced value.
       operands: The value that stands for each operand of the equation in the step.
+      known: The operands that are no arguments and whose values are known.
     """
 
     plan: FusedStep
     operands: tuple[jex.Var, ...]
+    known: Mapping[jex.Var, Any]
 
     def __repr__(self) -> str:
         return f"<{len(self.plan.scans)} scans>"
@@ -62,7 +64,8 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     rest = {v: x for v, x in constants.items() if v not in given}
     program = dataclasses.replace(program, constants=rest)
     plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
-    what = _Call(plan, (*program.invars, *given))
+    known = {v: x for v, x in given.items() if v not in traced}
+    what = _Call(plan, (*program.invars, *given), known)
     if plan.scans or step.moves_rows:
         results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
     else:
@@ -147,6 +150,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     # A TPU's compiler spreads transfers over an iteration by itself: there no row is
     # stored late, so that none is on the device longer.
     late = tuple(ctx.module_context.platforms) != ("tpu",)
+    if not late:
+        plan = for_tpu(plan, operands, what.known)
 
     def fn(*given: Any) -> list[Any]:
         values = {

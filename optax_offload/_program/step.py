@@ -200,6 +200,19 @@ def take_apart(
         inside = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
         inside += closed.in_avals[len(types) :]
         closed, at_rest = resting(closed, inside, residuals=residuals)
+    return in_equations(closed, refs, at_rest)
+
+
+def in_equations(
+    closed: jex.ClosedJaxpr, refs: tuple[Any, ...], at_rest: AtRest | None
+) -> Step:
+    """A step of values where they rest, in its equations.
+
+    Args:
+      closed: The step.
+      refs: See `Step`.
+      at_rest: See `Step`.
+    """
     outer = flatten(closed)
     taken = _Taken(outer)
     for e in outer.equations:

@@ -4,6 +4,7 @@ from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, body_on_device, kernel_of
 from optax_offload._rows.proof import analyze
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
+from optax_offload._rows.small_rows import whole_stacks, with_whole_stacks
 from optax_offload._rows.stacks import made_by_rows
 from optax_offload._rows.sums import SUMMED_BY, Sum, summed
 
@@ -21,4 +22,6 @@ __all__ = [
     "kernel_of",
     "made_by_rows",
     "summed",
+    "whole_stacks",
+    "with_whole_stacks",
 ]

@@ -6,6 +6,7 @@ from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep
 from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._schedule.loops import Loop
+from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.order import Order, by_gradients, only_loaded, order_of
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.rest import Outer, RemainingUpdate
@@ -40,6 +41,7 @@ __all__ = [
     "Target",
     "asked_window",
     "by_gradients",
+    "for_tpu",
     "only_loaded",
     "order_of",
     "plan",

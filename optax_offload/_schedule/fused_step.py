@@ -11,6 +11,7 @@ from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
+from optax_offload._rows import whole_stacks
 from optax_offload._schedule import order, waiting
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused
@@ -103,6 +104,13 @@ class FusedStep(Printed):
         """The passes over the rows of gradients that wait."""
         return passes_of(self.step, self.scans)
 
+    @functools.cached_property
+    def whole_on_tpu(self) -> tuple[jex.Var, ...]:
+        """What rests on the host and is moved whole on a TPU, as its rows are small."""
+        fused = [f for each in self.scans for f in each.fused]
+        found = [v for f in fused for v in f.whole_on_tpu]
+        return tuple(dict.fromkeys((*whole_stacks(self.step.jaxpr), *found)))
+
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that never exist, on each device."""
@@ -151,6 +159,8 @@ class FusedStep(Printed):
         lines = [*_at_rest(self), *lines]
         if not self.scans:
             lines += ["nothing is fused into a backward pass"]
+        if self.whole_on_tpu:
+            lines += [f"on a TPU {_whole_text(self)}"]
         lines += self.reasons()
         lines += _loaded_again(self.chosen)
         for each in self.schedules():
@@ -312,6 +322,12 @@ def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
     sums = sum(len(f.component.sums) for f in each.fused)
     if sums:
         yield f"  summed up row by row, in another order: {sums}"
+
+
+def _whole_text(plan: FusedStep) -> str:
+    nbytes = sum(_memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
+    some = _counted(len(plan.whole_on_tpu), "stack", nbytes)
+    return f"{some} moved whole, and not fused: no row of theirs is whole tiles"
 
 
 def _times(count: int) -> str:

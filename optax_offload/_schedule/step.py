@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import jax.numpy as jnp
@@ -40,12 +40,13 @@ from optax_offload._step_options import LateGradients, Options
 Refusals: TypeAlias = Iterator[list[Unfused]]
 
 
-def plan(step: Step, asked: Options) -> FusedStep:
+def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
     """Finds the updates of a step that can be fused into its backward pass.
 
     Args:
       step: The step.
       asked: The options that are asked for.
+      on_tpu: Whether a row is only moved where a TPU can do that.
     """
     equations, positions = step.program.equations, candidates(step)
     fused: list[FusedScan] = []
@@ -54,8 +55,7 @@ def plan(step: Step, asked: Options) -> FusedStep:
     for i in reversed(positions) if asked.fuse else ():
         scan = Scan(i, equations[i])
         scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
-        later = [j for j in positions if j > i]
-        found = _Search(step, scan, later, fused, asked.late_gradients).run()
+        found = _Search(step, scan, fused, asked.late_gradients, on_tpu).run()
         if found.fused:
             fused.append(found)
         else:
@@ -78,11 +78,12 @@ class _Search:
         self,
         step: Step,
         scan: Scan,
-        later: Collection[int],
         before: Sequence[FusedScan],
         asked: LateGradients,
+        on_tpu: bool,
     ):
-        self._step, self._scan, self._later = step, scan, later
+        self._step, self._scan, self._on_tpu = step, scan, on_tpu
+        self._later = [i for i in candidates(step) if i > scan.position]
         self._before = tuple(before)
         fused = [f for s in before for f in s.fused]
         self._taken = {v for f in fused for v in f.component.results}
@@ -155,6 +156,9 @@ class _Search:
         self, found: RowUses, fused: Sequence[Fused], late: Sequence[Fused]
     ) -> Refusals:
         """Gradients that could be used up, and must not be in this scan."""
+        for f in fused if self._on_tpu else ():
+            if f.whole_on_tpu:
+                yield _unfused(f.component, _WHOLE)
         why = self._why_not_late(found, late)
         if why:
             yield _unfused(late[0].component, why)
@@ -307,6 +311,7 @@ _ORDERED = (
     "it has to wait, and JAX compiles no step with ordered effects (ordered=True) and "
     "a value in host memory"
 )
+_WHOLE = "a TPU moves no row of it, or of its state, by itself (less than a tile)"
 _LATER = "an update in a later scan needs what its update sums up over all rows"
 _KEPT = (
     "its state is kept in some steps (optax.MultiSteps), and would be moved in all "

@@ -1,0 +1,118 @@
+"""Scans whose stacks are moved whole, where a TPU moves no row of them (F24)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory, _tpu_layout
+from optax_offload._program import (
+    Atom,
+    Builder,
+    called,
+    is_store,
+    is_transfer,
+    nested,
+    variables,
+)
+from optax_offload._rows.kernel import body_on_device
+
+
+def whole_stacks(jaxpr: jex.Jaxpr) -> Iterator[jex.Var]:
+    """Yields what scans load rows of or stack in host memory, and a TPU cannot."""
+    for e in jaxpr.eqns:
+        if called(e):
+            continue
+        for body in nested(e):
+            yield from whole_stacks(body)
+        if e.primitive.name == "scan":
+            operands, results = _whole_to(e)
+            yield from variables(e.invars[i] for i in operands)
+            yield from (e.outvars[k] for k in results)
+
+
+def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """The equations, where such stacks are loaded before a scan, or stored after it."""
+    builder = Builder()
+    # Of stacks in host memory that which is on the device.
+    here: dict[Atom, Atom] = {}
+    for e in jaxpr.eqns:
+        params = {} if called(e) else {k: _in(x) for k, x in e.params.items()}
+        operands, results = _whole_to(e) if e.primitive.name == "scan" else ([], [])
+        if not (operands or results):
+            builder.add(e, params=params)
+            continue
+        invars, outvars = builder.read_all(e.invars), list(e.outvars)
+        for i in operands:
+            a = invars[i]
+            if a not in here:
+                here[a] = builder.trace(lambda x: _memory.transfer(x, "device"), a)[0]
+            invars[i] = here[a]
+        for k in results:
+            outvars[k] = jex.Var(_memory.device_type(e.outvars[k].aval))
+        params["jaxpr"] = body_on_device(params["jaxpr"], operands, results)
+        builder.add(e.replace(invars=invars, outvars=outvars), params=params)
+        for k in results:
+            y = outvars[k]
+            (a,) = builder.trace(lambda x: _memory.transfer(x, "pinned_host"), y)
+            builder.rename([e.outvars[k]], [a])
+            here[a] = y
+    results = builder.read_all(jaxpr.outvars)
+    return jaxpr.replace(eqns=builder.equations, outvars=results)
+
+
+def _in(x: Any) -> Any:
+    """A parameter of an equation, with other bodies in it."""
+    if isinstance(x, (tuple, list)):
+        items = list(map(_in, x))
+        same = all(a is b for a, b in zip(items, x, strict=True))
+        return x if same else type(x)(items)
+    if isinstance(x, (jex.ClosedJaxpr, jex.Jaxpr)):
+        jaxpr = x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x
+        if next(whole_stacks(jaxpr), None) is None:
+            return x
+        changed = with_whole_stacks(jaxpr)
+        closed = isinstance(x, jex.ClosedJaxpr)
+        return jex.ClosedJaxpr(changed, x.consts) if closed else changed
+    return x
+
+
+def _whole_to(e: jex.JaxprEqn) -> tuple[list[int], list[int]]:
+    """The operands and results of a scan that a TPU has to move whole, by position.
+
+    Its body loads rows of these operands and does nothing else with them.
+    """
+    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
+    consts, carried = _compat.scan_counts(e.params)
+    otherwise = {
+        v
+        for inner in body.eqns
+        for v in variables(inner.invars)
+        if not is_transfer(inner) or _memory.on_host(inner.outvars[0].aval)
+    }
+    otherwise.update(variables(body.outvars))
+    stored = {v for inner in body.eqns if is_store(inner) for v in inner.outvars}
+    operands = [
+        i
+        for i, (a, v) in enumerate(zip(e.invars, body.invars, strict=True))
+        if i >= consts + carried and isinstance(a, jex.Var) and v not in otherwise
+        if _stays_whole(a)
+    ]
+    results = [
+        k
+        for k, (v, a) in enumerate(zip(e.outvars, body.outvars, strict=True))
+        if k >= carried and a in stored and _stays_whole(v)
+    ]
+    return operands, results
+
+
+def _stays_whole(v: jex.Var) -> bool:
+    """Returns whether a stack is in host memory, and a TPU moves no row of it.
+
+    On several devices a layer may be sharded otherwise than what it takes.
+    """
+    shared = _memory.devices_of(v.aval) > 1
+    moves = _tpu_layout.part_of_row_moves if shared else _tpu_layout.row_moves
+    return _memory.on_host(v.aval) and not moves(v.aval, 0)
