@@ -151,9 +151,11 @@ def movable_nbytes(x: Any) -> int | None:
 
 def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     """Moves a traced value. Nothing happens to a value that is there already."""
-    if on_host(x) == (memory_kind == "pinned_host"):
+    before = "pinned_host" if on_host(x) else "device"
+    if before == memory_kind:
         return x
-    return jax.device_put(x, _SPACES[memory_kind])
+    # Without `src` JAX leaves the cotangent of what is moved to the host there.
+    return jax.device_put(x, _SPACES[memory_kind], src=_SPACES[before])
 
 
 def transfer_all(values: Iterable[Any], memory_kinds: Iterable[str]) -> list[Any]:

@@ -176,7 +176,7 @@ class _Offloading:
     ) -> tuple[optax.Updates, optax.OptState]:
         """As of `optax.GradientTransformationExtraArgs`."""
         args = (updates, state, params, extra_args)
-        if _memory.is_traced(args):
+        if _memory.is_traced(args) or as_on_device.value:
             dynamic, static = split(extra_args, (jax.Array, np.ndarray, np.generic))
             return self._traced_update(updates, state, params, dynamic, static)
         # A number may be another in every step: traced, it costs no compilation.

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from optax_offload import _memory, _trees
+from optax_offload import _compat, _memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
 from optax_offload._program import as_on_device, of_values, take_apart
@@ -103,6 +103,8 @@ def stream(
 
     @functools.wraps(step)
     def streaming(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _compat.jit_is_disabled():
+            return one_by_one(step, args, kwargs, asked)
         found, values, shape = traced(step, args, kwargs, asked)
         check_new_state(found, shape)
         warn_of_refusals(found, shape)
@@ -111,6 +113,54 @@ def stream(
         return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
 
     return streaming
+
+
+def runs_as_it_is(args: Any) -> bool:
+    """Returns whether a jitted function was called as if it were not.
+
+    JAX does so where jit is disabled, and to say which equation makes a NaN
+    (`jax_debug_nans`).
+
+    Args:
+      args: The function's arguments, which jit would have traced.
+    """
+    given = (x for x in jax.tree.leaves(args) if isinstance(x, _ARRAYS))
+    return (
+        _compat.jit_is_disabled()
+        or not _compat.tracing()
+        or any(isinstance(x, (jax.Array, np.ndarray)) and not _memory.is_traced(x) for x in given)
+    )
+
+
+def one_by_one(
+    step: Callable[..., R],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    asked: Options,
+) -> R:
+    """The results of a step that runs as Python has it, with all of it on the device.
+
+    Args:
+      step: The step.
+      args: Its positional arguments, of which some rest on the host.
+      kwargs: Its other arguments.
+      asked: The options that are asked for.
+    """
+    if not any(map(rests, filter(is_array, jax.tree.leaves((args, kwargs))))):
+        return step(*args, **kwargs)
+    try:
+        found, _, _ = traced(step, args, kwargs, asked)
+        kinds = [_memory.kind_of_type(a.aval) for a in found.step.jaxpr.outvars]
+    except jax.errors.JAXTypeError:  # Python looks at values.
+        return step(*args, **kwargs)
+    given, named = jax.tree.map(
+        lambda x: _memory.transfer(x, "device") if is_array(x) and rests(x) else x,
+        (args, kwargs),
+    )
+    with as_on_device(True):
+        results, structure = jax.tree.flatten(step(*given, **named))
+    placed = _memory.transfer_all(results, kinds[: len(results)])
+    return jax.tree.unflatten(structure, placed)
 
 
 def traced(

@@ -20,7 +20,7 @@ from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, MemoryKindError, warn
 from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
-from optax_offload._program import Atom, Step, bound
+from optax_offload._program import Atom, Step, bound, run_now
 from optax_offload._schedule import FusedStep, for_tpu
 
 
@@ -133,12 +133,6 @@ def _plain(*given: Any, jaxpr: jex.Jaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, given[count:], *given[:count])
 
 
-def _now(*given: Any, **params: Any) -> list[Any]:
-    if _compat.jit_is_disabled():
-        return _plain(*given, **params)
-    return jax.jit(lambda *given: _step.bind(*given, **params))(*given)
-
-
 def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) -> Any:
     plan, operands = what.plan, what.operands
     found = arguments(ctx, given)
@@ -185,7 +179,7 @@ _step.multiple_results = True
 # With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when
 # it binds them, which is when the step is lowered.
 _step.is_high = lambda *_, **__: False
-_step.def_impl(_now)
+_step.def_impl(run_now(_step, _plain))
 _step.def_effectful_abstract_eval(_types)
 # Not as a function of its own, in which nothing would be an argument of the program.
 mlir.register_lowering(_step, _lower, cacheable=False)

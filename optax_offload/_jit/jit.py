@@ -31,8 +31,10 @@ from optax_offload._stream import (
     is_array,
     is_as_it_was,
     moves,
+    one_by_one,
     plan_of,
     rests,
+    runs_as_it_is,
     traced_at_rest,
     warn_of_refusals,
 )
@@ -186,7 +188,7 @@ class _Jitted(Generic[P, R]):
         # programs the function's own trace would know nothing of.
         self._outermost = _Variants(fun, options, asked)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
-        self._nested = _Variants(fun, nested, None)
+        self._nested = _Variants(fun, nested, asked, nested=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
@@ -261,10 +263,12 @@ class _Variants:
         self,
         fun: Callable[..., Any],
         options: Mapping[str, Any],
-        asked: Options | None,
+        asked: Options,
+        *,
+        nested: bool = False,
     ):
         self._fun, self._options = fun, dict(options)
-        self._asked = asked
+        self._asked, self._is_nested = asked, nested
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         self._tracer: Any = jax.jit(fun, inline=_compat.INLINE_EARLY, **of_tracing)
@@ -310,8 +314,8 @@ class _Variants:
 
         @functools.wraps(self._fun)
         def staged(*args: Any, **kwargs: Any) -> Any:
-            if _compat.jit_is_disabled():
-                return self._fun(*args, **kwargs)
+            if runs_as_it_is((args, kwargs)):
+                return one_by_one(self._fun, args, kwargs, self._asked)
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
@@ -319,15 +323,14 @@ class _Variants:
                 found = Kinds.of_call(traced, plan)
                 if not found.fit(given) or mesh not in (None, found.mesh):
                     raise _OtherKinds(found)
-            if self._asked is None:  # Within another function, which is compiled.
-                return self._tracer(*args, **kwargs)
-            check_effects(traced, plan)
-            arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
-            if not _ahead.get() and moves([*arrays], self._asked):
-                _one_memory.warn_if_one_memory()
-            _check_returned(traced, plan)
-            donated = donation.donated_leaves((args, kwargs), traced)
-            args, kwargs = donation.pair((args, kwargs), donated)
+            if not self._is_nested:
+                check_effects(traced, plan)
+                arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
+                if not _ahead.get() and moves([*arrays], self._asked):
+                    _one_memory.warn_if_one_memory()
+                _check_returned(traced, plan)
+                donated = donation.donated_leaves((args, kwargs), traced)
+                args, kwargs = donation.pair((args, kwargs), donated)
             warn_of_refusals(plan, traced.out_info)
             if is_as_it_was(plan):
                 return self._tracer(*args, **kwargs)
@@ -348,11 +351,10 @@ class _Variants:
     ) -> tuple[jax.stages.Traced, FusedStep]:
         """The function as it is traced for a call, and the plan of its step."""
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
-        asked = self._asked
-        moved = asked is not None and moves(leaves, asked)
+        moved = moves(leaves, self._asked)
         traced, typed = traced_at_rest(self._tracer.trace, args, kwargs, moved)
         types = None if typed else _at_rest(argument_types(traced), leaves)
-        return traced, plan_of(traced.jaxpr, asked or Options(fuse=False), types)
+        return traced, plan_of(traced.jaxpr, self._asked, types)
 
 
 def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from optax_offload._program.call import (
     called,
     equation_of,
     offloaded_update,
+    run_now,
 )
 from optax_offload._program.conds import selections
 from optax_offload._program.graph import (
@@ -105,6 +106,7 @@ __all__ = [
     "offloaded_update",
     "ordered",
     "read",
+    "run_now",
     "scans",
     "selections",
     "shape",

@@ -459,7 +459,8 @@ def _evaluated(
     used = {v for e in jaxpr.eqns for v in variables(e.invars)}
     used.update(variables(jaxpr.outvars))
     results = [v for e in equations for v in e.outvars if v in used]
-    some = jex.Jaxpr((), free, results, list(equations), debug_info=jaxpr.debug_info)
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    some = jex.Jaxpr((), free, results, list(equations), debug_info=unnamed)
     values = jax.core.eval_jaxpr(some, (), *(env[v] for v in free))
     return bound(results, values)
 

@@ -184,11 +184,32 @@ def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
     return jaxpr.out_avals, jaxpr.jaxpr.effects
 
 
-def _now(*data: Any, **params: Any) -> list[Any]:
-    if _compat.jit_is_disabled():
-        body = params["jaxpr"]
-        return jax.core.eval_jaxpr(body.jaxpr, body.consts, *data)
-    return jax.jit(lambda *data: offloaded_update.bind(*data, **params))(*data)
+def run_now(
+    primitive: jex.Primitive, meaning: Callable[..., list[Any]]
+) -> Callable[..., list[Any]]:
+    """The rule that evaluates an equation outside of `jax.jit`: compiled, as a whole.
+
+    Its own equations run one by one where jit is disabled, where JAX calls a function
+    again to say which equation makes a NaN (`jax_debug_nans`), and where all is on the
+    device.
+
+    Args:
+      primitive: The primitive of the equation.
+      meaning: What it means, given its operands and parameters.
+    """
+
+    def now(*data: Any, **params: Any) -> list[Any]:
+        def once(*data: Any) -> list[Any]:
+            compiled = _memory.is_traced(data) and not as_on_device.value
+            return (primitive.bind if compiled else meaning)(*data, **params)
+
+        return jax.jit(once)(*data)
+
+    return now
+
+
+def _plain(*data: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
+    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *data)
 
 
 def _batched(data: Sequence[Any], dims: Sequence[Any], *, what: Call, **_: Any) -> Any:
@@ -253,7 +274,7 @@ def _beside(tangent: Any, primal: Any) -> Any:
 
 offloaded_update = jex.Primitive("offloaded_update")
 offloaded_update.multiple_results = True
-offloaded_update.def_impl(_now)
+offloaded_update.def_impl(run_now(offloaded_update, _plain))
 offloaded_update.def_effectful_abstract_eval(_types)
 batching.primitive_batchers[offloaded_update] = _batched
 ad.primitive_jvps[offloaded_update] = _jvp
