@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _trees
+from optax_offload import _compat, _memory, _nnx, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
 from optax_offload._program import as_on_device, of_values, take_apart
@@ -105,11 +105,14 @@ def stream(
     def streaming(*args: P.args, **kwargs: P.kwargs) -> R:
         if _compat.jit_is_disabled():
             return one_by_one(step, args, kwargs, asked)
-        found, values, shape = traced(step, args, kwargs, asked)
+        lost: list[str] = []
+        seen = _nnx.watched(step, lost.extend)
+        found, values, shape = traced(seen, args, kwargs, asked)
         check_new_state(found, shape)
         warn_of_refusals(found, shape)
         if is_as_it_was(found):
             return step(*args, **kwargs)
+        _nnx.refuse(lost)
         return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
 
     return streaming
@@ -128,7 +131,10 @@ def runs_as_it_is(args: Any) -> bool:
     return (
         _compat.jit_is_disabled()
         or not _compat.tracing()
-        or any(isinstance(x, (jax.Array, np.ndarray)) and not _memory.is_traced(x) for x in given)
+        or any(
+            isinstance(x, (jax.Array, np.ndarray)) and not _memory.is_traced(x)
+            for x in given
+        )
     )
 
 
@@ -149,7 +155,8 @@ def one_by_one(
     if not any(map(rests, filter(is_array, jax.tree.leaves((args, kwargs))))):
         return step(*args, **kwargs)
     try:
-        found, _, _ = traced(step, args, kwargs, asked)
+        seen = _nnx.watched(step, _nnx.refuse)
+        found, _, _ = traced(seen, args, kwargs, asked)
         kinds = [_memory.kind_of_type(a.aval) for a in found.step.jaxpr.outvars]
     except jax.errors.JAXTypeError:  # Python looks at values.
         return step(*args, **kwargs)

@@ -19,7 +19,7 @@ _NNX_VARIABLE = ("flax.nnx.variablelib", "Variable")
 _HALIAX_ARRAY = ("haliax.core", "NamedArray")
 
 
-def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
+def classes(*names: tuple[str, str]) -> tuple[type, ...]:
     """The classes of these names, of modules that were imported."""
     found = (getattr(sys.modules.get(m), name, None) for m, name in names)
     return tuple(cls for cls in found if isinstance(cls, type))
@@ -27,12 +27,12 @@ def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
 
 def is_linen_box(x: Any) -> bool:
     """Returns whether a node is a Linen box, as ``nn.LogicallyPartitioned``."""
-    return isinstance(x, _classes(_LINEN_BOX))
+    return isinstance(x, classes(_LINEN_BOX))
 
 
 def is_nnx_variable(x: Any) -> bool:
     """Returns whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
-    return isinstance(x, _classes(_NNX_VARIABLE))
+    return isinstance(x, classes(_NNX_VARIABLE))
 
 
 def flatten_with_path(
@@ -46,7 +46,7 @@ def flatten_with_path(
     ``init`` and arrays in ``update``. So the key of the value in its box is no part of
     a path.
     """
-    boxes = _classes(_LINEN_BOX, _NNX_VARIABLE, _HALIAX_ARRAY)
+    boxes = classes(_LINEN_BOX, _NNX_VARIABLE, _HALIAX_ARRAY)
     if not boxes:
         return jax.tree_util.tree_flatten_with_path(tree, is_leaf)
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _one_memory, _trees
+from optax_offload import _compat, _memory, _nnx, _one_memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, shardings
@@ -197,6 +197,9 @@ class _Jitted(Generic[P, R]):
             return variants.current(*args, **kwargs)
         except _OtherKinds as other:
             found = other.found
+        except TypeError as error:
+            _nnx.refuse_leaves(error, args, kwargs)
+            raise
         return variants.switch(found)(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -221,6 +224,9 @@ class _Jitted(Generic[P, R]):
             return variants.current.trace(*args, **kwargs)
         except _OtherKinds as other:
             found = other.found
+        except TypeError as error:
+            _nnx.refuse_leaves(error, args, kwargs)
+            raise
         return variants.switch(found).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -271,7 +277,9 @@ class _Variants:
         self._asked, self._is_nested = asked, nested
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
-        self._tracer: Any = jax.jit(fun, inline=_compat.INLINE_EARLY, **of_tracing)
+        once = functools.partial(jax.jit, inline=_compat.INLINE_EARLY, **of_tracing)
+        self._tracer: Any = once(fun)
+        self._watching: Any = once(_nnx.watched(fun, _nnx.refuse))
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         if isinstance(self._given.get("in_shardings"), list):
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
@@ -289,7 +297,7 @@ class _Variants:
         return self.current
 
     def clear(self) -> None:
-        for jitted in (self._tracer, *self._jitted.values()):
+        for jitted in (self._tracer, self._watching, *self._jitted.values()):
             jitted.clear_cache()
 
     def cache_size(self) -> int:
@@ -352,7 +360,8 @@ class _Variants:
         """The function as it is traced for a call, and the plan of its step."""
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
         moved = moves(leaves, self._asked)
-        traced, typed = traced_at_rest(self._tracer.trace, args, kwargs, moved)
+        tracer = self._watching if _nnx.has_objects((args, kwargs)) else self._tracer
+        traced, typed = traced_at_rest(tracer.trace, args, kwargs, moved)
         types = None if typed else _at_rest(argument_types(traced), leaves)
         return traced, plan_of(traced.jaxpr, self._asked, types)
 
