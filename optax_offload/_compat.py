@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import effects as _effects
 from jax._src.core import NamedAxisEffect, trace_ctx, trace_state_clean
@@ -104,6 +106,28 @@ def tracing_for_jit_alone() -> bool:
 def jit_is_disabled() -> bool:
     """Returns whether jitted functions run as they are (`jax.disable_jit`)."""
     return _config.disable_jit.value
+
+
+def check_inside(
+    primitive: jex.Primitive, body: Callable[..., jex.ClosedJaxpr]
+) -> None:
+    """Has `checkify` look into an equation, as into a nested jit.
+
+    Without this it would take the equation as it is, and miss the NaNs in it.
+
+    Args:
+      primitive: The primitive of the equation.
+      body: What the equation means, given its parameters.
+    """
+    check: Any = _checkify.checkify_jaxpr
+    # Between 0.10.2 and 0.12.0.1 a context has come before the other arguments.
+    first = int(next(iter(inspect.signature(check).parameters)) == "ctx")
+
+    def rule(*args: Any, **params: Any) -> Any:
+        context, (error, enabled, *values) = args[:first], args[first:]
+        return check(*context, body(**params), enabled, error, *values)
+
+    _checkify.error_checks[primitive] = rule
 
 
 def used_inputs(traced: jax.stages.Traced) -> list[bool]:

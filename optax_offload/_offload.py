@@ -283,6 +283,12 @@ def _check_refs(update: Update, known: Mapping[str, Any]) -> None:
         "it. Give it the value, update(..., x=ref[...]), and write the ref beside the "
         "update; or chain what uses the ref before what is offloaded: "
         "optax.chain(uses_ref, offload(...))"
+        + (
+            ". JAX's flags jax_error_checking_behavior_nan, _divide and _oob make such "
+            "refs: leave them at 'ignore', and use checkify"
+            if closed_over
+            else ""
+        )
     )
 
 

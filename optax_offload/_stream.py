@@ -127,15 +127,12 @@ def runs_as_it_is(args: Any) -> bool:
     Args:
       args: The function's arguments, which jit would have traced.
     """
-    given = (x for x in jax.tree.leaves(args) if isinstance(x, _ARRAYS))
-    return (
-        _compat.jit_is_disabled()
-        or not _compat.tracing()
-        or any(
-            isinstance(x, (jax.Array, np.ndarray)) and not _memory.is_traced(x)
-            for x in given
-        )
-    )
+    if _compat.jit_is_disabled() or not _compat.tracing():
+        return True
+    arrays = [
+        x for x in jax.tree.leaves(args) if isinstance(x, (jax.Array, np.ndarray))
+    ]
+    return not all(_memory.is_traced(x) for x in arrays)
 
 
 def one_by_one(
@@ -158,16 +155,17 @@ def one_by_one(
         seen = _nnx.watched(step, _nnx.refuse)
         found, _, _ = traced(seen, args, kwargs, asked)
         kinds = [_memory.kind_of_type(a.aval) for a in found.step.jaxpr.outvars]
-    except jax.errors.JAXTypeError:  # Python looks at values.
-        return step(*args, **kwargs)
+    except jax.errors.JAXTypeError:  # Python looks at values: they are left there.
+        kinds = None
     given, named = jax.tree.map(
         lambda x: _memory.transfer(x, "device") if is_array(x) and rests(x) else x,
         (args, kwargs),
     )
     with as_on_device(True):
         results, structure = jax.tree.flatten(step(*given, **named))
-    placed = _memory.transfer_all(results, kinds[: len(results)])
-    return jax.tree.unflatten(structure, placed)
+    if kinds is not None:
+        results = _memory.transfer_all(results, kinds[: len(results)])
+    return jax.tree.unflatten(structure, results)
 
 
 def traced(

@@ -133,6 +133,12 @@ def _plain(*given: Any, jaxpr: jex.Jaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, given[count:], *given[:count])
 
 
+def _as_arguments(jaxpr: jex.Jaxpr, **_: Any) -> jex.ClosedJaxpr:
+    """The step as it was, of its arguments and of what it closes over."""
+    types = [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)]
+    return jax.make_jaxpr(lambda *given: _plain(*given, jaxpr=jaxpr))(*types)
+
+
 def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) -> Any:
     plan, operands = what.plan, what.operands
     found = arguments(ctx, given)
@@ -185,3 +191,4 @@ _step.def_effectful_abstract_eval(_types)
 mlir.register_lowering(_step, _lower, cacheable=False)
 batching.primitive_batchers[_step] = _batched
 ad.primitive_jvps[_step] = _jvp
+_compat.check_inside(_step, _as_arguments)

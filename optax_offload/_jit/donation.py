@@ -40,37 +40,35 @@ _KIND = "mhlo.memory_kind"
 _SHARDING = ("sdy.sharding", "mhlo.sharding")
 
 
-def donated_leaves(args: Any, traced: jax.stages.Traced) -> list[jax.Array]:
-    """The leaves that a call donates, of those that its function reads.
+def pair(args: Any, traced: jax.stages.Traced) -> Any:
+    """The arguments of a call; when they are lowered, those donated are paired anew.
 
-    Random keys are left out: JAX has them on the device only, and pairs them well.
+    First of all, since what the function does may look at the pairs (`check_pairs`).
 
     Args:
-      args: positional and keyword arguments of the call, as they are being traced.
-      traced: the same call.
+      args: Positional and keyword arguments of the call, as they are being traced.
+      traced: The same call.
     """
     # What is not traced is static.
     leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.core.Tracer)]
     infos = jax.tree.leaves(traced.args_info)
-    return [
-        x
-        for x, info, used in zip(
-            leaves, infos, _compat.used_inputs(traced), strict=True
-        )
-        if info.donated and used and not _is_key(x)
+    used = _compat.used_inputs(traced)
+    found = [
+        (x, info.donated) for x, info, u in zip(leaves, infos, used, strict=True) if u
     ]
-
-
-def pair(args: Any, donated: Sequence[jax.Array]) -> Any:
-    """The arguments of a call; when they are lowered, those donated are paired anew.
-
-    First of all, since what the function does may look at the pairs (`check_pairs`).
-    """
-    if not donated:
+    if not any(donated for _, donated in found):
         return args
-    # Any argument will do that is read, or the equation would be dropped.
-    first = _pair_donations.bind(*donated)
-    return jax.tree.map(lambda x: first if x is donated[0] else x, args)
+    # JAX's own pairs say which keys are donated. Any argument will do besides that is
+    # read, or the equation would be dropped.
+    numbers = [(x, donated) for x, donated in found if not _is_key(x)]
+    of_donated = [x for x, donated in numbers if donated]
+    operands = of_donated or [x for x, _ in (numbers or found)[:1]]
+    first = _pair_donations.bind(*operands, donated=bool(of_donated))
+    if (
+        not numbers
+    ):  # Nothing was drawn from it, whatever `debug_key_reuse` takes it for.
+        first = jax.random.clone(first)
+    return jax.tree.map(lambda x: first if x is operands[0] else x, args)
 
 
 def _is_key(x: jax.Array) -> bool:
@@ -158,14 +156,15 @@ def pairs_by_kind(
     return Pairs(aliases, frozenset(donors), frozenset(unusable))
 
 
-def _pair_in(ctx: mlir.LoweringRuleContext, *donated: Any) -> list[Any]:
+def _pair_in(ctx: mlir.LoweringRuleContext, *operands: Any, donated: bool) -> list[Any]:
     """Lowers `pair_donations`: to nothing, but for the main function's attributes."""
     module = ctx.module_context.module
     main: Any = ctx.module_context.symbol_table["main"]
     attributes = [_named(a) for a in main.arg_attrs]
     kinds = {
         _position(main, value): _memory.kind_of_type(aval)
-        for value, aval in zip(donated, ctx.avals_in, strict=True)
+        for value, aval in zip(operands, ctx.avals_in, strict=True)
+        if donated
     }
     arguments = [
         dataclasses.replace(buffer, kind=_kind(attributes[i], kinds.get(i, "device")))
@@ -177,15 +176,19 @@ def _pair_in(ctx: mlir.LoweringRuleContext, *donated: Any) -> list[Any]:
         for i, a in enumerate(attributes)
         if _ALIAS in a
     }
-    if all(arguments[i].kind == results[j].kind for i, j in given.items()):
-        return [donated[0]]
+    crossing = [i for i, j in given.items() if arguments[i].kind != results[j].kind]
+    if not crossing:
+        return [operands[0]]
+    keys = set(crossing).difference(kinds)
+    kinds |= {i: arguments[i].kind for i in keys}
     taken = {j for i, j in given.items() if i not in kinds}
     pairs = pairs_by_kind(
         [arguments[i] for i in sorted(kinds)],
         [r for r in results if r.position not in taken],
         _partitions(module) > 1,
     )
-    _warn_of_unusable(pairs.unusable, [attributes[i] for i in sorted(kinds)], arguments)
+    said = [attributes[i] for i in sorted(kinds)]
+    _warn_of_unusable(pairs.unusable, said, arguments, bool(keys & pairs.unusable))
     for i in kinds:
         attributes[i].pop(_ALIAS, None)
         attributes[i].pop(_DONOR, None)
@@ -195,15 +198,16 @@ def _pair_in(ctx: mlir.LoweringRuleContext, *donated: Any) -> list[Any]:
         elif i in pairs.donors:
             attributes[i][_DONOR] = ir.BoolAttr.get(True)
     main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in attributes])
-    return [donated[0]]
+    return [operands[0]]
 
 
 def _warn_of_unusable(
     unusable: Collection[int],
     attributes: Sequence[Mapping[str, Any]],
     arguments: Sequence[Buffer],
+    keys: bool,
 ) -> None:
-    """Warns as JAX does, of those that it has not warned of."""
+    """Warns as JAX does, of those that it has not warned of; keys among them or not."""
     warned = sum(_ALIAS not in a and _DONOR not in a for a in attributes)
     if len(unusable) > warned:
         shown = ", ".join(
@@ -212,7 +216,13 @@ def _warn_of_unusable(
         warnings.warn(
             f"Some donated buffers were not usable: {shown}. No result of their size "
             "is left in their memory. Do not donate them, or return what takes their "
-            "place",
+            "place"
+            + keys
+            * (
+                ". New random keys are on the device, as JAX types keys wherever they "
+                "are: keep keys there, optax_offload.set_memory_kind(keys, '.*', "
+                "'device')"
+            ),
             stacklevel=2,
         )
 
@@ -251,7 +261,7 @@ def _partitions(module: Any) -> int:
 
 
 _pair_donations = jex.Primitive("pair_donations")
-_pair_donations.def_impl(lambda *donated: donated[0])
-_pair_donations.def_abstract_eval(lambda *donated: donated[0])
+_pair_donations.def_impl(lambda *operands, **_: operands[0])
+_pair_donations.def_abstract_eval(lambda *operands, **_: operands[0])
 # Lowered where it is, not in a function of its own that JAX would use again.
 mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)

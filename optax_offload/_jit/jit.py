@@ -337,8 +337,7 @@ class _Variants:
                 if not _ahead.get() and moves([*arrays], self._asked):
                     _one_memory.warn_if_one_memory()
                 _check_returned(traced, plan)
-                donated = donation.donated_leaves((args, kwargs), traced)
-                args, kwargs = donation.pair((args, kwargs), donated)
+                args, kwargs = donation.pair((args, kwargs), traced)
             warn_of_refusals(plan, traced.out_info)
             if is_as_it_was(plan):
                 return self._tracer(*args, **kwargs)

@@ -278,3 +278,4 @@ offloaded_update.def_impl(run_now(offloaded_update, _plain))
 offloaded_update.def_effectful_abstract_eval(_types)
 batching.primitive_batchers[offloaded_update] = _batched
 ad.primitive_jvps[offloaded_update] = _jvp
+_compat.check_inside(offloaded_update, lambda jaxpr, **_: jaxpr)

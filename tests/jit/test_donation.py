@@ -194,6 +194,38 @@ def test_a_donated_leaf_that_no_result_of_its_memory_can_use_is_not_donated():
     np.testing.assert_array_equal(result, 2.0)
 
 
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("with_numbers", ["donated", "kept", "none"])
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_donated_random_keys(kind, with_numbers, reuse):
+    """They take a buffer of their own memory, or a warning says why they cannot."""
+
+    def step(keys, *numbers):
+        new = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+        return new, *(x + 1 for x in numbers)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    expected, *_ = step(keys)
+    given = [oo.set_memory_kind(keys, "", kind)]
+    given += [] if with_numbers == "none" else [jnp.ones(3)]
+    donated = range(2 if with_numbers == "donated" else 1)
+    jitted = oo.jit(step, donate_argnums=tuple(donated))
+    with jax.debug_key_reuse(reuse), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        new, *_ = jitted(*given)
+    np.testing.assert_array_equal(*map(jax.random.key_data, (new, expected)))
+    assert new.sharding.memory_kind == "device"
+    assert given[0].is_deleted() == (kind == "device")
+    assert [x.is_deleted() for x in given[1:]] == [True] * (len(donated) - 1) + [
+        False
+    ] * (len(given) - len(donated))
+    messages = [str(each.message) for each in caught]
+    assert len(messages) == (kind == "pinned_host")
+    for message in messages:
+        assert re.match(rf"{UNUSABLE}: tensor<4x2xui32> in pinned_host", message)
+        assert "keep keys there, optax_offload.set_memory_kind(keys" in message
+
+
 def test_results_of_another_shape_take_the_buffer_within_a_memory():
     """XLA finds them; it looks at the memory, on CPU too."""
 
