@@ -83,6 +83,8 @@ def stream(
       `jit(step).schedule(*args)` says what is fused, and why the rest is not.
 
     Raises:
+      TypeError: when called, the step changes objects of Flax NNX in place, does not
+        return them, and anything in it is streamed.
       ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
 
     Example:

@@ -131,6 +131,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
     Raises:
       ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
+      TypeError: when called, the function changes objects of Flax NNX in place and does
+        not return them: JAX gives it copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device.
 
