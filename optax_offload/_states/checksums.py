@@ -46,15 +46,16 @@ class Checksums:
 
     def note(self, index: Index) -> None:
         """Reads the checksums of a part that was just written."""
-        for number, file in self._chunks(index):
-            self._known[number] = _checksum(file)
+        for number, place in self._chunks(index):
+            self._known[number] = self._read(place)
 
     def text(self) -> str:
         """The checksums of all chunks, for a manifest."""
-        for number, file in self._chunks(self._everything()):
-            if number not in self._known:  # Another process wrote it.
-                self._known[number] = _checksum(file)
-        return "".join(self._known[number] for number in sorted(self._known))
+        return "".join(
+            # What is not known here another process wrote.
+            self._known.get(number) or self._read(place)
+            for number, place in self._chunks(self._everything())
+        )
 
     def check(self, index: Index | None = None) -> None:
         """Compares the files of a part, or of all, with what was written.
@@ -63,19 +64,19 @@ class Checksums:
           OSError: A file is missing or cannot be read.
           ValueError: A file is not the one that was written.
         """
-        for number, file in self._chunks(index or self._everything()):
-            found = _checksum(file)
+        for number, place in self._chunks(index or self._everything()):
+            found = self._read(place)
             if self._known.get(number, found) != found:
                 raise ValueError(
-                    f"{file} is whole, but not what was written there: it is a part of "
-                    "another leaf, or of an older state"
+                    f"{self._file(place)} is whole, but not what was written there: it "
+                    "is a part of another leaf, or of an older state"
                 )
 
     def _everything(self) -> Index:
         return [slice(0, length) for length in self._entry.shape]
 
-    def _chunks(self, index: Index) -> Iterator[tuple[int, Path]]:
-        """The number of each chunk in a part, in row-major order, and its file."""
+    def _chunks(self, index: Index) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """The number of each chunk in a part, in row-major order, and its place."""
         axes = []
         for part, step, length in zip(
             index, self._entry.chunk, self._entry.shape, strict=True
@@ -86,11 +87,17 @@ class Checksums:
             number = 0
             for position, count in zip(place, self._counts, strict=True):
                 number = number * count + position
-            # The last axis is that of a number's bytes.
-            yield number, self._leaf / ".".join(map(str, ("c", *place, 0)))
+            yield number, place
 
+    def _file(self, place: tuple[int, ...]) -> str:
+        # The last axis is that of a number's bytes.
+        return f"{self._leaf}/{'.'.join(map(str, ('c', *place, 0)))}"
 
-def _checksum(file: Path) -> str:
-    with open(file, "rb") as f:
-        f.seek(-CHECKSUM_BYTES, os.SEEK_END)
-        return f.read().hex()
+    def _read(self, place: tuple[int, ...]) -> str:
+        """The last bytes of a chunk's file, without a buffer for the others."""
+        file = os.open(self._file(place), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.lseek(file, -CHECKSUM_BYTES, os.SEEK_END)
+            return os.read(file, CHECKSUM_BYTES).hex()
+        finally:
+            os.close(file)
