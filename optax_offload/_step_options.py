@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 LateGradients = Literal["auto", "host", "recompute", "device"]
 Residuals = Literal["device", "host"]
+LatencyHiding = Literal["auto", "on", "off"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,20 +20,27 @@ class Options:
       late_gradients: The treatment of gradients whose update needs all of them first.
       residuals: The place of the values that the forward pass keeps for the backward
         pass.
+      latency_hiding: Whether XLA's latency-hiding scheduler orders a GPU's program.
 
     Example:
-      >>> dict(**Options(residuals="host"))
-      {'fuse': True, 'late_gradients': 'auto', 'residuals': 'host'}
+      >>> options = dict(**Options(residuals="host"))
+      >>> options["late_gradients"], options["residuals"], options["latency_hiding"]
+      ('auto', 'host', 'auto')
     """
 
     fuse: bool = True
     late_gradients: LateGradients = "auto"
     residuals: Residuals = "device"
+    latency_hiding: LatencyHiding = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.fuse, bool):
             raise ValueError(f"fuse is {self.fuse!r}; it must be a bool")
-        for name, of in (("late_gradients", LateGradients), ("residuals", Residuals)):
+        for name, of in (
+            ("late_gradients", LateGradients),
+            ("residuals", Residuals),
+            ("latency_hiding", LatencyHiding),
+        ):
             given, allowed = getattr(self, name), get_args(of)
             if given not in allowed:
                 listed = ", ".join(map(repr, allowed))

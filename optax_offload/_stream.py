@@ -77,6 +77,12 @@ def stream(
         backward scan. ``"host"`` stores and loads them row by row; `jax.checkpoint` and
         its policies decide what is kept at all.
 
+    The options of a compiler are its caller's. Where `jit` would compile for one GPU
+    without XLA's latency-hiding scheduler, the schedule says so, and the line is
+
+        jax.jit(stream(step), compiler_options={
+            "xla_gpu_enable_latency_hiding_scheduler": False})
+
     Returns:
       A function of the same arguments and results. If nothing rests on the host and
       nothing can be fused, it is the step, equation for equation.

@@ -32,7 +32,8 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
-from optax_offload import _compat, _memory
+from optax_offload import _compat, _memory, _trees
+from optax_offload._schedule import FusedStep
 
 _ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
 _DONOR = "jax.buffer_donor"  # This argument's buffer may be any result's; XLA chooses.
@@ -265,3 +266,36 @@ _pair_donations.def_impl(lambda *operands, **_: operands[0])
 _pair_donations.def_abstract_eval(lambda *operands, **_: operands[0])
 # Lowered where it is, not in a function of its own that JAX would use again.
 mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)
+
+
+def check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
+    """Raises where a donated argument that scans take rows of finds no result there.
+
+    Its successor would be on the device, where it may have no room.
+    """
+    rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
+    if rest is None:
+        return
+    infos = _trees.leaves_with_paths(traced.args_info)
+    donated = {x.position: x for x in rest.arguments if infos[x.position][1].donated}
+    left = collections.Counter(
+        _form(a) for a in jaxpr.outvars if _memory.on_host(a.aval)
+    )
+    left.subtract(_form(jaxpr.invars[i]) for i in donated)
+    lost = [
+        infos[i][0].split("/", 1)[1]
+        for i, x in donated.items()
+        if x.scans and not x.returns and left[_form(jaxpr.invars[i])] < 0
+    ]
+    if lost:
+        raise ValueError(
+            "donated arguments rest on the host, and no result replaces them there: "
+            f"{_trees.listed(lost)}. A result replaces an argument if it is that "
+            "argument plus something, of the same shape and dtype. Move another result "
+            "there in the function (oo.set_memory_kind(result, '.*', 'pinned_host')), "
+            "or do not donate them"
+        )
+
+
+def _form(a: Any) -> tuple[object, ...]:
+    return a.aval.shape, a.aval.dtype

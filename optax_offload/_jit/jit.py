@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import contextvars
 import dataclasses
 import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.core
@@ -17,7 +16,7 @@ import jax.core
 from optax_offload import _compat, _memory, _nnx, _one_memory, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import OffloadWarning
-from optax_offload._jit import donation, shardings
+from optax_offload._jit import donation, machine, shardings
 from optax_offload._jit.kinds import (
     Kinds,
     argument_types,
@@ -25,7 +24,12 @@ from optax_offload._jit.kinds import (
     check_on_device,
 )
 from optax_offload._schedule import FusedStep
-from optax_offload._step_options import LateGradients, Options, Residuals
+from optax_offload._step_options import (
+    LateGradients,
+    LatencyHiding,
+    Options,
+    Residuals,
+)
 from optax_offload._stream import (
     check_new_state,
     is_array,
@@ -59,6 +63,7 @@ def jit(
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
+    latency_hiding: LatencyHiding = "auto",
     **jit_kwargs: Any,
 ) -> _Jitted[P, R]: ...
 @overload
@@ -69,6 +74,7 @@ def jit(
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
+    latency_hiding: LatencyHiding = "auto",
     **jit_kwargs: Any,
 ) -> _Decorator: ...
 def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
@@ -80,6 +86,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
+    latency_hiding: LatencyHiding = "auto",
     **jit_kwargs: Any,
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
@@ -119,6 +126,13 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       fuse: as in `stream`.
       late_gradients: as in `stream`.
       residuals: as in `stream`.
+      latency_hiding: whether XLA's latency-hiding scheduler orders a GPU's program:
+        ``"on"`` or ``"off"`` (its option ``xla_gpu_enable_latency_hiding_scheduler``).
+        ``"auto"`` leaves it on, but where it does harm: on one GPU, where arguments at
+        rest are loaded whole between the operations of a step, and no transfer overlaps
+        the backward pass. There it keeps several times more alive for nothing. On
+        several GPUs it hides collectives, for more memory; `plan` tries both. An option
+        in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS`` stands.
       **jit_kwargs: the other arguments of `jax.jit`.
 
     Returns:
@@ -130,7 +144,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         host share one memory, so that this frees nothing (`optax-offload doctor`).
 
     Raises:
-      ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
+      ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` has an unknown
+        value.
       TypeError: when called, the function changes objects of Flax NNX in place and does
         not return them: JAX gives it copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
@@ -155,7 +170,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         options["donate_argnums"] = donate_argnums
     if donate_argnames:
         options["donate_argnames"] = donate_argnames
-    asked = Options(fuse, late_gradients, residuals)
+    asked = Options(fuse, late_gradients, residuals, latency_hiding)
     if fun is None:
         return functools.partial(jit, **dataclasses.asdict(asked), **options)
     return _Jitted(fun, options, asked)
@@ -197,12 +212,12 @@ class _Jitted(Generic[P, R]):
         variants = self._nested if _compat.tracing() else self._outermost
         try:
             return variants.current(*args, **kwargs)
-        except _OtherKinds as other:
-            found = other.found
+        except _OtherVariant as other:
+            wanted = other.wanted
         except TypeError as error:
             _nnx.refuse_leaves(error, args, kwargs)
             raise
-        return variants.switch(found)(*args, **kwargs)
+        return variants.switch(wanted, (args, kwargs))(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
@@ -223,13 +238,13 @@ class _Jitted(Generic[P, R]):
     ) -> jax.stages.Traced:
         variants = self._nested if _compat.tracing() else self._outermost
         try:
-            return variants.current.trace(*args, **kwargs)
-        except _OtherKinds as other:
-            found = other.found
+            return variants.traced_last().trace(*args, **kwargs)
+        except _OtherVariant as other:
+            wanted = other.wanted
         except TypeError as error:
             _nnx.refuse_leaves(error, args, kwargs)
             raise
-        return variants.switch(found).trace(*args, **kwargs)
+        return variants.switch(wanted, (args, kwargs)).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the function for arguments, as the method that `jax.jit` gives."""
@@ -287,16 +302,38 @@ class _Variants:
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
             self._given["in_shardings"] = tuple(self._given["in_shardings"])
         self._jitted: dict[Hashable, Any] = {}
-        self.current = self._variant(self._given, None)
+        self.current = self._variant(self._given)
+        # What is traced for devices that are not attached, is not what is called here.
+        self._of_target: dict[machine.Machine, Any] = {}
 
-    def switch(self, found: Kinds) -> Any:
-        """Makes the variant for such memory kinds the one to be called."""
-        _compat.forget_only_call(self.current)
+    def traced_last(self) -> Any:
+        """The variant that was traced last, for the devices that traces are for."""
+        target = machine.target()
+        if target is None:
+            return self.current
+        if target not in self._of_target:
+            self._of_target[target] = self._variant(self._given)
+        return self._of_target[target]
+
+    def switch(self, wanted: _Wanted, call: Any) -> Any:
+        """Makes the variant that is wanted the one to be called, or traced.
+
+        Args:
+          wanted: The variant.
+          call: The arguments of the call.
+        """
+        _compat.forget_only_call(self.traced_last())
         given = {
-            k: shardings.with_kinds(v, found.of[k]) for k, v in self._given.items()
+            k: shardings.with_kinds(v, wanted.kinds.of[k])
+            for k, v in self._given.items()
         }
-        self.current = self._variant(given, found)
-        return self.current
+        found = self._variant(given, wanted, call)
+        target = machine.target()
+        if target is None:
+            self.current = found
+        else:
+            self._of_target[target] = found
+        return found
 
     def clear(self) -> None:
         for jitted in (self._tracer, self._watching, *self._jitted.values()):
@@ -305,20 +342,39 @@ class _Variants:
     def cache_size(self) -> int:
         return sum(jitted._cache_size() for jitted in self._jitted.values())
 
-    def _variant(self, given: Mapping[str, Any], found: Kinds | None) -> Any:
+    def _variant(
+        self, given: Mapping[str, Any], wanted: _Wanted | None = None, call: Any = ()
+    ) -> Any:
         leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: x is None)
         # Specs mean a mesh only when they are used, other entries bring their own.
         specs = any(map(shardings.names_partition_specs, self._given.values()))
-        mesh = found.mesh if found is not None and specs else None
-        key = (tuple(leaves), treedef, mesh)
+        mesh = wanted.kinds.mesh if wanted is not None and specs else None
+        hiding: LatencyHiding = "auto" if wanted is None else wanted.latency_hiding
+        of_compiler = self._compiler_options(hiding, call)
+        told = machine.SCHEDULER in of_compiler.get("compiler_options", ())
+        key = (tuple(leaves), treedef, mesh, hiding, told, machine.target())
         if key not in self._jitted:
-            if found is not None and "out_shardings" in self._given:
-                _warn_of_host(self._given["out_shardings"], found.of["out_shardings"])
-            options = {**self._options, **given}
-            self._jitted[key] = jax.jit(self._staged(given, mesh), **options)
+            if wanted is not None and "out_shardings" in self._given:
+                kinds = wanted.kinds.of["out_shardings"]
+                _warn_of_host(self._given["out_shardings"], kinds)
+            options = {**self._options, **given, **of_compiler}
+            staged = self._staged(given, mesh, hiding)
+            self._jitted[key] = jax.jit(staged, **options)
         return self._jitted[key]
 
-    def _staged(self, given: Mapping[str, Any], mesh: Any) -> Callable[..., Any]:
+    def _compiler_options(self, hiding: LatencyHiding, call: Any) -> dict[str, Any]:
+        """The options of the compiler for a call, where they are not those given."""
+        if self._is_nested or hiding == "auto":
+            return {}
+        given = self._options.get("compiler_options")
+        where = machine.machine_of((call, self._given))
+        asked = self._asked.latency_hiding
+        found = machine.compiler_options(given, asked, hiding, where)
+        return {} if found is None else {"compiler_options": found}
+
+    def _staged(
+        self, given: Mapping[str, Any], mesh: Any, hiding: LatencyHiding
+    ) -> Callable[..., Any]:
         """The function as it is traced for one variant."""
         on_one_device = any(self._options.get(k) for k in ("device", "backend"))
 
@@ -329,16 +385,18 @@ class _Variants:
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
-            if given:
-                found = Kinds.of_call(traced, plan)
-                if not found.fit(given) or mesh not in (None, found.mesh):
-                    raise _OtherKinds(found)
+            wanted = _Wanted(Kinds.of_call(traced, plan), self._latency_hiding(plan))
+            fits = wanted.kinds.fit(given) and mesh in (None, wanted.kinds.mesh)
+            other = hiding != wanted.latency_hiding and machine.may_be_a_gpu()
+            if not fits or other:
+                raise _OtherVariant(wanted)
             if not self._is_nested:
                 check_effects(traced, plan)
                 arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
                 if not _ahead.get() and moves([*arrays], self._asked):
                     _one_memory.warn_if_one_memory()
-                _check_returned(traced, plan)
+                check_new_state(plan, traced.out_info)
+                donation.check_returned(traced, plan)
                 args, kwargs = donation.pair((args, kwargs), traced)
             warn_of_refusals(plan, traced.out_info)
             if is_as_it_was(plan):
@@ -350,6 +408,11 @@ class _Variants:
 
         staged.__name__ = _name_of(self._fun)
         return staged
+
+    def _latency_hiding(self, plan: FusedStep) -> LatencyHiding:
+        if self._is_nested:  # The function around says it.
+            return "auto"
+        return machine.latency_hiding(self._asked.latency_hiding, plan)
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
         """Describes the updates of a call that are fused."""
@@ -386,48 +449,24 @@ def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
-    """Raises where what replaces a value at rest would be on the device.
+class _Wanted(NamedTuple):
+    """What a variant of a function is made for.
 
-    That is new state, wherever it came from, and the successor of a donated argument
-    that scans take rows of. It may have no room there, and the next call expects it
-    where it was.
+    Attributes:
+      kinds: The memory kinds of arguments and results.
+      latency_hiding: What a GPU's compiler is told.
     """
-    check_new_state(plan, traced.out_info)
-    rest, jaxpr = plan.step.at_rest, plan.step.jaxpr
-    if rest is None:
-        return
-    infos = _trees.leaves_with_paths(traced.args_info)
-    donated = {x.position: x for x in rest.arguments if infos[x.position][1].donated}
-    left = collections.Counter(
-        _form(a) for a in jaxpr.outvars if _memory.on_host(a.aval)
-    )
-    left.subtract(_form(jaxpr.invars[i]) for i in donated)
-    lost = [
-        infos[i][0].split("/", 1)[1]
-        for i, x in donated.items()
-        if x.scans and not x.returns and left[_form(jaxpr.invars[i])] < 0
-    ]
-    if lost:
-        raise ValueError(
-            "donated arguments rest on the host, and no result replaces them there: "
-            f"{_trees.listed(lost)}. A result replaces an argument if it is that "
-            "argument plus something, of the same shape and dtype. Move another result "
-            "there in the function (oo.set_memory_kind(result, '.*', 'pinned_host')), "
-            "or do not donate them"
-        )
+
+    kinds: Kinds
+    latency_hiding: LatencyHiding
 
 
-def _form(a: Any) -> tuple[object, ...]:
-    return a.aval.shape, a.aval.dtype
+class _OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
+    """A call has other memories than its variant, or a compiler to be told more."""
 
-
-class _OtherKinds(Exception):  # noqa: N818 (it is caught where it belongs)
-    """A call has values in other memories than its shardings say."""
-
-    def __init__(self, found: Kinds):
-        super().__init__(found)
-        self.found = found
+    def __init__(self, wanted: _Wanted):
+        super().__init__(wanted)
+        self.wanted = wanted
 
 
 def _warn_of_host(given: Any, kinds: Any) -> None:

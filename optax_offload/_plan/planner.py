@@ -36,7 +36,14 @@ from optax_offload._plan.state import (
     movable_state,
 )
 from optax_offload._plan.step import Step, StepFactory
-from optax_offload._plan.variants import Facts, Outlook, Sizes, Variant, variants
+from optax_offload._plan.variants import (
+    WITHOUT_HIDING,
+    Facts,
+    Outlook,
+    Sizes,
+    Variant,
+    variants,
+)
 from optax_offload._step_options import Options
 
 _logger = logging.getLogger("optax_offload.plan")
@@ -296,6 +303,9 @@ class Planner:
         found += [less for v in found if (less := self._within_host(v)) is not None]
         search = Search(found, self._outlook, self._try, self._asked.budget)
         search.ask(Variant())
+        if self._facts.can_stream and self._facts.on_gpus:
+            # What it takes of any way, nothing but a program tells.
+            search.ask(Variant(options=WITHOUT_HIDING))
         return search
 
     def _within_host(self, variant: Variant) -> Variant | None:

@@ -127,6 +127,7 @@ def facts(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
         outside=found.reasons(),
         state_at_once_bytes=at_once,
         joined_by=joined,
+        on_gpus=factory.target.platform == "gpu" and factory.target.device_count > 1,
     )
 
 

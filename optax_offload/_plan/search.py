@@ -230,6 +230,7 @@ def _moves_more(one: Variant, other: Variant) -> bool:
     same = (
         one.options.fuse == other.options.fuse
         and one.options.late_gradients == other.options.late_gradients
+        and one.options.latency_hiding == other.options.latency_hiding
         and one.codecs == other.codecs
         and one.window_bytes == other.window_bytes
     )
@@ -254,6 +255,7 @@ def _distance(one: Variant, other: Variant) -> int:
     """The distance of two ways, by the settings that their peaks depend on."""
     return (
         8 * (one.options.fuse != other.options.fuse)
+        + 8 * (one.options.latency_hiding != other.options.latency_hiding)
         + 4 * (one.parameters != other.parameters)
         + 4 * (bool(one.state) != bool(other.state))
         + 2 * (one.options.late_gradients != other.options.late_gradients)

@@ -13,6 +13,8 @@ from optax_offload._units import size_text
 # Windows that are tried where nothing else fits: rows of more bytes are then updated in
 # parts, and less is loaded ahead.
 SMALL_WINDOWS = (2**28, 2**23)
+# A GPU's program in the order that takes least memory: collectives are waited for.
+WITHOUT_HIDING = Options(fuse=False, latency_hiding="off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Variant:
                 "recompute": ", backward twice",
             }
             parts.append("fused" + waits[self.options.late_gradients])
+        if self.options.latency_hiding == "off":
+            parts.append("without latency hiding")
         for codec in self.codecs:
             remainder = codec == REMAINDER
             parts.append("masters as remainders" if remainder else f"{codec} moments")
@@ -85,6 +89,7 @@ class Facts:
       state_at_once_bytes: State that an equation joins, so that all of it is loaded.
       joined_by: The equation that joins it; "" where none does.
       can_stream: Whether the step can be jitted anew, with other options.
+      on_gpus: Whether it is for several GPUs, whose collectives a scheduler hides.
     """
 
     gradient_bytes: int = 0
@@ -97,6 +102,7 @@ class Facts:
     state_at_once_bytes: int = 0
     joined_by: str = ""
     can_stream: bool = True
+    on_gpus: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +279,8 @@ def _options(facts: Facts) -> Iterator[Options]:
         ways += late if facts.late_bytes else ("auto",)
         if 0 < facts.late_bytes < facts.gradient_bytes:
             ways.append("device")
+    if facts.can_stream and facts.on_gpus:
+        yield WITHOUT_HIDING
     for residuals in places:
         yield Options(fuse=False, residuals=residuals)
         for way in ways:

@@ -32,6 +32,7 @@ from optax_offload._program.wanted import (
     HAND_ON,
     has_update,
     inside,
+    loads_itself,
     update_refused,
     wanted_at_rest,
 )
@@ -78,12 +79,15 @@ class AtRest:
       made_bytes: The bytes on each device of results that scans store row by row.
       positions: The positions at which scans move rows: none, those that count up with
         their iterations, or others too.
+      step_loads: Whether the step itself loads values, as what a policy of
+        `jax.checkpoint` has stored.
     """
 
     arguments: tuple[Resting, ...]
     residual_bytes: int
     made_bytes: int
     positions: Literal["none", "rising", "others"]
+    step_loads: bool
 
 
 def resting(
@@ -122,6 +126,7 @@ def resting(
         walk.residual_bytes,
         walk.made_bytes,
         walk.positions,
+        loads_itself(closed.jaxpr),
     )
     return jex.ClosedJaxpr(jaxpr, found.consts), rest
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload import _compat, _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
@@ -90,3 +90,10 @@ def update_refused(e: jex.JaxprEqn) -> NotImplementedError:
         "it. Call update(...) outside of it; or keep its state on the device, with a "
         "rule for 'device' or the plain optimizer"
     )
+
+
+def loads_itself(jaxpr: jex.Jaxpr) -> bool:
+    """Returns whether a step loads what it has stored, as `jax.checkpoint` may."""
+    everywhere = (x for e in jaxpr.eqns for x in (e, *within(e)))
+    loads = (e for e in everywhere if e.primitive.name == "device_put")
+    return any(_memory.on_host(a.aval) for e in loads for a in e.invars)

@@ -128,6 +128,19 @@ class FusedStep(Printed):
         again = [x for x in self.scans if x.late and x.way == "recompute"]
         return sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
 
+    @property
+    def hides_nothing(self) -> bool:
+        """Whether arguments at rest are loaded whole, and no transfer is overlapped.
+
+        A scheduler that has transfers between the operations of a step, and nothing to
+        hide them behind, keeps several times more alive for them (F01).
+        """
+        rest = self.step.at_rest
+        if self.scans or self.streaming or rest is None:
+            return False
+        overlapped = rest.positions != "none" or rest.step_loads
+        return any(x.whole for x in rest.arguments) and not overlapped
+
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""
         return tuple(_reasons(self))
@@ -163,12 +176,21 @@ class FusedStep(Printed):
             lines += [f"on a TPU {_whole_text(self)}"]
         lines += self.reasons()
         lines += _loaded_again(self.chosen)
+        if self.hides_nothing:
+            lines += [_HIDES_NOTHING]
         for each in self.schedules():
             if not any(straight.groups for straight in each.straights()):
                 continue
             lines += ["what is left of an offloaded update:"]
             lines += [f"  {line}" for line in str(each).splitlines()]
         return "\n".join(lines)
+
+
+_HIDES_NOTHING = (
+    "no transfer overlaps the backward pass: oo.jit compiles for one GPU with "
+    "xla_gpu_enable_latency_hiding_scheduler=False; jax.jit takes that in "
+    "compiler_options"
+)
 
 
 def _at_rest(plan: FusedStep) -> Iterator[str]:

@@ -25,6 +25,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory, _trees
+from optax_offload._jit import compiling_for
 from optax_offload._units import MIB
 from optax_offload.aot import compilers
 from optax_offload.aot.peak import check_fit, does_not_fit, peak
@@ -53,7 +54,8 @@ def compile(  # noqa: PLR0913
     process, and for a GPU it must have no callbacks (`jax.debug.print`).
 
     Args:
-      fn: A function, or a jitted one, which brings its own options.
+      fn: A function, or a jitted one, which brings its own options, as those of
+        compilers.
       *args: Its arguments.
       target: The chips to compile for.
       mesh: The mesh of arguments without a sharding; by default that of the first
@@ -261,7 +263,8 @@ def _lower(
     # The mesh is abstract because GPU compile-only devices list no memories: on a
     # concrete mesh of them a NamedSharding silently drops its memory kind, and every
     # argument is then taken for one in device memory.
-    with jax.sharding.use_abstract_mesh(mesh):
+    known = compiling_for(target.platform, target.device_count)
+    with known, jax.sharding.use_abstract_mesh(mesh):
         traced = jitted.trace(*args)
         # JAX lowers a program on an abstract mesh for the client of the default device.
         # That would be the process's own, which has to be initialised to be asked, and

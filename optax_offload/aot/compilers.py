@@ -233,6 +233,11 @@ def compile_only(
         return lowered.compile(compiler_options, device_assignment=devices)
 
 
+def own_options(lowered: jax.stages.Lowered) -> dict[str, Any]:
+    """The options of compilers that a lowered function brings."""
+    return dict(lowered._lowering._compiler_options_kvs)
+
+
 def _missing_wheel(target: str, wheel: str, extra: str, required: str) -> ImportError:
     """The error for a missing compiler, with the line that installs it."""
     version = metadata.version("jax")

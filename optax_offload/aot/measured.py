@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 
+from optax_offload.aot import compilers
 from optax_offload.aot.compile import compile_lowered, lower
 from optax_offload.aot.peak import DoesNotFitError, Peak, peak
 from optax_offload.aot.step_times import Assumption, StepTime, step_time
@@ -102,7 +103,7 @@ def measure(  # noqa: PLR0913
     )
     file = None
     if folder is not None:
-        digest = _digest(lowered.as_text(), target, link_bytes_per_second)
+        digest = _digest(lowered, target, link_bytes_per_second)
         file = Path(folder) / f"{digest}.json"
         found = _read(file)
         if found is not None:
@@ -126,10 +127,11 @@ def _measured(
     return Measured(found.peak_bytes, found, time)
 
 
-def _digest(program: str, target: Target, link: float | None) -> str:
+def _digest(lowered: jax.stages.Lowered, target: Target, link: float | None) -> str:
     digest = hashlib.sha256()
     about = [target.name, target.memory_bytes, link, _versions(), _own_digest()]
-    for text in (json.dumps(about), program):
+    about.append(sorted(compilers.own_options(lowered).items()))
+    for text in (json.dumps(about, default=repr), lowered.as_text()):
         digest.update(text.encode())
     return digest.hexdigest()[:32]
 
