@@ -89,34 +89,6 @@ class Argument:
     sharding: Sharded | None
 
 
-def on_gpu(ctx: mlir.LoweringRuleContext) -> bool:
-    """Returns whether what is lowered is for a GPU."""
-    return not {"cuda", "rocm", "gpu"}.isdisjoint(ctx.module_context.platforms)
-
-
-def largest_nbytes(ctx: mlir.LoweringRuleContext) -> int:
-    """The bytes of the largest value that the program has computed by now."""
-    found = 0
-
-    def visit(op: Any) -> Any:
-        nonlocal found
-        for result in op.results:
-            found = max(found, _nbytes(result.type))
-        return ir.WalkResult.ADVANCE
-
-    ctx.module_context.module.operation.walk(visit)
-    return found
-
-
-def _nbytes(of: ir.Type) -> int:
-    try:
-        tensor = ir.RankedTensorType(of)
-        bits = tensor.element_type.width
-    except (ValueError, AttributeError):  # A token, a tuple or a complex number.
-        return 0
-    return math.prod(tensor.shape) * bits // 8
-
-
 def arguments(
     ctx: mlir.LoweringRuleContext, values: Sequence[Any]
 ) -> dict[int, Argument]:

@@ -303,6 +303,19 @@ def decoder_nnx(
     return Workload(loss, params, tokens, tx)
 
 
+def gpt2() -> Workload:
+    """A decoder of GPT-2's size whose layers are a Python loop: logits of 1.5 GiB."""
+    return decoder(
+        scan=False,
+        layers=12,
+        width=768,
+        heads=12,
+        vocabulary=50257,
+        batch=16,
+        clipped=False,
+    )
+
+
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "leaves": leaves,
     "tutorial": tutorial,
@@ -313,6 +326,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
     "decoder_nnx": decoder_nnx,
     "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
     "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
+    "gpt2": gpt2,
     "gated": gated,
     "gated_16k": lambda: gated(tokens=16384),
 }

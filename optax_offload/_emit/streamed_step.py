@@ -19,14 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, MemoryKindError, warn
-from optax_offload._lowered import (
-    Argument,
-    arguments,
-    check_pairs,
-    lower,
-    on_gpu,
-    shardings,
-)
+from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
 from optax_offload._program import Atom, Step, bound, run_now
 from optax_offload._schedule import FusedStep, for_tpu
 
@@ -120,7 +113,8 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
 
 def _check_positions(ctx: mlir.LoweringRuleContext) -> None:
     """Refuses what a compiler would get wrong (U10)."""
-    if on_gpu(ctx) and not _compat.COPIES_AT_POSITIONS:
+    on_gpu = {"cuda", "rocm", "gpu"}.intersection(ctx.module_context.platforms)
+    if on_gpu and not _compat.COPIES_AT_POSITIONS:
         raise NotImplementedError(
             "a step takes rows of what rests on the host (parameters, or residuals), "
             f"and with JAX {jax.__version__} a GPU's compiler copies other rows. Use "

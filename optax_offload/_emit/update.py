@@ -22,9 +22,7 @@ from optax_offload._lowered import (
     Sharded,
     arguments,
     check_pairs,
-    largest_nbytes,
     lower,
-    on_gpu,
     sharding_of,
     shardings,
 )
@@ -238,30 +236,6 @@ def _run_group(
     return done, stored, held
 
 
-def _once_all_are_computed(
-    ctx: mlir.LoweringRuleContext, update: Update, values: Sequence[Any]
-) -> list[Any]:
-    """The inputs of an update, once all gradients are there, if that is worth it.
-
-    Without this an H100's compiler delays products whose gradients a late loop of the
-    update takes, and keeps their operands, such as the gradient of logits, over others
-    (F01). With it all gradients are there at once, which is worth no less than them. A
-    value that is more, kept twice, is more than all of Adam's state.
-
-    Not where parameters rest on the host: there gradients are gone sooner if it is told
-    not to hide latency, as `jit` does.
-    """
-    gradients = {o.alias for o in update.outputs if o.is_update}
-    state = {o.alias for o in update.outputs if not o.is_update}
-    if any(x.on_host and i not in state for i, x in enumerate(update.inputs)):
-        return [*values]
-    waits = [i for i, x in enumerate(values) if i in gradients and jnp.ndim(x)]
-    if largest_nbytes(ctx) <= sum(_memory.nbytes(values[i]) for i in waits):
-        return [*values]
-    after = lax.optimization_barrier([values[i] for i in waits])
-    return [bound(waits, after).get(i, x) for i, x in enumerate(values)]
-
-
 def _filled(update: Update, k: int, axis: int, like: Sharded | None) -> Any:
     """An output that is one number everywhere, made and stored row by row."""
     program, kind = update.program, update.outputs[k].memory_kind
@@ -338,10 +312,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> A
 
     def fn(*data: Any) -> list[Any]:
         kinds = ("pinned_host" if x.on_host else "device" for x in update.inputs)
-        values = [*data]
-        if on_gpu(ctx):
-            values = _once_all_are_computed(ctx, update, values)
-        args = _memory.transfer_all(what.given.keys(values), kinds)
+        args = _memory.transfer_all(what.given.keys(list(data)), kinds)
         return key_data(carry_out(update, window_bytes, args, sharded))
 
     return lower(ctx, fn, found, data)

@@ -251,6 +251,10 @@ def variants(facts: Facts, sizes: Sizes) -> list[Variant]:
             # Of each parameter more state leaves the device for fewer bytes moved.
             if parameters != "device" and every and not state:
                 continue
+            # What scans load row by row has to be hidden.
+            by_rows = parameters != "device" and sizes.parameters["rows"]
+            if options == WITHOUT_HIDING and by_rows:
+                continue
             found.append(Variant(state, codecs, parameters, options))
     return list(dict.fromkeys(found))
 

@@ -235,7 +235,8 @@ def compile_only(
 
 def own_options(lowered: jax.stages.Lowered) -> dict[str, Any]:
     """The options of compilers that a lowered function brings."""
-    return dict(lowered._lowering._compiler_options_kvs)
+    lowering: Any = lowered._lowering
+    return dict(lowering._compiler_options_kvs)
 
 
 def _missing_wheel(target: str, wheel: str, extra: str, required: str) -> ImportError:

@@ -129,8 +129,9 @@ def _measured(
 
 def _digest(lowered: jax.stages.Lowered, target: Target, link: float | None) -> str:
     digest = hashlib.sha256()
-    about = [target.name, target.memory_bytes, link, _versions(), _own_digest()]
-    about.append(sorted(compilers.own_options(lowered).items()))
+    options = sorted(compilers.own_options(lowered).items())
+    of_target = target.name, target.memory_bytes, link
+    about = [*of_target, _versions(), _own_digest(), options]
     for text in (json.dumps(about, default=repr), lowered.as_text()):
         digest.update(text.encode())
     return digest.hexdigest()[:32]

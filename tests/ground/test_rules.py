@@ -241,6 +241,7 @@ def test_load_config_of_a_whole_training(tmp_path):
         "fuse": True,
         "late_gradients": "recompute",
         "residuals": "host",
+        "latency_hiding": "auto",
     }
     params = {"layers": {"w": jnp.ones((4, 8))}, "head": jnp.ones((8, 8))}
     placed = oo.place(params, config.parameters)
@@ -253,6 +254,11 @@ def test_load_config_of_a_whole_training(tmp_path):
     assert oo.place(params, config.parameters) is params
     step = oo.jit(lambda x: x + 1, **config.step)
     assert step(1.0) == 2.0
+    file.write_text("[step]\nlatency_hiding = 'off'\n" + rules)
+    assert oo.load_config(file).step == Options(latency_hiding="off")
+    file.write_text("[step]\nlatency_hiding = false\n" + rules)
+    with pytest.raises(ValueError, match=r"step\.latency_hiding is False; it must be"):
+        oo.load_config(file)
 
 
 def test_step_options_are_a_mapping():

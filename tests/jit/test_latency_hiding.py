@@ -173,9 +173,8 @@ def test_calls_on_a_gpu(monkeypatch):
 
     jitted = oo.jit(counted, latency_hiding="auto")
     want = oo.jit(step, latency_hiding="on")(*args)
-    for _ in range(3):
-        got = jitted(*args)
-    jax.tree.map(np.testing.assert_array_equal, want, got)
+    for got in [jitted(*args) for _ in range(3)]:
+        jax.tree.map(np.testing.assert_array_equal, want, got)
     assert len(traces) == 1
     assert aot.compilers.own_options(jitted.lower(*args)) == {SCHEDULER: False}
     # Where it can hide nothing no longer, it is on again.

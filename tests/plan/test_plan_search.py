@@ -6,8 +6,9 @@ import pytest
 
 from optax_offload import aot
 from optax_offload._plan.candidates import Budget, CompiledCandidate
-from optax_offload._plan.search import Failed, Search
+from optax_offload._plan.search import Failed, Search, _distance, _moves_more
 from optax_offload._plan.variants import (
+    WITHOUT_HIDING,
     Facts,
     Outlook,
     Sizes,
@@ -245,6 +246,24 @@ def test_words():
         "8.00 GiB of 16.00 GiB of state on the host"
     )
     assert Variant(options=Options()).text() == "nothing moved; fused"
+
+
+def test_several_gpus_with_and_without_latency_hiding():
+    """A way of its own, for the step as given too, told by ways that are without."""
+    every = frozenset([0, 1])
+    facts = dataclasses.replace(FACTS, on_gpus=True)
+    without = [v for v in variants(facts, SIZES) if v.options == WITHOUT_HIDING]
+    assert Variant(options=WITHOUT_HIDING) in without
+    assert Variant(every, options=WITHOUT_HIDING) in without
+    assert {v.parameters for v in without} == {"device"}  # Rows have to be hidden.
+    assert not [v for v in variants(FACTS, SIZES) if v in without]
+    jitted = dataclasses.replace(facts, can_stream=False)
+    assert not [v for v in variants(jitted, SIZES) if v in without]
+    alone, moved = Variant(options=WITHOUT_HIDING), Variant(every)
+    assert alone.text() == "nothing moved; without latency hiding"
+    assert not _moves_more(dataclasses.replace(moved, options=WITHOUT_HIDING), moved)
+    asked = dataclasses.replace(moved, options=WITHOUT_HIDING)
+    assert _distance(asked, alone) < _distance(asked, moved)
 
 
 def test_where_nothing_is_hidden_few_are_compiled():

@@ -13,7 +13,7 @@ from optax_offload import aot
 
 pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
 
-pytestmark = [pytest.mark.aot, pytest.mark.slow, pytest.mark.xdist_group("aot")]
+pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
 TARGET = aot.Target("h100")
 
 
@@ -187,7 +187,7 @@ def peak(model, optimizer, *, offload, jit, clip=False, at_rest=""):
     ).used_bytes
 
 
-# As the model of the report, 50257 tokens and 8192 at once; nothing smaller showed it.
+# An embedding of 50257 rows is updated in slices, and no number of them has all rows.
 GPT_2 = Decoder(layers=12, width=768, vocabulary=50257, batch=64, attention=False)
 MODELS = {
     "perceptron, 16": (Perceptron(16), {}),
@@ -209,20 +209,41 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_state_at_rest(name):
-    """As a trainer has it that calls `jax.jit`, and with ours: below plain."""
+    """Below plain, whatever the model."""
     model, options = MODELS[name]
     optimizer = optax.adamw(1e-3)
     plain = peak(model, optimizer, offload=False, jit=jax.jit, **options)
-    for jit in (jax.jit, oo.jit) if name != "GPT-2" else (oo.jit,):
-        assert peak(model, optimizer, offload=True, jit=jit, **options) < plain, jit
+    assert peak(model, optimizer, offload=True, jit=oo.jit, **options) < plain
 
 
-@pytest.mark.parametrize("model", [Decoder(), Decoder(remat=False)])
-def test_parameters_of_a_loop_at_rest(model):
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [True, False])
+def test_parameters_of_a_loop_at_rest(remat):
     """Each layer is loaded whole, between the operations of the step."""
-    optimizer = optax.adamw(1e-3)
+    model, optimizer = Decoder(remat=remat), optax.adamw(1e-3)
     plain = peak(model, optimizer, offload=False, jit=jax.jit)
     options = {"offload": True, "jit": oo.jit, "at_rest": ".*layers/.*"}
     assert peak(model, optimizer, **options) < plain
+
+
+def test_all_transfers_are_in_loops():
+    """Also those of the last rows, where no number of slices has all of them."""
+    tx = oo.offload(optax.adam(1e-3), window_bytes=2**20)
+    params = [struct(4099, 512), struct(4096, 512)]
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(x @ w.T)) for w in p))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = oo.eval_shape(tx.init, params)
+    args = params, state, struct(64, 512)
+    compiled = aot.compile(step, *args, target=TARGET, donate_argnums=(0, 1))
+    found = [t for t in aot.transfers(compiled) if t.direction != "host copy"]
+    assert sum(t.total_bytes for t in found if t.direction == "load") == sum(
+        2 * p.size * 4 for p in params
+    )
+    assert not [str(t) for t in found if not t.loops]
