@@ -69,7 +69,8 @@ def machine_of(tree: Any) -> Machine:
     found = target()
     if found is not None:
         return found
-    default: Any = jax.config.jax_default_device or jax.default_backend()
+    config: Any = jax.config  # Its flags are no attributes to a type checker.
+    default: Any = config.jax_default_device or jax.default_backend()
     machine = Machine(getattr(default, "platform", default), 1)
     context = jax.sharding.get_abstract_mesh()
     if not context.empty:
