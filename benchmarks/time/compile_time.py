@@ -1,9 +1,9 @@
 """What offloading costs before the first step: tracing, lowering and compiling.
 
-An update of many leaves, with clipping and adamw, on the CPU; and the whole step of a
-scanned decoder, for chips that need not be here, with and without the updates in its
-backward pass. The modes take turns, so that a machine that is busy for a while is busy
-for all of them.
+An update of many leaves, with clipping and adamw, on the CPU; a step of as many layers
+in a Python loop there; and the whole step of a scanned decoder, for chips that need not
+be here, with and without the updates in its backward pass. The modes take turns, so
+that a machine that is busy for a while is busy for all of them.
 
 Run (the second is the step alone):
     JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time
@@ -31,7 +31,7 @@ from benchmarks.common.workloads import decoder
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("parts", ["update", "tracing", "step"], "What is timed.")
+flags.DEFINE_list("parts", ["update", "unrolled", "tracing", "step"], "What is timed.")
 flags.DEFINE_integer("leaves", 600, "Leaves that are compiled.")
 flags.DEFINE_list(
     "traced_leaves", ["150", "300", "600", "1200"], "Leaves that are traced."
@@ -65,11 +65,42 @@ def timed(mode: str, count: int, phases: Sequence[str] = PHASES) -> dict[str, fl
         return optax.apply_updates(params, updates), state
 
     shardings = jax.tree.map(lambda s: s.sharding, (params, state))
-    stage: Any = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+    stage = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+    return seconds_of(stage, (params, state, params), phases)
+
+
+def timed_unrolled(mode: str, count: int) -> dict[str, float]:
+    """Those of a step of so many layers, of 64 KiB each, in a Python loop."""
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    params = [jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=device)] * count
+    x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=device)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    jit = oo.jit if mode == "ours" else jax.jit
+    tx = oo.offload(tx) if mode == "ours" else tx
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        for w in params:
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(params: Any, state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = oo.eval_shape(tx.init, params)
+    stage = jit(step, donate_argnums=(0, 1))
+    return seconds_of(stage, (params, state, x), PHASES)
+
+
+def seconds_of(
+    stage: Any, given: tuple[Any, ...], phases: Sequence[str]
+) -> dict[str, float]:
+    """The seconds of each phase of a jitted function, and of all of them."""
     jax.clear_caches()  # Or only the first mode would trace optax's own jits.
     seconds: dict[str, float] = {}
     for phase in phases:
-        args = (params, state, params) if phase == "trace" else ()
+        args = given if phase == "trace" else ()
         started, started_cpu = time.perf_counter(), time.process_time()
         stage = getattr(stage, phase)(*args)
         seconds[phase] = time.perf_counter() - started
@@ -142,6 +173,24 @@ def time_update() -> dict[str, Any]:
     return {"compiled": compiled, "ratio": ratio}
 
 
+def time_unrolled() -> dict[str, Any]:
+    """Compiles the step of unrolled layers in turns, and prints the ratios."""
+    turns = [(r, m) for r in range(FLAGS.rounds) for m in ("no offload", "ours")]
+    rows = []
+    for r, mode in turns:
+        row = {"mode": mode, "round": r} | timed_unrolled(mode, FLAGS.leaves)
+        rows.append(row)
+        seconds = "  ".join(f"{p} {row[f'cpu_{p}']:6.2f}" for p in (*PHASES, "total"))
+        print(f"round {r}  unrolled  {mode:11s} of the CPU {seconds}", flush=True)
+    medians = {
+        phase: statistics.median(ratios(rows, f"cpu_{phase}", "no offload"))
+        for phase in (*PHASES, "total")
+    }
+    listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
+    print(f"unrolled, ours / no offload, medians of {FLAGS.rounds}: {listed}")
+    return {"unrolled": rows, "unrolled_ratio": medians}
+
+
 def time_tracing() -> dict[str, Any]:
     """Traces updates of more and more leaves, and prints how the seconds grow."""
     counts = [int(n) for n in FLAGS.traced_leaves]
@@ -173,7 +222,12 @@ def main(argv: Sequence[str]) -> None:
     """Times the phases of each mode in turns, and prints the ratios."""
     if len(argv) > 1:
         raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
-    parts = {"update": time_update, "tracing": time_tracing, "step": time_steps}
+    parts = {
+        "update": time_update,
+        "unrolled": time_unrolled,
+        "tracing": time_tracing,
+        "step": time_steps,
+    }
     found: dict[str, Any] = {"jax": jax.__version__}
     for part in FLAGS.parts:
         found |= parts[part]()

@@ -262,6 +262,8 @@ class _Taken:
     def __init__(self, outer: Program):
         self.builder = Builder(outer.constants)
         self.inlined_updates: list[InlinedUpdate] = []
+        # Many leaves are of a type, and tracing takes its time.
+        self._moves: dict[tuple[Any, str], jex.ClosedJaxpr] = {}
 
     def take(self, e: jex.JaxprEqn) -> None:
         """Takes an equation, or an update's own in its place."""
@@ -340,7 +342,11 @@ class _Taken:
         """Returns the value of an atom in a memory."""
         if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
             return a
-        (result,) = self.builder.trace(lambda x: _memory.transfer(x, memory_kind), a)
+        how = a.aval, memory_kind
+        if how not in self._moves:
+            move = functools.partial(_memory.transfer, memory_kind=memory_kind)
+            self._moves[how] = jax.make_jaxpr(move)(a.aval)
+        (result,) = self.builder.inline(self._moves[how], [a])
         return result
 
 
