@@ -85,7 +85,8 @@ def with_chosen_state(
     made = set(made_in(jaxpr.eqns))
     for e in jaxpr.eqns:
         made.update(v for a, v in handed_on(e) if a in made and stays(e))
-    results = tuple(k for k, a in enumerate(jaxpr.outvars) if a in made)
+    outvars = enumerate(jaxpr.outvars)
+    results = tuple(k for k, a in outvars if isinstance(a, jex.Var) and a in made)
     return closed, ChosenState(results, tuple(again), tuple(lost))
 
 
@@ -238,7 +239,7 @@ class _Search:
 
     def _results(self) -> list[_Found]:
         """The results that take the place of new state which is not returned."""
-        results = {v: k for k, v in enumerate(self._program.outvars)}
+        results = {v: k for k, v in enumerate(variables(self._program.outvars))}
         kept = returned(self._program.equations, self._program.outvars)
         found = [
             (distance, results[r], v, r)

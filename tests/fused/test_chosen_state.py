@@ -364,7 +364,8 @@ def test_what_else_needs_new_state():
             updates, new = tx.update(gradients, state, params)
             ok = finite(gradients)
             metric = norm(new[0].mu)
-            return optax.apply_updates(params, updates), where(ok, new, state), metric
+            params = optax.apply_updates(params, updates)
+            return params, where(ok, new, state), (metric, 1.0)
 
         return step
 
@@ -453,8 +454,7 @@ def test_the_step_moves_it_back():
 
 def test_plain_jit_keeps_state_where_it_is():
     """There the choice is made on the host."""
-    tx, _ = alike("adamw")
-    params = make_params()
+    (tx, _), params = alike("adamw"), make_params()
     state = tx.init(params)
     _, after, _ = jax.jit(make_step(tx, where))(params, state, jnp.ones((4, WIDTH)))
     assert kinds(after) == kinds(state)
