@@ -74,3 +74,12 @@ CAUSES = (
     "optax_offload.place(state, state)\n"
     'For a first step after such a restore: offload(..., on_misplaced="move")'
 )
+
+
+# What no compiled program can name (F31).
+UNPINNED = (
+    "unpinned_host is for whole states between steps: a compiled step takes and "
+    "returns values in device and pinned_host. Bring them back first: tree = "
+    "optax_offload.reload_states(tree), or optax_offload.set_memory_kind(tree, '.*', "
+    "'pinned_host')"
+)

@@ -81,12 +81,17 @@ class Argument:
     """Facts of a program about one of its arguments.
 
     Attributes:
-      on_host: Whether it is in host memory.
+      memory_kind: The memory that it is in.
       sharding: Its sharding; None where nothing says it.
     """
 
-    on_host: bool
+    memory_kind: str
     sharding: Sharded | None
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it is in host memory."""
+        return self.memory_kind != "device"
 
 
 def arguments(
@@ -108,7 +113,7 @@ def arguments(
         sharding, aval = None, cast("Any", ctx.avals_in[i])
         if _SHARDING in attributes:
             sharding = Sharded(attributes[_SHARDING], aval.sharding.mesh)
-        found[i] = Argument(_kind(attributes) != "device", sharding)
+        found[i] = Argument(_kind(attributes), sharding)
     return found
 
 

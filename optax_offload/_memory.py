@@ -43,6 +43,13 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
+def is_uncommitted(x: Any) -> bool:
+    """Returns whether JAX may move an array to other devices, as it may NumPy's."""
+    if isinstance(x, jax.Array):
+        return not (is_traced(x) or x.committed)
+    return isinstance(x, (np.ndarray, np.generic))
+
+
 def on_host(x: Any) -> bool:
     """Returns whether the type of a value, or a type itself, is of host memory."""
     return _aval(x).memory_space == jax.memory.Space.Host
@@ -107,6 +114,12 @@ def shape_on_each_device(x: Any) -> tuple[int, ...]:
     return tuple(-(-n // k) for n, k in zip(aval.shape, shards, strict=True))
 
 
+def explicit_sharding(aval: Any) -> NamedSharding | None:
+    """The sharding that a type says; None in Auto mode, and where no mesh is."""
+    explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
+    return aval.sharding if explicit else None
+
+
 def axes_of(spec: PartitionSpec) -> set[str]:
     """The mesh axes that a spec names."""
     return {name for part in spec for name in names_of(part)}
@@ -166,8 +179,7 @@ def transfer_all(values: Iterable[Any], memory_kinds: Iterable[str]) -> list[Any
 def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
     """A traced array of a type, filled with a number, in a memory."""
     # In Auto mode the compiler chooses.
-    explicit = any(names is not None for names in aval.sharding.spec)
-    sharding = aval.sharding if explicit else None
+    sharding = explicit_sharding(aval)
     filled = lax.full(aval.shape, value, aval.dtype, sharding=sharding)
     return transfer(filled, memory_kind)
 

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
-from optax_offload._errors import CAUSES, MemoryKindError, warn
+from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, warn_of_blocks
 from optax_offload._lowered import Argument
@@ -162,8 +162,7 @@ class _Offloading:
             # No arguments for jit; as in optax an init may ask for their shapes only.
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
             init, args = _Offloading(inner, self._asked)._traced_init, ()
-        shardings = _templates.init_shardings(init, params)
-        state = jax.jit(init, out_shardings=shardings)(args)
+        state = _templates.make(init, params, args)
         warn_of_blocks(state)
         return state
 
@@ -202,17 +201,22 @@ class _Offloading:
         return found[0]
 
     def _traced_init(self, params: optax.Params) -> optax.OptState:
-        def fn(params: optax.Params) -> tuple[Any, Any]:
+        def plain(params: optax.Params) -> tuple[Any, Any]:
             return (), self._inner.init(params)
 
-        _, state = _called(fn, (params,), (), self._asked)
-        return state
+        def fn(params: optax.Params) -> tuple[Any, Any]:
+            _, state = plain(params)
+            return (), _templates.typed_like_parameters(state, params)
+
+        called = _called(fn, (params,), (), self._asked) or plain(params)
+        return called[1]
 
     def _traced_update(
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static
     ) -> tuple[optax.Updates, optax.OptState]:
         fn, args = self._fn(static), (updates, state, params, dynamic)
-        return _called(fn, args, state, self._asked, static.values)
+        called = _called(fn, args, state, self._asked, static.values)
+        return called or fn(*args)
 
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
         """The plain update of these extra arguments."""
@@ -231,7 +235,7 @@ def _called(
     state: Any,
     asked: _Asked,
     known: Mapping[str, Any] | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any] | None:
     """Calls a function that returns (updates, state), with state where rules say.
 
     Args:
@@ -240,6 +244,9 @@ def _called(
       state: The state among them; () where there is none.
       asked: The request to `offload`.
       known: The extra arguments that it closes over.
+
+    Returns:
+      Its results; None where nothing moves, so that the program is the plain one.
     """
     update, structure = trace(
         _templates.gathered(fn, args, state), asked.config, args, state
@@ -253,12 +260,13 @@ def _called(
         planned &= typed
     update = update.with_inputs_on_host(typed | planned)
     if not (update.loads or update.stores):
-        return fn(*args)  # Nothing moves: the program is the plain one.
+        return None
     _check_refs(update, known or {})
     has_state = bool(jax.tree.leaves(state))
 
     def again(fn: Any, args: tuple[Any, ...]) -> tuple[Any, Any]:
-        return _called(fn, args, args[1] if has_state else (), asked)
+        called = _called(fn, args, args[1] if has_state else (), asked)
+        return called or fn(*args)
 
     caller = Caller(asked.config.window_bytes, placed.check, again)
     return call_update(update, args, structure, caller)
@@ -318,12 +326,14 @@ class _Placed:
 
     Attributes:
       paths: The path of each leaf of the state, by its position among the arguments.
+      names: The path of each argument, below what the argument is called.
       planned: The leaves that have to come from host memory, as positions.
       followed: The parameter that each leaf of host memory is sharded like.
       on_misplaced: The treatment of leaves that are on the device.
     """
 
     paths: Mapping[int, str]
+    names: Sequence[str]
     planned: Sequence[int]
     followed: Mapping[int, int]
     on_misplaced: str
@@ -352,6 +362,7 @@ class _Placed:
         ]
         return cls(
             {i: path for i, (path, _) in leaves.items()},
+            _names(args),
             planned,
             _followed(
                 {i: leaves[i] for i in sorted(on_host.union(planned))},
@@ -368,13 +379,21 @@ class _Placed:
           found: The program's facts about those arguments of the call that are its own.
           typed: The arguments whose types are of host memory. Types may be wrong (F28).
         """
-        self._tell(
-            [
-                i
-                for i in self.planned
-                if (not found[i].on_host if i in found else i not in typed)
-            ]
-        )
+        unpinned = {i for i, x in found.items() if x.memory_kind == "unpinned_host"}
+        wrong = unpinned.difference(self.planned if self._moves else ())
+        if wrong:
+            names = [self.names[i] for i in sorted(wrong)]
+            raise MemoryKindError(
+                f"in unpinned_host, and given to update or init: "
+                f"{_trees.listed(names)}. {UNPINNED}"
+            )
+        on_device = [
+            i
+            for i in self.planned
+            if (not found[i].on_host if i in found else i not in typed)
+        ]
+        self._tell("on the device", on_device)
+        self._tell("in unpinned_host", sorted(unpinned.intersection(self.planned)))
 
         def parts(i: int) -> int:
             sharding = found[i].sharding if i in found else None
@@ -396,12 +415,16 @@ class _Placed:
                 "ignore this warning"
             )
 
-    def _tell(self, misplaced: Sequence[int]) -> None:
+    @property
+    def _moves(self) -> bool:
+        return self.on_misplaced == "move"
+
+    def _tell(self, where: str, misplaced: Sequence[int]) -> None:
         """Raises or warns of state that should have come from the host and did not."""
         if not misplaced:
             return
         came = (
-            "state planned for pinned_host came to update on the device: "
+            f"state planned for pinned_host came to update {where}: "
             f"{_trees.listed([self.paths[i] for i in misplaced])}"
         )
         if self.on_misplaced == "raise":
@@ -411,6 +434,17 @@ class _Placed:
             "in host memory (unless the out_shardings of a jit around it move it "
             "again) and compiles once more when it comes from there"
         )
+
+
+def _names(args: tuple[Any, ...]) -> list[str]:
+    """The path of each argument of an update, or of an init."""
+    called = ("updates", "state", "params", "extra arguments")
+    given = zip(called if len(args) > 1 else ("params",), args, strict=False)
+    return [
+        f"{name}/{path}" if path else name
+        for name, arg in given
+        for path, _ in _trees.leaves_with_paths(arg)
+    ]
 
 
 def _followed(

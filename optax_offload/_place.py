@@ -153,8 +153,9 @@ def _in_form(
     paths = {x.path for x in others}
     # What is encoded is sharded as its values were.
     shardings = _shardings_of(leaves)
+    # From host memory they are converted row by row, and are there on their way.
     placed = [
-        _placed(path, x, _memory.with_kind(path, shardings[i], "device"))
+        _placed(path, x, _memory.with_kind(path, shardings[i], "pinned_host"))
         if path in paths and not isinstance(x, jax.Array)
         else x
         for i, (path, x) in enumerate(leaves)

@@ -204,9 +204,12 @@ def shardings_like(
     nothing to shard, and a random key among the arguments says nothing of a counter.
     """
     known: dict[tuple[str, tuple[int, ...]], Sharding] = {}
+    on_mesh = replicated(args)
     for arg in args:
         for keys, x in _trees.flatten_with_path(arg)[0]:
             sharding = getattr(x, "sharding", None)
+            if isinstance(on_mesh, NamedSharding) and _memory.is_uncommitted(x):
+                sharding = on_mesh  # JAX puts it there in the first step.
             if isinstance(sharding, Sharding) and not _memory.is_traced(x):
                 known.setdefault((_trees.path_string(keys), x.shape), sharding)
 
@@ -299,23 +302,66 @@ def replicated(shardings_and_args: Any) -> Sharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def init_shardings(init: Callable[..., Any], params: Any) -> Any:
-    """Returns shardings of new state, if the parameters are on several devices.
+def make(init: Callable[..., Any], params: Any, args: Any) -> Any:
+    """New state, made by one program, each leaf where its parameter is.
 
     Under jit ``zeros_like`` knows nothing of its argument's sharding, so what it makes
     would be on every device whole.
+
+    Args:
+      init: The function.
+      params: The parameters.
+      args: What the program takes in their place: these, or nothing.
     """
-    shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    if all(s is None or s.num_devices == 1 for s in shardings):
-        return None
-    closed, out = jax.make_jaxpr(init, return_shape=True)(params)
+    mesh = replicated(params)
+    if not isinstance(mesh, NamedSharding):
+        return jax.jit(init)(args)
+    closed, out = jax.make_jaxpr(init, return_shape=True)(args)
     paths = [path for path, _ in _trees.leaves_with_paths(out)]
     like = shardings_like(list(zip(paths, closed.out_avals, strict=True)), [params])
     chosen = [
         s and s.with_memory_kind(_memory.kind_of_type(x))
         for s, x in zip(like, closed.out_avals, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(out), chosen)
+    # One program takes values of one mesh. Those of another, as of a later stage, go
+    # through the first one.
+    here = [s if s and s.device_set == mesh.device_set else None for s in chosen]
+
+    def there(x: Any) -> Any:
+        devices = getattr(getattr(x, "sharding", mesh), "device_set", mesh.device_set)
+        stays = devices == mesh.device_set or _memory.is_uncommitted(x)
+        return x if stays else jax.device_put(x, mesh)
+
+    structure = jax.tree.structure(out)
+    shardings = jax.tree.unflatten(structure, here)
+    state = jax.jit(init, out_shardings=shardings)(jax.tree.map(there, args))
+    moved = [
+        x if s is None or s == at else jax.device_put(x, s)
+        for x, s, at in zip(jax.tree.leaves(state), chosen, here, strict=True)
+    ]
+    return jax.tree.unflatten(structure, moved)
+
+
+def typed_like_parameters(state: Any, params: Any) -> Any:
+    """New state whose types have the shardings that types of parameters say.
+
+    Without `jax.set_mesh` JAX 0.12 types what ``zeros_like`` makes under jit as
+    replicated, in Explicit mode too.
+    """
+    flat, structure = _trees.flatten_with_path(state)
+    typed = [(_trees.path_string(keys), jax.typeof(x)) for keys, x in flat]
+    arguments = [jax.typeof(x).sharding for x in jax.tree.leaves(params)]
+
+    def like(x: Any, position: int | None) -> Any:
+        own = jax.typeof(x).sharding
+        of = own if position is None else arguments[position]
+        if _memory.axes_of(own.spec) or not _memory.axes_of(of.spec):
+            return x
+        return jax.sharding.reshard(x, _for_scales(of, x.shape))
+
+    positions = arguments_like(typed, [params])
+    leaves = [like(x, i) for (_, x), i in zip(flat, positions, strict=True)]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def gathered(

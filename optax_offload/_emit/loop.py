@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from optax_offload import _memory
 from optax_offload._emit import sums
 from optax_offload._emit.moves import Leaf, RowKernel, together
-from optax_offload._lowered import Sharded, constrain, sharding_of
+from optax_offload._lowered import Sharded, sharding_of
 from optax_offload._program import Places, Program, Update, bound, key_data
 from optax_offload._schedule import Group, Loop, Part, Target
 
@@ -185,8 +185,7 @@ class _Loop:
             return self._env[self.program.invars[t.alias]]
         aval: Any = self.program.outvars[t.output].aval
         output = self.update.outputs[t.output]
-        like = sharding_of(self.sharded, output.like) if output.stored else None
-        return constrain(_memory.full(aval, 0), like, None)
+        return _memory.full(aval, 0, output.memory_kind)
 
 
 class _Slice:
@@ -221,6 +220,7 @@ class _Slice:
         (F06).
         """
         program = self._loop.program
+        first = self._first
         if load_after or self._handed:
             # A barrier over host buffers is what holds a load back in a loop's body, on
             # a GPU as on a TPU (F02).
@@ -228,19 +228,23 @@ class _Slice:
             own = (self._buffers[v] for v in loads if v in self._buffers)
             held = dict.fromkeys((*load_after, *own))
             only_read = [v for v in loads if v not in self._buffers]
-            after, read_after, handed = lax.optimization_barrier(
+            # What is made of values on the device is held back by its position.
+            at = [] if loads else [first]
+            after, read_after, handed, at = lax.optimization_barrier(
                 (
                     [buffers[k] for k in held],
                     [self._env[v] for v in only_read],
                     list(self._handed.values()),
+                    at,
                 )
             )
+            first = at[0] if at else first
             buffers = buffers | bound(held, after)
             self._env = {**self._env, **bound(only_read, read_after)}
             self._handed = bound(self._handed, handed)
         kernel = self._kernel(part)
         results = kernel.values(
-            self._first,
+            first,
             self._rows or 0,
             lambda v: self._whole(v, buffers),
             self._handed,

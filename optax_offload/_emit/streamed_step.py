@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
-from optax_offload._errors import CAUSES, MemoryKindError, warn
+from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
 from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
 from optax_offload._program import Atom, Step, bound, run_now
 from optax_offload._schedule import FusedStep, for_tpu
@@ -102,9 +102,15 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
         inlined.what.caller.check(known, typed)
         of_updates.update(inlined.operands)
     for i, v in enumerate(step.program.invars):
+        if v in found and found[v].memory_kind == "unpinned_host":
+            aval: Any = v.aval
+            raise MemoryKindError(
+                f"argument {i} of the step, {aval.str_short()}, is in unpinned_host. "
+                f"{UNPINNED}"
+            )
         here = v in found and not found[v].on_host
         if here and v not in of_updates and _memory.on_host(v.aval):
-            aval: Any = v.aval
+            aval = v.aval
             raise MemoryKindError(
                 f"argument {i} of the step, {aval.str_short()}, should come from host "
                 f"memory and is on the device. {CAUSES}"

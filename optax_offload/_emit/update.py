@@ -6,7 +6,7 @@ import logging
 import posixpath
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -208,16 +208,13 @@ def _run_group(
       what to wait for to wait for the tokens.
     """
     program = update.program
-    if group.filled_axis is not None:
-        (k,) = group.outputs
-        after = update.outputs[k].like
-        made = _filled(update, k, group.filled_axis, sharding_of(sharded, after))
-        return {k: made}, [], tokens[:1]
-    loaded = [program.invars[i] for i in group.loads]
-    loads, held = _after(tokens, [env[v] for v in loaded])
     kernel = whole_kernel(program, group, lambda _: Leaf())
+    loaded = [program.invars[i] for i in group.loads]
+    if group.makes and not group.loads:
+        loaded = [*kernel.operands]
+    loads, held = _after(tokens, [env[v] for v in loaded])
     of_output = kernel.values(0, 0, env.__getitem__, bound(loaded, loads))
-    if not group.loads:
+    if not loaded:
         results, held = _after(tokens, [*of_output.values()])
         of_output = bound(group.outputs, results)
     done: dict[int, Any] = {}
@@ -234,22 +231,6 @@ def _run_group(
         and not _memory.on_host(x)
     ]
     return done, stored, held
-
-
-def _filled(update: Update, k: int, axis: int, like: Sharded | None) -> Any:
-    """An output that is one number everywhere, made and stored row by row."""
-    program, kind = update.program, update.outputs[k].memory_kind
-    (a,) = variables([program.outvars[k]])
-    e, aval = program.equations[program.producers[a]], cast("Any", a.aval)
-    number = read(e.invars[0], {}.__getitem__)
-    sizes = (*aval.shape[:axis], 1, *aval.shape[axis + 1 :])
-    leaf = Leaf(axis, aval, kind, like)
-
-    def row(i: Any, buffer: Any) -> Any:
-        made = _memory.full(aval.update(shape=sizes), number)
-        return leaf.store(buffer, made, i)
-
-    return lax.fori_loop(0, aval.shape[axis], row, _memory.full(aval, 0, kind))
 
 
 def _after(tokens: list[Any], values: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_offload import _memory, _trees
 from optax_offload._low_bit import forms
+from optax_offload._low_bit.by_rows import in_its_memory
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 
@@ -67,7 +69,8 @@ def decoded_at(
             if param.dtype != jnp.bfloat16:
                 others.append(f"{path!r} ({param.dtype})")
                 return x
-        return _in_its_memory(lambda x: x.decoded(param), x)
+        value, _ = in_its_memory(lambda x, param: (x.decoded(param), ()), x, param)
+        return value
 
     decoded = _trees.map_with_path(decode, state, is_leaf=is_encoded)
     if others:
@@ -135,8 +138,8 @@ def low_bit_encode(state: Any, like: Any) -> Any:
             encoded = Encoded.of(x.astype(to.dtype), to.codec, path)
             return encoded, _holds(encoded, x)
 
-        encoded, holds = _in_its_memory(encode, x)
-        lost += [path] * (not _memory.is_traced(x) and not holds)
+        encoded, holds = in_its_memory(encode, x)
+        lost += [path] * (not _memory.is_traced(x) and not np.all(holds))
         found.append(_placed(encoded, to))
     if others:
         raise ValueError(
@@ -165,10 +168,10 @@ def converted(state: Any, others: Sequence[forms.OtherForm]) -> Any:
 
         def fn(x: Any) -> tuple[Any, Any]:
             new = forms.in_form(jnp.asarray(x), other.codec, other.path)
-            return new, _holds(new, x) if is_encoded(new) else True
+            return new, _holds(new, x) if is_encoded(new) else ()
 
-        new, holds = _in_its_memory(fn, x)
-        lost.extend([other.path] * (not holds))
+        new, holds = in_its_memory(fn, x)
+        lost.extend([other.path] * (not np.all(holds)))
         return new
 
     state = _trees.map_with_path(encode, state, is_leaf=is_encoded)
@@ -195,25 +198,11 @@ def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
     return next(iter([*fits, *alike]), None)
 
 
-def _in_its_memory(fn: Any, x: Any) -> Any:
-    """A function of a leaf, computed on the device, with results where the leaf is."""
-    leaves = jax.tree.leaves(x)
-    on_host = any(_memory.memory_kind_of(a) == "pinned_host" for a in leaves)
-    if _memory.is_traced(x) or not on_host:
-        return fn(x)
-
-    def put(tree: Any, memory_kind: str) -> Any:
-        return jax.tree.map(
-            lambda a: jax.device_put(a, a.sharding.with_memory_kind(memory_kind)), tree
-        )
-
-    return put(jax.jit(fn)(put(x, "device")), "pinned_host")
-
-
 def _holds(encoded: Encoded, x: Any) -> jax.Array:
-    """Returns whether what was encoded is finite."""
+    """Returns whether what was encoded is finite, row by row."""
     is_half = isinstance(encoded.codec, Bfloat16Remainder)
-    return jnp.all(jnp.isfinite(x if is_half else encoded.decoded()))
+    finite = jnp.isfinite(x if is_half else encoded.decoded())
+    return jnp.all(finite, axis=tuple(range(1, finite.ndim)))
 
 
 def _placed(encoded: Encoded, like: Encoded) -> Encoded:

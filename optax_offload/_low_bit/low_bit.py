@@ -135,8 +135,7 @@ class _LowBit:
         if _memory.is_traced(params) or structs:
             return self._init(params)
         # So that what is encoded is never there whole.
-        shardings = _templates.init_shardings(self._init, params)
-        state = jax.jit(self._init, out_shardings=shardings)(params)
+        state = _templates.make(self._init, params, params)
         warn_of_blocks(state)
         return state
 

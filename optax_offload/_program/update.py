@@ -41,6 +41,8 @@ class Output:
       is_update: Whether it is an update, and not new state.
       like: Position of the input that it is sharded like, where it replaces none.
       holds_codes: Whether it has codes of 8 bits, two in a word, that stand for floats.
+      made_along: The axis along which it may be made in slices, where it replaces none;
+        None where it must not be.
     """
 
     path: str
@@ -49,11 +51,17 @@ class Output:
     is_update: bool
     holds_codes: bool = False
     like: int | None = None
+    made_along: int | None = None
 
     @property
     def stored(self) -> bool:
         """Returns whether it is moved to host memory."""
         return self.memory_kind != "device"
+
+    @property
+    def made(self) -> bool:
+        """Returns whether it is new in host memory, where it replaces nothing."""
+        return self.stored and self.alias is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +111,10 @@ class Update:
             return None
         before: Any = self.program.invars[alias].aval
         after: Any = self.program.outvars[k].aval
-        same_type = (before.shape, before.dtype) == (after.shape, after.dtype)
+        # In Explicit mode state may have come sharded otherwise than it leaves.
+        same_type = all(
+            getattr(before, x) == getattr(after, x) for x in ("shape", "dtype")
+        ) and _memory.explicit_sharding(before) == _memory.explicit_sharding(after)
         on_host = self.inputs[alias].on_host
         same_memory = on_host == self.outputs[k].stored
         there = bool(before.shape) or not on_host
@@ -185,11 +196,18 @@ def trace(
     kinds = ["device"] * updates + _state_kinds(config, made[updates:])
     aliases = _aliases(args, updates, [path for path, _ in made[updates:]], state)
     likes = _templates.arguments_like(made, args)
+    given = [a.aval for a in program.invars]
     outputs = [
         Output(
-            path, kinds[k], aliases[k], k < updates, _holds_codes(path, aval), likes[k]
+            path,
+            kinds[k],
+            aliases[k],
+            k < updates,
+            _holds_codes(path, aval),
+            like,
+            _made_along(config, path, [aval, *([] if like is None else [given[like]])]),
         )
-        for k, (path, aval) in enumerate(made)
+        for k, ((path, aval), like) in enumerate(zip(made, likes, strict=True))
     ]
     inputs = _inputs(config, args, state)
     return Update(program, inputs, tuple(outputs)), out_structure
@@ -233,6 +251,24 @@ def _aliases(
     return [*of_updates, *of_state]
 
 
+def _made_along(
+    config: _rules.OffloadConfig, path: str, types: Sequence[Any]
+) -> int | None:
+    """The axis along which new state may be sliced, by its type and that it is like."""
+    asked = _asked_axis(config, path)
+    if asked != "auto":
+        return asked
+    axes = {_memory.slice_axis(x) for x in types}
+    return axes.pop() if len(axes) == 1 else None
+
+
+def _asked_axis(
+    config: _rules.OffloadConfig, path: str
+) -> int | Literal["auto"] | None:
+    rule = next((r for r in config.rules if r.matches(path)), None)
+    return "auto" if rule is None else rule.slice_axis
+
+
 def _inputs(
     config: _rules.OffloadConfig, args: tuple[Any, ...], state: Any
 ) -> tuple[Input, ...]:
@@ -241,8 +277,7 @@ def _inputs(
     inputs = [Input(_memory.on_host(x)) for x in leaves]
     gradients = len(jax.tree.leaves(args[0]))
     for i, (path, _) in enumerate(_trees.leaves_with_paths(state), start=gradients):
-        rule = next((r for r in config.rules if r.matches(path)), None)
-        axis = "auto" if rule is None else rule.slice_axis
+        axis = _asked_axis(config, path)
         if axis == "auto":
             # None is that of a type that does not say.
             axis = _memory.slice_axis(leaves[i])

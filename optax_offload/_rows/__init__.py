@@ -2,7 +2,7 @@
 
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, body_on_device, kernel_of
-from optax_offload._rows.proof import analyze
+from optax_offload._rows.proof import analyze, analyze_made
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
 from optax_offload._rows.small_rows import whole_stacks, with_whole_stacks
 from optax_offload._rows.stacks import made_by_rows
@@ -17,6 +17,7 @@ __all__ = [
     "RowLocal",
     "Sum",
     "analyze",
+    "analyze_made",
     "body_on_device",
     "is_arithmetic",
     "kernel_of",

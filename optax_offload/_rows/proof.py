@@ -35,21 +35,14 @@ def analyze(
     Raises:
       NotRowLocalError: The message names the equation that mixes rows.
     """
-    counts = {shape(v)[axis] for v, axis in loads.items()}
-    if len(counts) != 1:
-        sizes = ", ".join(str(shape(v)) for v in loads)
-        raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
-    (rows,) = counts
-    analysis = Analysis(RowCount(rows), program.equations, program.producers)
+    analysis = Analysis(_row_count(loads), program.equations, program.producers)
     analysis.whole = set(variables(program.outvars))
     for v, axis in loads.items():
         analysis.mark(v, axis)
     for i in positions:
         analysis.visit(program.equations[i])
         analysis.positions.add(i)
-    mixes = analysis.conflict()
-    if mixes is not None:
-        raise NotRowLocalError(f"{mixes.primitive.name} takes whole what has rows")
+    _check_apart(analysis)
     found: list[jex.Var] = []
     for a in outputs:
         if isinstance(a, jex.Literal) or a not in analysis.axes:
@@ -64,3 +57,39 @@ def analyze(
     if longer.conflict() is None:
         analysis, found = longer, further
     return analysis.row_local(loads, found)
+
+
+def analyze_made(program: Program, outputs: Mapping[jex.Var, int]) -> RowLocal:
+    """Proves that values that no load leads to can be computed row by row.
+
+    They are followed back through all equations, to arguments and to other results of
+    the program.
+
+    Args:
+      program: The program.
+      outputs: The axis along which the rows of each value are counted.
+
+    Raises:
+      NotRowLocalError: The message names the equation that mixes rows.
+    """
+    analysis = Analysis(_row_count(outputs), program.equations, program.producers)
+    analysis.whole = set(variables(program.outvars)).difference(outputs)
+    analysis.follow_all = True
+    for v, axis in outputs.items():
+        analysis.demand(v, axis)
+    _check_apart(analysis)
+    return analysis.row_local((), [*outputs])
+
+
+def _row_count(values: Mapping[jex.Var, int]) -> RowCount:
+    counts = {shape(v)[axis] for v, axis in values.items()}
+    if len(counts) != 1:
+        sizes = ", ".join(str(shape(v)) for v in values)
+        raise NotRowLocalError(f"leaves with different numbers of rows: {sizes}")
+    return RowCount(counts.pop())
+
+
+def _check_apart(analysis: Analysis) -> None:
+    mixes = analysis.conflict()
+    if mixes is not None:
+        raise NotRowLocalError(f"{mixes.primitive.name} takes whole what has rows")

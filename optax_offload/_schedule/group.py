@@ -65,8 +65,9 @@ class Group:
       row_multiple: The number of rows of a slice is a multiple of this.
       parts: The order within an update: two parts where half of the loads suffice for a
         store, which then takes place beside the other loads.
-      filled_axis: The axis along which an output that is one number everywhere, as a
-        new moment is, is made and stored row by row; None for all others.
+      makes: Whether something that it stores replaces nothing, as new state does. Its
+        buffer is then made, and rows are written into it: it is not stored whole in a
+        loop.
       whole_reason: The reason why it cannot be updated in slices; "" if it can.
     """
 
@@ -81,7 +82,7 @@ class Group:
     in_place: bool = False
     row_multiple: int = 1
     parts: tuple[Part, ...] = ()
-    filled_axis: int | None = None
+    makes: bool = False
     whole_reason: str = ""
 
     @property

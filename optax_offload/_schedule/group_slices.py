@@ -16,6 +16,7 @@ from optax_offload._rows import (
     RowLocal,
     Sum,
     analyze,
+    analyze_made,
     summed,
 )
 from optax_offload._schedule.group import Group, Part, Target
@@ -52,19 +53,22 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     if sums:
         ends = [*dict.fromkeys(v for s in sums.values() for v in s.operands)]
     reduced = {s.position for s in sums.values()}
-    row_local = analyze(
-        program,
-        [i for i in group.equations if i not in reduced],
-        _load_axes(update, group),
-        ends,
-        {before: _var(program, k) for before, k in beside.items()},
-    )
+    if group.loads:
+        row_local = analyze(
+            program,
+            [i for i in group.equations if i not in reduced],
+            _load_axes(update, group),
+            ends,
+            {before: _var(program, k) for before, k in beside.items()},
+        )
+    else:
+        row_local = analyze_made(program, _made_axes(update, group))
     for e in (program.equations[i] for i in reduced):
         if not summed(e, row_local.axes):
             raise NotRowLocalError(f"{e.primitive.name} mixes rows")
     # What is on the device, and is read for slices, is replaced in slices too.
     position = {_var(program, k): k for k in beside.values()}
-    more = [position[v] for v in row_local.outputs[len(ends) :]]
+    more = [position[v] for v in row_local.outputs[len(ends) :] if v in position]
     outputs = (*group.outputs, *more)
     targets = tuple(
         Target(k, _row_alias(update, k, row_local), sums.get(k)) for k in outputs
@@ -154,6 +158,17 @@ def _load_axes(update: Update, group: Group) -> dict[jex.Var, int]:
     return {invars[i]: axes[i] for i in group.loads}
 
 
+def _made_axes(update: Update, group: Group) -> dict[jex.Var, int]:
+    """The axis of the rows of each output of a group that loads nothing."""
+    axes: dict[jex.Var, int] = {}
+    for k in group.outputs:
+        v, axis = _var(update.program, k), update.outputs[k].made_along
+        if axis is None or axis >= len(shape(v)):
+            raise NotRowLocalError(f"no axis to slice a leaf of shape {shape(v)}")
+        axes[v] = axis
+    return axes
+
+
 def _slice_axis(update: Update, i: int, group: Group) -> int:
     """The axis of the rows of a load."""
     program = update.program
@@ -164,7 +179,8 @@ def _slice_axis(update: Update, i: int, group: Group) -> int:
         outputs = (shape(program.outvars[k]) for k in group.outputs)
         if any(len(o) > 2 and o[0] == sizes[0] for o in outputs):
             return 0
-        axis = None
+        made = (update.outputs[k] for k in group.outputs if update.outputs[k].made)
+        axis = next((output.made_along for output in made), None)
     if axis is None or axis >= len(sizes):
         raise NotRowLocalError(f"no axis to slice a leaf of shape {sizes}")
     return axis
@@ -178,6 +194,9 @@ def _row_alias(update: Update, k: int, row_local: RowLocal) -> int | None:
         axis = row_local.axes[_var(program, k)]
         if row_local.axes.get(program.invars[alias], axis) == axis:
             return alias
-    if update.outputs[k].stored:
+    output = update.outputs[k]
+    if output.made and row_local.axes[_var(program, k)] != output.made_along:
+        raise NotRowLocalError("rows of new state would be spread over devices")
+    if output.stored and not output.made:
         raise NotRowLocalError("no buffer on the host to write into")
     return None

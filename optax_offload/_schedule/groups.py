@@ -86,28 +86,53 @@ def group(update: Update) -> Grouping:
         # What is replaced beside a group is replaced by the first that reads it.
         taken = set(groups[-1].outputs)
         beside = {v: k for v, k in beside.items() if k not in taken}
-    groups += [_of_no_load(program, k) for k in alone]
+    groups += _of_no_load(update, alone, components.of)
     groups, shared = _own(program, shared, groups)
     groups.sort(key=lambda g: _availability(update, g), reverse=True)
     joined = _joins_gradients(update, shared)
     return Grouping(tuple(groups), scalars, tuple(shared), joined)
 
 
-def _of_no_load(program: Program, k: int) -> Group:
-    """A store that depends on no load."""
-    a = program.outvars[k]
-    nbytes = _memory.nbytes_on_each_device(a.aval)
-    axis = None
-    if isinstance(a, jex.Var) and a in program.producers and nbytes > MOST_SLICE_BYTES:
-        e = program.equations[program.producers[a]]
-        number = (
-            bool(e.invars)
-            and isinstance(e.invars[0], jex.Literal)
-            and not shape(e.invars[0])
-        )
-        if e.primitive.name == "broadcast_in_dim" and number:
-            axis = _memory.slice_axis(a.aval)
-    return Group((), (Target(k),), (), nbytes, 0, filled_axis=axis)
+def _of_no_load(
+    update: Update, stores: Sequence[int], of: Mapping[jex.Var, int]
+) -> list[Group]:
+    """Stores that depend on no load; new state with what is computed with it."""
+    program = update.program
+    made: dict[int, list[int]] = {}
+    together = _made_together(program, of)
+    for k, a in enumerate(program.outvars):
+        if isinstance(a, jex.Var) and a in together and update.outputs[k].alias is None:
+            made.setdefault(together[a], []).append(k)
+    found: list[Group] = []
+    taken: set[int] = set()
+    for k in stores:
+        if k in taken:
+            continue
+        a = program.outvars[k]
+        outputs = [k]
+        if isinstance(a, jex.Var) and a in together and update.outputs[k].made:
+            outputs = made[together[a]]
+        taken.update(outputs)
+        group = _whole(update, (), outputs, (), ())
+        if group.makes and group.nbytes > MOST_SLICE_BYTES:
+            group = sliced(update, group, {})
+        found.append(group)
+    return found
+
+
+def _made_together(program: Program, of: Mapping[jex.Var, int]) -> dict[jex.Var, int]:
+    """Numbers arrays that no load leads to, alike where an equation joins them."""
+    joined = Components[int]()
+    numbered: dict[jex.Var, int] = {}
+    for i in live(program):
+        e = program.equations[i]
+        results = [v for v in e.outvars if shape(v) and v not in of]
+        if results:
+            own = {joined.of(numbered[v]) for v in variables(e.invars) if v in numbered}
+            nodes = sorted(own) or [i]
+            joined.join(nodes)
+            numbered.update((v, nodes[0]) for v in results)
+    return {v: joined.of(n) for v, n in numbered.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +238,7 @@ def _whole(
         moved_bytes=max(moved),
         tied_by=tied_by,
         joined=_joined(program, loads, tied_by),
+        makes=any(update.outputs[k].made for k in outputs),
     )
 
 
@@ -268,6 +294,9 @@ def _own(
     for at, g in enumerate(groups):
         if g.row_local is not None:
             want(g.row_local.inputs, None)
+        elif g.makes and not g.loads:
+            for v in variables(program.outvars[k] for k in g.outputs):
+                wanted_by[v] = at
         else:
             for i in g.equations:
                 used = variables(program.equations[i].invars)
@@ -278,7 +307,10 @@ def _own(
         wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
         effects = _compat.has_effects(e)
         at = wanted.pop() if len(wanted) == 1 and not effects else None
-        if at is not None:
+        # A group that loads nothing waits for others before it takes its operands: of
+        # a constant array a number remains to wait for.
+        apart = at is not None and (groups[at].loads or any(map(shape, e.outvars)))
+        if at is not None and apart:
             own[at].append(i)
         elif effects or wanted or any(v in wanted_by for v in e.outvars):
             left.append(i)

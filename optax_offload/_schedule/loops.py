@@ -25,6 +25,8 @@ LOOP_SECONDS = 40e-6
 # One iteration of a loop and the next do not overlap: of n updates, each in two parts,
 # the link is busy for 2 n parts in 2 n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 32
+# State is made once, and its encoding takes long to compile.
+MADE_IN_AN_ITERATION = 4
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
 # then stores them. What cannot be sliced, such as Muon's products, computes with more
 # memory than it loads (F12).
@@ -176,8 +178,8 @@ class Loop:
 
 def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
     """The outputs of an earlier group that the n-th part of a group comes after."""
-    if group is earlier and not group.sums:  # It reads what that has written anyway.
-        return ()
+    if group is earlier and not (group.sums or group.makes):
+        return ()  # It reads what that has written anyway.
     like = len(earlier.parts) == len(group.parts)
     return earlier.parts[n].outputs if like else earlier.outputs
 
@@ -219,7 +221,8 @@ def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     # A leaf is whole where two would fit, also alone: else all of it is there at the
     # peak (F63).
     largest = max(g.nbytes for g in groups)
-    whole = _compat.LOOPS_RUN_ONCE and largest <= min(bound, half)
+    fits = largest <= min(bound, half) and not any(g.makes for g in groups)
+    whole = _compat.LOOPS_RUN_ONCE and fits
     loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
     if all(g.row_local is not None for g in groups):
         loops += _slice_loops(groups, window_bytes, bound)
@@ -287,7 +290,9 @@ def _loop_of(
 ) -> Loop:
     # Two iterations at least: a GPU's copy engines take only slices whose position
     # follows from the counter of a loop, and of a loop of one it has none (F14).
-    most = min(UPDATES_IN_AN_ITERATION // len(groups), slices // 2)
+    makes = any(group.makes for group in groups)
+    updates = MADE_IN_AN_ITERATION if makes else UPDATES_IN_AN_ITERATION
+    most = min(updates // len(groups), slices // 2)
     unroll = next((n for n in range(most, 1, -1) if slices % n == 0), 1)
     sizes = [m.nbytes for m in _members(groups, rows)]
     waits = window.waits(sizes * unroll, window_bytes)

@@ -99,8 +99,8 @@ class Straight(Printed):
     def over_window(self, asked: int | None) -> Iterator[OverWindow]:
         """Yields groups and slices that exceed the window, given the one asked for."""
         for group in self.whole:
-            if not group.loads:
-                continue
+            if not group.loads or group.makes:
+                continue  # New state is made once.
             if group.tied_by and group.nbytes > (asked or MOST_WINDOW_BYTES):
                 joints = ", ".join(map(described, group.tied_by))
                 why = (
@@ -115,7 +115,8 @@ class Straight(Printed):
             yield OverWindow(group.nbytes, group.outputs, why, joined)
         for loop in self.loops:
             for group, _, nbytes in loop.members:
-                if asked is not None and nbytes > asked and group.row_local is not None:
+                sliced = group.row_local is not None and not group.makes
+                if asked is not None and nbytes > asked and sliced:
                     yield OverWindow(
                         nbytes, group.outputs, "there are no smaller slices"
                     )
