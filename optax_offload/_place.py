@@ -24,8 +24,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
     Many loaders return NumPy arrays, or arrays that are all on the device. The first
     update would then find all of the state on the device. This puts each leaf in its
     memory and on its devices, one leaf after the other. NumPy arrays reach host memory
-    without passing through the device, and at most one leaf moves at a time. Use it for
-    values, outside of `jax.jit`.
+    without passing through the device, and at most one leaf moves at a time. What is
+    encoded or decoded is converted row by row. Use it for values, outside of `jax.jit`.
 
     Args:
       state: A pytree of arrays, of `jax.Array` or NumPy.

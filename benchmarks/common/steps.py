@@ -13,7 +13,7 @@ import optax
 
 import optax_offload as oo
 from benchmarks.common.workloads import Workload
-from optax_offload import aot
+from optax_offload import _plan, aot
 
 Wrap = Callable[[Any], Any]
 
@@ -120,6 +120,20 @@ MODES: dict[str, Mode] = {
     "int8 fused alone": Mode(INT8_ALONE, TWICE),
 }
 USUAL_MODES = ["no offload", "recipe", "ours", "fused"]
+
+
+def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
+    """A step of `examples/models.py` as a mode has it."""
+    step = _plan.StepFactory(make_step, target).step(mode.optimizer)
+    step = step._replace(fn=mode.step(step.fn))
+    if not mode.on_host:
+        return step
+    params = oo.set_memory_kind(step.args[0], mode.on_host, "pinned_host")
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    return step._replace(
+        args=(params, *step.args[1:]),
+        out_shardings=(shardings, *step.out_shardings[1:]),
+    )
 
 
 def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], Any]:

@@ -31,7 +31,13 @@ import jax
 from absl import app, flags
 
 import optax_offload as oo
-from benchmarks.common.steps import MODES, USUAL_MODES, as_it_is, library_digest
+from benchmarks.common.steps import (
+    MODES,
+    USUAL_MODES,
+    as_it_is,
+    library_digest,
+    step_in_mode,
+)
 from benchmarks.memory.search import Probe, largest
 from examples import models
 from optax_offload import _plan, aot
@@ -106,15 +112,7 @@ def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
     """Compiles a step, unless it is plain that it cannot fit."""
     budget = _plan.default_budget_bytes(target)
     wrap = MODES[mode]
-    step = _plan.StepFactory(make_step, target).step(wrap.optimizer)
-    step = step._replace(fn=wrap.step(step.fn))
-    if wrap.on_host:
-        params = oo.set_memory_kind(step.args[0], wrap.on_host, "pinned_host")
-        shardings = jax.tree.map(lambda x: x.sharding, params)
-        step = step._replace(
-            args=(params, *step.args[1:]),
-            out_shardings=(shardings, *step.out_shardings[1:]),
-        )
+    step = step_in_mode(make_step, target, wrap)
     least = least_bytes(step, gradients=wrap.step is as_it_is)
     if least > budget:
         return {"least_bytes": least, "fits": False, "seconds": 0.0}

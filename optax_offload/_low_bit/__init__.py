@@ -8,6 +8,7 @@ from optax_offload._low_bit.convert import (
 )
 from optax_offload._low_bit.encoded import Encoded, encoded_parts
 from optax_offload._low_bit.forms import OtherForm, codecs_named, in_other_forms
+from optax_offload._low_bit.in_rows import by_rows
 from optax_offload._low_bit.known_fields import moments
 from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
 from optax_offload._low_bit.master_weights import master_paths, master_weights
@@ -18,6 +19,7 @@ __all__ = [
     "Encoded",
     "OtherForm",
     "as_rules_say",
+    "by_rows",
     "codec_of",
     "codecs_named",
     "converted",

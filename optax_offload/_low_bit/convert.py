@@ -11,9 +11,9 @@ import numpy as np
 
 from optax_offload import _memory, _trees
 from optax_offload._low_bit import forms
-from optax_offload._low_bit.by_rows import in_its_memory
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 from optax_offload._low_bit.encoded import Encoded, is_encoded
+from optax_offload._low_bit.in_rows import in_its_memory
 
 
 def low_bit_decode(state: Any, params: Any = None) -> Any:
@@ -21,7 +21,7 @@ def low_bit_decode(state: Any, params: Any = None) -> Any:
 
     The result has the structure of the state of the transformation inside `low_bit`.
     Leaves stay in their memory. Outside of `jax.jit` they are decoded one after the
-    other, so that at most one leaf of a state in host memory is on the device.
+    other, those in host memory row by row, so that few rows are on the device.
 
     Args:
       state: A state of `low_bit`, with whatever is around it, or a template of one, of

@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._program import trace
+from optax_offload._schedule import schedule
 from optax_offload._units import MIB
 
 SIX_BYTES = [
@@ -48,6 +50,23 @@ def test_state_made_by_rows_is_the_state(how, at_rest):
     oo.memory_report(state, rules).check()
     assert jax.tree.structure(state) == jax.tree.structure(plain)
     jax.tree.map(np.testing.assert_array_equal, state, plain)
+
+
+@pytest.mark.parametrize("at_rest", [True, False])
+def test_slices_of_new_state_wait_for_each_other(at_rest):
+    """They read no buffer that the slice before was written into."""
+    params = _small()
+    inner = oo.low_bit(oo.master_weights(optax.adamw(1e-3)), SIX_BYTES, None)
+    config = oo.OffloadConfig((oo.Rule(".*", min_bytes=0),))
+    update, _ = trace(lambda p: ((), inner.init(p)), config, (params,), ())
+    update = update.with_inputs_on_host({0, 1, 2} if at_rest else ())
+    loops = schedule(update, 2 * MIB).loops
+    assert any(loop.unroll > 1 for loop in loops)
+    for loop in loops:
+        (group,) = loop.groups
+        assert group.makes
+        after = [step.load_after for step in loop.steps]
+        assert after == [(), *[group.outputs] * (loop.unroll - 1)]
 
 
 def _peaks(shape, at_rest, chip="h100"):

@@ -184,9 +184,15 @@ MUTANTS = {
     ),
     "a slice that is only read waits for none": Mutant(
         "_schedule/loops.py",
-        "if group is earlier and not group.sums:",
-        "if group is earlier:",
+        "if group is earlier and not (group.sums or group.makes):",
+        "if group is earlier and not group.makes:",
         (f"{PASSES}::test_a_slice_waits_for_the_one_before",),
+    ),
+    "a slice of new state waits for none": Mutant(
+        "_schedule/loops.py",
+        "if group is earlier and not (group.sums or group.makes):",
+        "if group is earlier and not group.sums:",
+        ("tests/emit/test_init.py::test_slices_of_new_state_wait_for_each_other",),
     ),
     # What is moved into the scan.
     "a gradient that another scan adds to": Mutant(

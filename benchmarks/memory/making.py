@@ -1,0 +1,167 @@
+"""Peaks of all that happens to a state beside its steps: made, placed, converted, kept.
+
+The state of Llama 3 in six bytes a parameter, compiled for a chip: one step, making the
+state, and converting its leaves from and to a plain checkpoint's, as `oo.place`,
+`oo.low_bit_encode` and `oo.low_bit_decode` do, one leaf after the other. What compiles
+nothing is run here, with a small state of the same form: its peak is that of all arrays
+on the device. `fit_models` has more of the steps.
+
+Run (the second without steps, in a tenth of the time):
+    python -m benchmarks.memory.making
+    python -m benchmarks.memory.making --models=llama3_8b:rtx4090 --nosteps
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+from absl import app, flags
+
+import optax_offload as oo
+from benchmarks.common.steps import MODES, SIX_BYTES, step_in_mode
+from examples import models
+from optax_offload import _memory, _plan, aot
+from optax_offload._low_bit import Encoded, by_rows
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list(
+    "models", ["llama3_8b:rtx4090", "llama3_70b:h100"], "Each with its chip."
+)
+flags.DEFINE_list("modes", ["six bytes least", "six bytes all"], f"Of {list(MODES)}.")
+flags.DEFINE_integer("context", 4096, "Tokens in a sequence.")
+flags.DEFINE_boolean("steps", True, "Whether steps are compiled too.")
+flags.DEFINE_string("out", "out/making", "Where the .json goes.")
+
+
+def peak_of(fn: Any, args: Any, target: aot.Target) -> int:
+    """The peak of a compiled function."""
+    return aot.peak(aot.compile(fn, *args, target=target)).peak_bytes
+
+
+def conversions(state: Any, target: aot.Target) -> dict[str, int]:
+    """The largest peak of encoding one leaf, and of decoding one."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded))
+    encoded = [x for x in nodes if isinstance(x, Encoded)]
+    found = {"encode": 0, "decode": 0}
+    kinds = {(x.codec.name, x.shape): x for x in encoded}
+    for x in kinds.values():
+        plain = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.codes.sharding)
+        half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.codes.sharding)
+
+        def encode(value: Any, like: Any = x) -> Any:
+            return type(like).of(value, like.codec, ""), ()
+
+        def decode(value: Any, half: Any) -> Any:
+            return value.decoded(half), ()
+
+        for name, fn, args in (
+            ("encode", encode, (plain,)),
+            ("decode", decode, (x, half)),
+        ):
+            arrays = jax.tree.leaves(args)
+            fn = jax.jit(by_rows(fn, [True] * len(arrays)))
+            found[name] = max(found[name], peak_of(fn, args, target))
+    return found
+
+
+def device_bytes_while(fn: Callable[[], Any]) -> int:
+    """The most bytes of arrays in device memory while a function runs."""
+    done = threading.Event()
+    most = 0
+
+    def watch() -> None:
+        nonlocal most
+        while not done.wait(1e-3):
+            arrays = [x for x in jax.live_arrays() if not x.is_deleted()]
+            here = [x for x in arrays if _memory.memory_kind_of(x) == "device"]
+            most = max(most, sum(x.nbytes for x in here))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        jax.block_until_ready(fn())
+    finally:
+        done.set()
+        watcher.join()
+    return most
+
+
+def kept() -> dict[str, int]:
+    """Peaks of placing, saving and restoring a state of 96 MiB in its own form."""
+    params = {"layers": {"w": jnp.ones((8, 1024, 2048), jnp.bfloat16)}}
+    params = oo.set_memory_kind(params, ".*", "pinned_host")
+    tx = SIX_BYTES(oo.master_weights(optax.adamw(3e-4)))
+    state = tx.init(params)
+    template = oo.eval_shape(tx.init, params)
+    loaded = jax.device_get(state)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state"
+        with ocp.StandardCheckpointer() as checkpointer:
+
+            def save() -> None:
+                checkpointer.save(path, state)
+                checkpointer.wait_until_finished()
+
+            return {
+                "place": device_bytes_while(lambda: oo.place(loaded, template)),
+                "save": device_bytes_while(save),
+                "restore": device_bytes_while(
+                    lambda: checkpointer.restore(path, template)
+                ),
+                "offload to disk": device_bytes_while(
+                    lambda: oo.offload_states(
+                        state,
+                        memory_kind="disk",
+                        directory=f"{folder}/parked",
+                        block=True,
+                    )
+                ),
+            }
+
+
+def main(argv: Sequence[str]) -> None:
+    """Compiles for each model and mode, and prints the peaks in GiB."""
+    if len(argv) > 1:
+        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    rows = []
+    for of_chip in FLAGS.models:
+        model, chip = of_chip.split(":", 1)
+        make_step = functools.partial(
+            getattr(models, model), context=FLAGS.context, batch=1
+        )
+        target = aot.Target(chip)
+        for mode in FLAGS.modes:
+            step = step_in_mode(make_step, target, MODES[mode])
+            tx = MODES[mode].optimizer(oo.master_weights(optax.adamw(3e-4)))
+            params = step.args[0]
+            row: dict[str, Any] = {"model": model, "chip": chip, "mode": mode}
+            if FLAGS.steps:
+                row["step"] = aot.peak(_plan.compile_step(step, target)).peak_bytes
+            row["make"] = peak_of(oo.jit(tx.init), (params,), target)
+            row |= conversions(oo.eval_shape(tx.init, params), target)
+            rows.append(row)
+            figures = {k: n / 2**30 for k, n in row.items() if isinstance(n, int)}
+            texts = ", ".join(f"{k} {gib:.2f}" for k, gib in figures.items())
+            print(f"{model} on {chip}, {mode}: {texts} GiB", flush=True)
+    small = kept()
+    texts = ", ".join(f"{k} {n / 2**20:.2f}" for k, n in small.items())
+    print(f"96 MiB in its own form: {texts} MiB of the device")
+    out = Path(FLAGS.out).with_suffix(".json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table = {"jax": jax.__version__, "rows": rows, "kept": small}
+    out.write_text(json.dumps(table, indent=1) + "\n")
+    print(f"also in {out}")
+
+
+if __name__ == "__main__":
+    app.run(main)
