@@ -174,7 +174,7 @@ def test_findings_at_80_columns():
     """A word is never cut; a line to paste is never broken."""
     captured = pathlib.Path(__file__).parent.parent / "doctor" / "captured"
     found = diagnosis.diagnosis_of(
-        captured / "h100_two_nodes.txt", None, measure_link=False
+        captured / "h100_two_nodes.txt", None, measure_link=False, directory=None
     )
     console = Console(
         file=io.StringIO(), width=80, force_terminal=True, color_system=None
