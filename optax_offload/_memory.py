@@ -181,6 +181,9 @@ def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
     # In Auto mode the compiler chooses.
     sharding = explicit_sharding(aval)
     filled = lax.full(aval.shape, value, aval.dtype, sharding=sharding)
+    if sharding is not None and explicit_sharding(_aval(filled)) != sharding:
+        # JAX 0.12 forgets it where no mesh is set.
+        filled = jax.sharding.reshard(filled, sharding)
     return transfer(filled, memory_kind)
 
 

@@ -160,6 +160,30 @@ def _check_sharded_alike(x, like):
     assert x.sharding.with_memory_kind("device").is_equivalent_to(like.sharding, x.ndim)
 
 
+@pytest.mark.parametrize("how", INITS)
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_rows_are_sharded_as_their_parameter(axes, how):
+    """Codes, scales and remainders, made of rows that rest on the host."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(axes,))
+    specs = {"layers": P(None, "x"), "embed": P(None, "x")}
+    params = {name: x for name, x in _small().items() if name in specs}
+    params = {
+        name: jax.device_put(x, NamedSharding(mesh, specs[name]))
+        for name, x in params.items()
+    }
+    inner = oo.master_weights(optax.adamw(1e-3))
+    plain = oo.low_bit(inner, SIX_BYTES, None).init(params)
+    params = oo.set_memory_kind(params, ".*", "pinned_host")
+    state = INITS[how](oo.offload(inner, SIX_BYTES).init)(params)
+    jax.tree.map(np.testing.assert_array_equal, state, plain)
+    master, like = state.master["layers"], plain.master["layers"]
+    _check_sharded_alike(master.codes, like.codes)
+    nu, like = state.inner_state[0].nu, plain.inner_state[0].nu
+    for name in specs:
+        _check_sharded_alike(nu[name].codes, like[name].codes)
+        _check_sharded_alike(nu[name].scales, like[name].scales)
+
+
 def test_state_of_parameters_on_two_meshes():
     """As for the stages of a pipeline: each leaf is where plain optax has it."""
     first, second = (
