@@ -49,11 +49,11 @@ def test_place_never_has_a_leaf_on_the_device(monkeypatch):
     loaded = jax.device_get(plain)
     put = jax.device_put
 
-    def spy(x, where):
+    def spy(x, where, **options):
         arrays = [a for a in jax.tree.leaves(x) if not isinstance(a, jax.core.Tracer)]
         if getattr(where, "memory_kind", None) != "pinned_host":
             assert all(np.size(a) <= 1 for a in arrays)
-        return put(x, where)
+        return put(x, where, **options)
 
     monkeypatch.setattr(jax, "device_put", spy)
     made = oo.place(loaded, RULES)
