@@ -53,6 +53,7 @@ def test_public_names():
         "set_memory_kind",
         "state_shardings",
         "stochastic_round",
+        "spread",
     }
 
 
