@@ -148,8 +148,8 @@ def test_an_update_inside(kind, spec):
             w, state, value = training(loss, tx)(w, state, x)
             return w, state, lax.psum(value, "d")
 
-        specs = {"in_specs": (spec, spec, P("d")), "out_specs": (spec, spec, P())}
-        return jax.shard_map(local, mesh=mesh, **specs)
+        taken, made = (spec, spec, P("d")), (spec, spec, P())
+        return jax.shard_map(local, mesh=mesh, in_specs=taken, out_specs=made)
 
     with context:
         schedule = check_step(make, w, x)

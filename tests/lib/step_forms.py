@@ -55,10 +55,10 @@ def made_anew(form):
     if form == "stream":
         return jax.jit(oo.stream(step))
     if form == "jax.jit":
-        return jax.jit(lambda *args: step(*args))
+        return jax.jit(lambda p, s, x: step(p, s, x))
     residuals = "host" if form == "residuals" else "device"
     return oo.jit(
-        lambda *args: step(*args), fuse=form != "not fused", residuals=residuals
+        lambda p, s, x: step(p, s, x), fuse=form != "not fused", residuals=residuals
     )
 
 
