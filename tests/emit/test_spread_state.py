@@ -204,8 +204,8 @@ def test_a_template_and_a_restored_state():
 @pytest.mark.parametrize(
     ("chip", "axis_type"),
     [
-        ("h100:4", AxisType.Auto),
-        ("h100:4", AxisType.Explicit),
+        pytest.param("h100:4", AxisType.Auto, marks=pytest.mark.newest),
+        pytest.param("h100:4", AxisType.Explicit, marks=pytest.mark.newest),
         ("v5e:2x2", AxisType.Explicit),
     ],
 )

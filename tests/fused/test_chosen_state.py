@@ -474,6 +474,7 @@ def test_selections():
 
 @pytest.mark.aot
 @pytest.mark.slow
+@pytest.mark.newest
 @pytest.mark.xdist_group("gpu")
 @pytest.mark.parametrize("of_gradients", [False, True], ids=["loss", "gradients"])
 def test_peak_on_a_gpu(of_gradients):
