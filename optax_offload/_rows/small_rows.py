@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from jax.extend import core as jex
 
@@ -12,10 +11,11 @@ from optax_offload._program import (
     Atom,
     Builder,
     called,
+    entered,
     is_store,
     is_transfer,
-    nested,
     variables,
+    with_bodies,
 )
 from optax_offload._rows.kernel import body_on_device
 
@@ -25,8 +25,8 @@ def whole_stacks(jaxpr: jex.Jaxpr) -> Iterator[jex.Var]:
     for e in jaxpr.eqns:
         if called(e):
             continue
-        for body in nested(e):
-            yield from whole_stacks(body)
+        for body in entered(e):
+            yield from whole_stacks(body.closed.jaxpr)
         if e.primitive.name == "scan":
             operands, results = _whole_to(e)
             yield from variables(e.invars[i] for i in operands)
@@ -39,10 +39,10 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     # Of stacks in host memory that which is on the device.
     here: dict[Atom, Atom] = {}
     for e in jaxpr.eqns:
-        params = {} if called(e) else {k: _in(x) for k, x in e.params.items()}
+        e = e if called(e) else with_bodies(e, _closed)
         operands, results = _whole_to(e) if e.primitive.name == "scan" else ([], [])
         if not (operands or results):
-            builder.add(e, params=params)
+            builder.add(e)
             continue
         invars, outvars = builder.read_all(e.invars), list(e.outvars)
         for i in operands:
@@ -52,8 +52,9 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
             invars[i] = here[a]
         for k in results:
             outvars[k] = jex.Var(_memory.device_type(e.outvars[k].aval))
-        params["jaxpr"] = body_on_device(params["jaxpr"], operands, results)
-        builder.add(e.replace(invars=invars, outvars=outvars), params=params)
+        body = body_on_device(e.params["jaxpr"], operands, results)
+        params = {**e.params, "jaxpr": body}
+        builder.add(e.replace(invars=invars, outvars=outvars, params=params))
         for k in results:
             y = outvars[k]
             (a,) = builder.trace(lambda x: _memory.transfer(x, "pinned_host"), y)
@@ -63,20 +64,10 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     return jaxpr.replace(eqns=builder.equations, outvars=results)
 
 
-def _in(x: Any) -> Any:
-    """A parameter of an equation, with other bodies in it."""
-    if isinstance(x, (tuple, list)):
-        items = list(map(_in, x))
-        same = all(a is b for a, b in zip(items, x, strict=True))
-        return x if same else type(x)(items)
-    if isinstance(x, (jex.ClosedJaxpr, jex.Jaxpr)):
-        jaxpr = x.jaxpr if isinstance(x, jex.ClosedJaxpr) else x
-        if next(whole_stacks(jaxpr), None) is None:
-            return x
-        changed = with_whole_stacks(jaxpr)
-        closed = isinstance(x, jex.ClosedJaxpr)
-        return jex.ClosedJaxpr(changed, x.consts) if closed else changed
-    return x
+def _closed(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+    if next(whole_stacks(body.jaxpr), None) is None:
+        return body
+    return jex.ClosedJaxpr(with_whole_stacks(body.jaxpr), body.consts)
 
 
 def _whole_to(e: jex.JaxprEqn) -> tuple[list[int], list[int]]:
