@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _memory, _trees
+from optax_offload import _compat, _memory, _trees
 
 T = TypeVar("T")
 
@@ -296,8 +296,8 @@ def replicated(shardings_and_args: Any) -> Sharding:
     one = next((s for s in shardings if isinstance(s, Sharding)), None)
     if one is not None:
         return one
-    mesh = jax.sharding.get_mesh()
-    if mesh.empty:
+    # Within a trace JAX says no mesh of devices.
+    if _compat.tracing() or (mesh := jax.sharding.get_mesh()).empty:
         return _memory.first_device_sharding()
     return NamedSharding(mesh, PartitionSpec())
 

@@ -52,6 +52,15 @@ def test_state_made_by_rows_is_the_state(how, at_rest):
     jax.tree.map(np.testing.assert_array_equal, state, plain)
 
 
+@pytest.mark.parametrize("how", INITS)
+@pytest.mark.parametrize("params", [None, {}])
+def test_state_of_no_parameters(how, params):
+    """Traced or not, nothing says on which devices it is."""
+    inner = optax.scale_by_schedule(lambda count: 0.1 * count)
+    state = INITS[how](oo.offload(inner).init)(params)
+    jax.tree.map(np.testing.assert_array_equal, state, inner.init(params))
+
+
 @pytest.mark.parametrize("at_rest", [True, False])
 def test_slices_of_new_state_wait_for_each_other(at_rest):
     """They read no buffer that the slice before was written into."""
