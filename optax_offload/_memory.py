@@ -38,6 +38,12 @@ _SPACES = {
 COMPILED_KINDS = tuple(_SPACES)
 
 
+# While it is True, types say nothing of memory: a step is traced as if all were on the
+# device. What an update takes from host memory is then the rules' say, and so is where
+# its results go (`at_rest.py`). JAX traces nothing once for both values.
+as_on_device = jax.make_user_context(False)
+
+
 def is_traced(tree: Any) -> bool:
     """Returns whether any leaf is traced, so that no value can be moved."""
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
@@ -342,7 +348,9 @@ def _retype(path: str, x: Any, memory_kind: str) -> Any:
         sharding = x.sharding or first_device_sharding()
         return struct(x, with_kind(path, sharding, memory_kind))
     if memory_kind_of(x) == memory_kind:
-        return x
+        # Its type may not say where a traced value is.
+        unknown = as_on_device.value and is_traced(x) and memory_kind == "device"
+        return jax.device_put(x, _SPACES[memory_kind]) if unknown else x
     if isinstance(x, jax.core.Tracer):
         if memory_kind not in COMPILED_KINDS:
             raise ValueError(

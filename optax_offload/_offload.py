@@ -15,7 +15,7 @@ from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, warn_of_blocks
 from optax_offload._lowered import Argument
-from optax_offload._program import Caller, Update, as_on_device, call_update, trace
+from optax_offload._program import Caller, Update, call_update, trace
 from optax_offload._schedule import Schedule, schedule
 
 
@@ -175,7 +175,7 @@ class _Offloading:
     ) -> tuple[optax.Updates, optax.OptState]:
         """As of `optax.GradientTransformationExtraArgs`."""
         args = (updates, state, params, extra_args)
-        if _memory.is_traced(args) or as_on_device.value:
+        if _memory.is_traced(args) or _memory.as_on_device.value:
             dynamic, static = split(extra_args, (jax.Array, np.ndarray, np.generic))
             return self._traced_update(updates, state, params, dynamic, static)
         # A number may be another in every step: traced, it costs no compilation.
@@ -254,7 +254,7 @@ def _called(
     placed = _Placed.of(update, asked, args, state)
     typed = set(update.loads)
     planned = set(placed.planned)
-    if not (as_on_device.value or _compat.tracing_for_jit_alone()):
+    if not (_memory.as_on_device.value or _compat.tracing_for_jit_alone()):
         # In a loop or in a branch nothing but the type says where it is.
         placed.check({}, typed)
         planned &= typed

@@ -14,7 +14,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory, _nnx, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
-from optax_offload._program import as_on_device, of_values, take_apart
+from optax_offload._program import of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     ChosenState,
@@ -82,6 +82,8 @@ def stream(
 
         jax.jit(stream(step), compiler_options={
             "xla_gpu_enable_latency_hiding_scheduler": False})
+
+    and with JAX 0.10 ``"xla_gpu_enable_analytical_sol_latency_estimator": False`` too.
 
     Returns:
       A function of the same arguments and results. If nothing rests on the host and
@@ -169,7 +171,7 @@ def one_by_one(
         lambda x: _memory.transfer(x, "device") if is_array(x) and rests(x) else x,
         (args, kwargs),
     )
-    with as_on_device(True):
+    with _memory.as_on_device(True):
         results, structure = jax.tree.flatten(step(*given, **named))
     if kinds is not None:
         results = _memory.transfer_all(results, kinds[: len(results)])
@@ -240,7 +242,7 @@ def traced_at_rest(
     given, named = on_the_device((args, kwargs)) if moved else (args, kwargs)
 
     def on_device() -> tuple[R, bool]:
-        with as_on_device(True):
+        with _memory.as_on_device(True):
             return trace(*given, **named), False
 
     def typed() -> tuple[R, bool]:

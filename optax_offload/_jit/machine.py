@@ -17,6 +17,9 @@ from optax_offload._step_options import LatencyHiding
 
 # XLA's option, as `compiler_options` of `jax.jit` and `XLA_FLAGS` name it.
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
+ON = {SCHEDULER: True}
+# For the estimator's sake JAX 0.10's compiler turns its scheduler on again (F01).
+OFF = {SCHEDULER: False, "xla_gpu_enable_analytical_sol_latency_estimator": False}
 _GPUS = ("gpu", "cuda", "rocm")
 
 
@@ -123,4 +126,4 @@ def compiler_options(
     its_own = machine.devices > 1 or SCHEDULER in os.environ.get("XLA_FLAGS", "")
     if its_own and asked == "auto":
         return None
-    return given | {SCHEDULER: found == "on"}
+    return (ON if found == "on" else OFF) | given

@@ -12,7 +12,6 @@ from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import (
     Call,
     Caller,
-    as_on_device,
     call_update,
     called,
     equation_of,
@@ -76,7 +75,6 @@ __all__ = [
     "Update",
     "ancestors",
     "apart",
-    "as_on_device",
     "as_they_are",
     "as_zero",
     "bound",

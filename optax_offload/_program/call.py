@@ -30,11 +30,6 @@ from optax_offload._program.update import Input, Update
 
 Function: TypeAlias = Callable[..., tuple[Any, Any]]
 
-# While it is True, types say nothing of memory: a step is traced as if all were on the
-# device. What an update takes from host memory is then the rules' say, and so is where
-# its results go (`at_rest.py`). JAX traces nothing once for both values.
-as_on_device = jax.make_user_context(False)
-
 
 @dataclasses.dataclass(frozen=True)
 class Caller:
@@ -129,7 +124,7 @@ def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
 
 def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
     """The plain equations of a call, by which JAX learns whether anything is moved."""
-    on_device = as_on_device.value
+    on_device = _memory.as_on_device.value
 
     def meaning(*data: Any) -> list[Any]:
         loaded = [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
@@ -150,7 +145,7 @@ def equation_of(
       operands: The operands.
       results: The results.
     """
-    with as_on_device(True):
+    with _memory.as_on_device(True):
         body = _meaning(what, [a.aval for a in operands])
     return like.replace(
         invars=operands,
@@ -200,7 +195,7 @@ def run_now(
 
     def now(*data: Any, **params: Any) -> list[Any]:
         def once(*data: Any) -> list[Any]:
-            compiled = _memory.is_traced(data) and not as_on_device.value
+            compiled = _memory.is_traced(data) and not _memory.as_on_device.value
             return (primitive.bind if compiled else meaning)(*data, **params)
 
         return jax.jit(once)(*data)

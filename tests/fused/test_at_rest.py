@@ -597,3 +597,21 @@ def test_the_memory_of_one_layer():
     # Residuals, and nothing else.
     assert train.host_temporary_bytes == 32 * 4 * 256 * WIDTH
     assert train.host_argument_bytes == 32 * 3 * row
+
+
+@pytest.mark.parametrize("what", ["parameters", "state"])
+def test_what_a_step_moves_to_the_device_is_there(what):
+    """By name, although a step is traced as if it were there already."""
+    params = jax.device_put({"w": jnp.ones((64, 64))}, jax.devices()[0])
+    tx = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=8))
+    state = tx.init(params)
+    given = oo.set_memory_kind(params, ".*", "pinned_host")
+
+    @oo.jit
+    def step(params, state):
+        if what == "parameters":
+            return oo.set_memory_kind(params, ".*", "device")
+        _, state = tx.update(params, state, params)
+        return oo.set_memory_kind(state[0].mu, ".*", "device")
+
+    assert step(given, state)["w"].sharding.memory_kind == "device"

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._jit import machine
-from optax_offload._jit.machine import SCHEDULER, Machine, compiling_for, machine_of
+from optax_offload._jit.machine import OFF, SCHEDULER, Machine, compiling_for, machine_of
 
 LAYERS, WIDTH = 3, 128
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -131,7 +131,7 @@ def test_options_of_the_user_stand(monkeypatch):
     jitted = oo.jit(step, compiler_options=others)
     with compiling_for("gpu", 1):
         lowered = jitted.trace(*args).lower()
-    assert aot.compilers.own_options(lowered) == others | {SCHEDULER: False}
+    assert aot.compilers.own_options(lowered) == others | OFF
     for asked in ("auto", "off"):
         given = {SCHEDULER: True}
         jitted = oo.jit(step, compiler_options=given, latency_hiding=asked)
@@ -176,12 +176,12 @@ def test_calls_on_a_gpu(monkeypatch):
     for got in [jitted(*args) for _ in range(3)]:
         jax.tree.map(np.testing.assert_array_equal, want, got)
     assert len(traces) == 1
-    assert aot.compilers.own_options(jitted.lower(*args)) == {SCHEDULER: False}
+    assert aot.compilers.own_options(jitted.lower(*args)) == OFF
     # Where it can hide nothing no longer, it is on again.
     assert aot.compilers.own_options(jitted.lower(*args_of(unrolled, False)[1])) == {}
     step, args = args_of(unrolled, at_rest=False)
     jitted = oo.jit(step, latency_hiding="off")
-    assert aot.compilers.own_options(jitted.lower(*args)) == {SCHEDULER: False}
+    assert aot.compilers.own_options(jitted.lower(*args)) == OFF
     outer = jax.jit(lambda *args: jitted(*args))
     assert aot.compilers.own_options(outer.lower(*args)) == {}
     outer(*args)
