@@ -139,18 +139,17 @@ class ScanLoop:
             by_us = v in work.waiting or v in work.order.delayed
             self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
         self._ahead = tuple(work.order.ahead)
-        xs = enumerate(scan.xs, len(scan.consts) + len(scan.carry))
-        stacked = enumerate(scan.stacked, len(scan.carry))
+        taken, delayed = scan.body.rows_taken, work.order.delayed
         self._body = body_on_device(
-            scan.body,
-            [k for k, v in xs if isinstance(v, jex.Var) and v in work.loaded],
-            [k for k, v in stacked if v in work.kept and v in work.order.delayed],
+            scan.body.closed,
+            [i for i, a, _ in taken if isinstance(a, jex.Var) and a in work.loaded],
+            [k for k, v, _ in scan.body.rows_given if v in work.kept and v in delayed],
         )
 
     def run(self) -> dict[jex.Var, Any]:
         """Evaluates the scan, and returns the values that it and the work define."""
         scan, work = self._scan, self._work
-        carry = [self._read(a) for a in scan.carry]
+        carry = [self._read(a) for a in scan.body.carry]
         buffers: dict[jex.Var, Any] = {}
         for f in work.fused:
             for after, before in f.replaced.items():
@@ -203,7 +202,7 @@ class ScanLoop:
             last, lambda n: (end + n, end + n - 1, length - 1 - n), iteration, state
         )
         last = scan.length - 1
-        found = bound(scan.carried, state.carry)
+        found = bound(scan.body.carried, state.carry)
         found |= self._with_delayed(given(state), state.delayed, last)
         for s, total in zip(work.sums, state.totals, strict=True):
             result = self._program.equations[s.position].outvars[0]
@@ -282,13 +281,13 @@ class ScanLoop:
         # Nothing is written into a buffer before what is loaded from it is there.
         read = {v: x for v, x in loaded.items() if v not in self._ahead}
         read |= bound(self._ahead, ahead)
-        xs = [self._x(a, i, buffers, loaded) for a in scan.xs]
-        consts = [self._read(a) for a in scan.consts]
+        xs = [self._x(a, i, buffers, loaded) for a in scan.body.xs]
+        consts = [self._read(a) for a in scan.body.consts]
         results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
         count = len(carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
-            for v, y in bound(scan.stacked, results[count:]).items()
+            for v, y in bound(scan.body.stacked, results[count:]).items()
         }
         # Else every device adds all of a gradient up for its norm, and what waits is
         # made anew on the host.

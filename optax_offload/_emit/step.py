@@ -99,7 +99,7 @@ class _Run:
         gradients = {g for f in each.fused for g in f.component.gradients}
         late = [g for f in each.late for g in f.component.gradients]
         waiting = late if each.way == "host" else []
-        kept = [v for v in each.scan.stacked if v in wanted and v not in gradients]
+        kept = [v for v in each.scan.body.stacked if v in wanted and v not in gradients]
         sums = self._plan.passes.sums(each.fused, 0)
         first = [*each.now, *(f.summing(sums) for f in each.late)]
         work = self._work(each, first, sums, kept, waiting)
@@ -176,7 +176,7 @@ class _Run:
         products = (e for e in program.equations[:at] if _flops.of_equation(e))
         wanted &= dependents(program, {v for e in products for v in e.outvars})
         found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
-        found += variables(scan.carry)
+        found += variables(scan.body.carry)
         self._env |= together({v: self._env[v] for v in found})
 
     def _require(self, wanted: Iterable[jex.Var]) -> None:

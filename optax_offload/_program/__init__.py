@@ -1,7 +1,14 @@
 """Programs as values: the equations of a step or an update, and rewrites of them."""
 
 from optax_offload._program.at_rest import AtRest, Resting
-from optax_offload._program.bodies import as_they_are, entered, with_bodies
+from optax_offload._program.bodies import (
+    Body,
+    Given,
+    Taken,
+    as_they_are,
+    entered,
+    with_bodies,
+)
 from optax_offload._program.branches import (
     Branches,
     as_zero,
@@ -60,11 +67,13 @@ from optax_offload._program.wanted import has_update
 __all__ = [
     "AtRest",
     "Atom",
+    "Body",
     "Branches",
     "Builder",
     "Call",
     "Caller",
     "Components",
+    "Given",
     "InlinedUpdate",
     "Input",
     "Output",
@@ -72,6 +81,7 @@ __all__ = [
     "Program",
     "Resting",
     "Step",
+    "Taken",
     "Update",
     "ancestors",
     "apart",

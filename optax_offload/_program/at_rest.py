@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from optax_offload import _compat, _memory
+from optax_offload import _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.bodies import entered
@@ -30,6 +30,7 @@ from optax_offload._program.replaced import returning
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 from optax_offload._program.wanted import (
     HAND_ON,
+    Wanted,
     has_update,
     inside,
     loads_itself,
@@ -233,13 +234,10 @@ class _Walk:
                 moved.update(variables(some))
                 whole.update(set(variables(e.invars)) - some)
                 continue
-            count = len(e.invars)
-            if e.primitive.name == "scan":
-                consts, carried = _compat.scan_counts(e.params)
-                count = consts + carried
-                stacked.update(e.outvars[carried:])
-            whole.update(variables(e.invars[:count]))
-            taken.update(variables(e.invars[count:]))
+            rows = [a for body in entered(e) for a in body.xs]
+            stacked.update(v for body in entered(e) for v in body.stacked)
+            whole.update(variables(e.invars[: len(e.invars) - len(rows)]))
+            taken.update(variables(rows))
         made = (stacked & moved) - whole - taken
         found: dict[jex.Var, Literal["residual", "made"]] = dict.fromkeys(made, "made")
         if self._residuals:
@@ -294,32 +292,26 @@ class _Walk:
     def _scan(
         self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
     ) -> Sequence[Any]:
-        closed: jex.ClosedJaxpr = e.params["jaxpr"]
-        count, carried = _compat.scan_counts(e.params)
-        wanted = wanted_at_rest(closed.jaxpr)
-        first = count + carried
-        whole = {i: x for i, x in wanted.spread.items() if i < first}
+        (turn,) = entered(e)
+        closed, wanted = turn.closed, wanted_at_rest(turn.jaxpr)
+        at = turn.split(turn.operands)
+        whole = {i: x for i, x in wanted.spread.items() if i not in at.xs}
         values = self._spread(values, whole)
-        xs = values[first:]
+        consts, carry, xs = turn.split(values)
         consts = [
             x if i in wanted.rows | wanted.updated else self._load(x, e)
-            for i, x in enumerate(values[:count])
+            for i, x in zip(at.consts, consts, strict=True)
         ]
-        # What is carried rests where it did.
-        kinds = [
-            "pinned_host"
-            if i in wanted.updated or (i in wanted.rows and rests(values[i]))
-            else "device"
-            for i in range(count, first)
-        ]
+        names = list(map(self._of, carry))
+        kinds = turn.split(_kinds(wanted, values)).carry
         carry = [
-            _memory.transfer(_load_rows(values[count + i]), kind)
+            _memory.transfer(_load_rows(x), kind)
             if kind == "pinned_host"
-            else self._load(values[count + i], e)
-            for i, kind in enumerate(kinds)
+            else self._load(x, e)
+            for x, kind in zip(carry, kinds, strict=True)
         ]
-        kept = [first + i in wanted.updated for i in range(len(xs))]
-        made = made_of_rows(e, xs, kept)
+        kept = [i in wanted.updated for i in at.xs]
+        made = made_of_rows(turn, xs, kept)
         # Each once, whoever takes it.
         sources: dict[int, Any] = {}
         for x in xs:
@@ -341,16 +333,15 @@ class _Walk:
         def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
             self._times = around * length
             rows = bound(sources, given)
-            self.name(carry, list(map(self._of, values[count:first])))
+            self.name(carry, names)
             own = [row(x, keep, rows) for x, keep in zip(xs, kept, strict=True)]
             results = self.evaluate(
                 closed.jaxpr, closed.consts, [*consts, *carry, *own]
             )
-            after = _memory.transfer_all(results[:carried], kinds)
-            stacked = zip(e.outvars[carried:], results[carried:], strict=True)
-            return after, [
+            after, ys = turn.given(results)
+            return _memory.transfer_all(after, kinds), [
                 _memory.transfer(y, "pinned_host") if v in stored else y
-                for v, y in stacked
+                for v, y in zip(turn.stacked, ys, strict=True)
                 if v not in made
             ]
 
@@ -365,7 +356,7 @@ class _Walk:
         )
         self._times = around
         rest = iter(stacked)
-        for v in e.outvars[carried:]:
+        for v in turn.stacked:
             if v in stored and v not in made:
                 nbytes = _memory.nbytes_on_each_device(v.aval)
                 if stored[v] == "residual":
@@ -378,7 +369,7 @@ class _Walk:
                 self.positions = "rising" if rising else "others"
         return [
             *after,
-            *(made[v] if v in made else next(rest) for v in e.outvars[carried:]),
+            *(made[v] if v in made else next(rest) for v in turn.stacked),
         ]
 
     def _cond(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
@@ -401,18 +392,13 @@ class _Walk:
         return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args)
 
     def _while(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
-        params = e.params
-        condition, body = params["cond_jaxpr"], params["body_jaxpr"]
-        first, second = params["cond_nconsts"], params["body_nconsts"]
-        of_condition = self._load_all(e, values[:first])
-        of_body = list(map(_load_rows, values[first : first + second]))
-        wanted = wanted_at_rest(body.jaxpr)
-        kinds = [
-            "pinned_host"
-            if i in wanted.updated or (i in wanted.rows and rests(x))
-            else "device"
-            for i, x in enumerate(values[first:])
-        ][second:]
+        (turn,) = entered(e)
+        condition = e.params["cond_jaxpr"]
+        of_condition = self._load_all(e, values[: turn.first])
+        consts, carry, _ = turn.split(values[turn.first :])
+        of_body, names = list(map(_load_rows, consts)), list(map(self._of, carry))
+        wanted = wanted_at_rest(turn.jaxpr)
+        kinds = turn.split(_kinds(wanted, values[turn.first :])).carry
 
         def placed(carry: Sequence[Any]) -> list[Any]:
             return _memory.transfer_all(carry, kinds)
@@ -422,10 +408,10 @@ class _Walk:
             return found
 
         def once(carry: Sequence[Any]) -> list[Any]:
-            self.name(carry, list(map(self._of, values[first + second :])))
-            return placed(self._body(body)(*of_body, *carry))
+            self.name(carry, names)
+            return placed(self._body(turn.closed)(*of_body, *carry))
 
-        before = placed(list(map(_load_rows, values[first + second :])))
+        before = placed(list(map(_load_rows, carry)))
         return lax.while_loop(goes_on, once, before)
 
     def _named(
@@ -444,6 +430,16 @@ class _Walk:
 
 # Equations that stay as they were, around another body.
 _AROUND = {"remat2": remats.around, "shard_map": shard_maps.around}
+
+
+def _kinds(wanted: Wanted, arguments: Sequence[Any]) -> list[str]:
+    """Where each argument of a body rests: what is carried, where it did."""
+    return [
+        "pinned_host"
+        if i in wanted.updated or (i in wanted.rows and rests(x))
+        else "device"
+        for i, x in enumerate(arguments)
+    ]
 
 
 def _on_device(x: Any) -> Any:
@@ -482,8 +478,7 @@ def makes_rows(closed: jex.ClosedJaxpr) -> bool:
     """Returns whether a function moves stacked results to the host, as for init."""
     stacked: set[jex.Var] = set()
     for e in closed.jaxpr.eqns:
-        if e.primitive.name == "scan":
-            stacked.update(e.outvars[_compat.scan_counts(e.params)[1] :])
+        stacked.update(v for body in entered(e) for v in body.stacked)
         moved = in_pairs(e) if e.primitive.name == "device_put" else ()
         if any(a in stacked and _memory.on_host(v.aval) for a, v in moved):
             return True

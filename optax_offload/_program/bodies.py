@@ -1,4 +1,4 @@
-"""The equations whose bodies are entered, in one list.
+"""The equations whose bodies are entered, in one list, and what turns of these take.
 
 What a body means depends on its equation: a solver's bodies are for its matrix, its
 transpose and its preconditioner, a kernel's is for one block. So an equation that is
@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend import core as jex
+
+from optax_offload import _compat
+
+T = TypeVar("T")
 
 # Equations that stand for their body, by the parameter that has it: it is evaluated
 # once, on their operands as they are.
@@ -28,18 +33,127 @@ _PARTS = {"shard_map": "jaxpr", "scan": "jaxpr", "while": "body_jaxpr"}
 _LISTED = _CALLS | _BEHIND | _PARTS
 
 
-@dataclasses.dataclass(frozen=True)
-class Body:
-    """A body of an equation.
+class Taken(NamedTuple, Generic[T]):
+    """What turns take.
 
     Attributes:
-      closed: Its equations.
-      operands: For each of its arguments the operand that it is, as a position. A row
-        or a shard of an operand, and what is carried instead of it, count as it.
+      consts: What each takes as it is.
+      carry: What the first one takes, and the others get from the one before.
+      xs: What each takes a row of.
     """
 
+    consts: Sequence[T]
+    carry: Sequence[T]
+    xs: Sequence[T]
+
+
+class Row(NamedTuple):
+    """A row that a turn takes or gives.
+
+    Attributes:
+      position: The position of what it is a row of, among operands or results.
+      stack: What it is a row of.
+      row: The argument or result of the body that it is.
+    """
+
+    position: int
+    stack: Any
+    row: Any
+
+
+class Given(NamedTuple, Generic[T]):
+    """What turns give.
+
+    Attributes:
+      carried: What the last one hands on.
+      stacked: What each gives a row of.
+    """
+
+    carried: Sequence[T]
+    stacked: Sequence[T]
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A body of an equation, which is evaluated once in each turn.
+
+    Attributes:
+      equation: The equation.
+      closed: The equations of a turn.
+      first: The position of the operand that is its first argument.
+      counts: How many of its arguments are constants, and how many are carried. The
+        others are rows.
+      stacks: How many of its results are rows of what is stacked: the last ones.
+    """
+
+    equation: jex.JaxprEqn
     closed: jex.ClosedJaxpr
-    operands: range
+    first: int
+    counts: tuple[int, int]
+    stacks: int = 0
+
+    @property
+    def jaxpr(self) -> jex.Jaxpr:
+        """The equations, without what they close over."""
+        return self.closed.jaxpr
+
+    @property
+    def operands(self) -> range:
+        """For each of its arguments the operand that it is, as a position.
+
+        A row or a shard of an operand, and what is carried instead of it, count as it.
+        """
+        return range(self.first, len(self.equation.invars))
+
+    def split(self, arguments: Sequence[T]) -> Taken[T]:
+        """What is known of each of its arguments, as turns take them."""
+        consts, carried = self.counts
+        carry = arguments[consts : consts + carried]
+        return Taken(arguments[:consts], carry, arguments[consts + carried :])
+
+    def given(self, results: Sequence[T]) -> Given[T]:
+        """What is known of each result, of a turn or of the equation."""
+        carried = len(results) - self.stacks
+        return Given(results[:carried], results[carried:])
+
+    @property
+    def consts(self) -> Sequence[Any]:
+        """Operands that each turn takes as they are."""
+        return self.split(self.equation.invars[self.first :]).consts
+
+    @property
+    def carry(self) -> Sequence[Any]:
+        """Operands of the first turn, which the others get from the one before."""
+        return self.split(self.equation.invars[self.first :]).carry
+
+    @property
+    def xs(self) -> Sequence[Any]:
+        """Operands of which each turn takes a row."""
+        return self.split(self.equation.invars[self.first :]).xs
+
+    @property
+    def carried(self) -> Sequence[jex.Var]:
+        """Results that the last turn hands on."""
+        return self.given(self.equation.outvars).carried
+
+    @property
+    def stacked(self) -> Sequence[jex.Var]:
+        """Results of which each turn gives a row."""
+        return self.given(self.equation.outvars).stacked
+
+    @property
+    def rows_taken(self) -> list[Row]:
+        """The rows that a turn takes."""
+        rows = self.split(self.jaxpr.invars).xs
+        of = self.split(self.operands).xs
+        return list(map(Row, of, self.xs, rows))
+
+    @property
+    def rows_given(self) -> list[Row]:
+        """The rows that a turn gives."""
+        rows = self.given(self.jaxpr.outvars).stacked
+        of = range(len(self.carried), len(self.equation.outvars))
+        return list(map(Row, of, self.stacked, rows))
 
 
 def of_call(e: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
@@ -59,10 +173,17 @@ def entered(e: jex.JaxprEqn) -> Sequence[Body]:
     """
     count = len(e.invars)
     if e.primitive.name == "cond":
-        return [Body(x, range(1, count)) for x in e.params["branches"]]
+        return [Body(e, x, 1, (count - 1, 0)) for x in e.params["branches"]]
     closed = _body(e, _LISTED)
-    first = e.params["cond_nconsts"] if e.primitive.name == "while" else 0
-    return [] if closed is None else [Body(closed, range(first, count))]
+    if closed is None:
+        return []
+    if e.primitive.name == "scan":
+        counts = _compat.scan_counts(e.params)
+        return [Body(e, closed, 0, counts, len(e.outvars) - counts[1])]
+    if e.primitive.name == "while":
+        first, consts = e.params["cond_nconsts"], e.params["body_nconsts"]
+        return [Body(e, closed, first, (consts, count - first - consts))]
+    return [Body(e, closed, 0, (count, 0))]
 
 
 def with_bodies(

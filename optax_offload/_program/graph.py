@@ -23,7 +23,7 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload import _compat
-from optax_offload._program.bodies import as_they_are
+from optax_offload._program.bodies import Body, as_they_are
 
 Atom: TypeAlias = jex.Var | jex.Literal
 T = TypeVar("T")
@@ -188,6 +188,18 @@ def handed_through(body: jex.Jaxpr) -> dict[int, int]:
         for k, a in enumerate(body.outvars)
         if isinstance(a, jex.Var) and a in known
     }
+
+
+def passed_on(body: Body) -> dict[jex.Var, int]:
+    """Returns which operands stacked results are, row by row, as `nnx.scan` has them.
+
+    Args:
+      body: The body of a scan, whose operands are given as positions.
+    """
+    through = handed_through(body.jaxpr)
+    taken = {x.position for x in body.rows_taken}
+    rows = [x for x in body.rows_given if through.get(x.position) in taken]
+    return {x.stack: through[x.position] for x in rows}
 
 
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:

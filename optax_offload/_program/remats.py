@@ -9,7 +9,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._program.bodies import entered
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.graph import Atom, variables, within
 
@@ -103,7 +103,6 @@ def around(
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
     """Returns the operands that an equation takes whole, and those row by row."""
-    count = len(e.invars)
-    if e.primitive.name == "scan":
-        count = sum(_compat.scan_counts(e.params))
-    return variables(e.invars[:count]), variables(e.invars[count:])
+    rows = [a for body in entered(e) for a in body.xs]
+    count = len(e.invars) - len(rows)
+    return variables(e.invars[:count]), variables(rows)

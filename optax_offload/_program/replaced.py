@@ -9,15 +9,15 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload import _memory
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.build import flatten
 from optax_offload._program.call import called
 from optax_offload._program.graph import (
     Program,
-    handed_through,
     needed,
+    passed_on,
     shape,
     variables,
 )
@@ -128,18 +128,11 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
         return _before_inside(e, v, steps)
     if e.primitive.name not in ("scan", "while"):
         return []
-    # What a loop carries is what it was, a few times over.
-    first, carried = 0, len(e.outvars)
-    if e.primitive.name == "scan":
-        first, carried = _compat.scan_counts(e.params)
-    else:
-        first = e.params["cond_nconsts"] + e.params["body_nconsts"]
-    k = e.outvars.index(v)
-    if k < carried:
-        return variables([e.invars[first + k]])
+    (body,) = entered(e)
+    if v in body.carried:  # What a loop carries is what it was, a few times over.
+        return variables([body.carry[body.carried.index(v)]])
     # What it stacks may be what it took rows of.
-    through = handed_through(e.params["jaxpr"].jaxpr)
-    return variables(e.invars[i] for i in [through.get(k, 0)] if i >= first + carried)
+    return variables(e.invars[i] for i in [passed_on(body).get(v)] if i is not None)
 
 
 def _before_inside(

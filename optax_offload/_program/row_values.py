@@ -11,9 +11,10 @@ import jax.core
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload import _memory
+from optax_offload._program.bodies import Body
 from optax_offload._program.build import flatten
-from optax_offload._program.graph import Program, handed_through, variables
+from optax_offload._program.graph import Program, passed_on, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,32 +62,29 @@ _AGAIN = {
 
 
 def made_of_rows(
-    e: jex.JaxprEqn,
+    body: Body,
     xs: Sequence[Any],
     kept: Sequence[bool],
 ) -> dict[jex.Var, Any]:
     """Finds the stacked results of a scan that follow from rows at rest alone.
 
     Args:
-      e: The scan.
+      body: The body of the scan.
       xs: The values that it takes rows of.
       kept: For each of these, whether its body takes it where it rests.
     """
-    program = flatten(e.params["jaxpr"])
-    first = len(program.invars) - len(xs)
-    carried = len(program.outvars) - (len(e.outvars) - _compat.scan_counts(e.params)[1])
+    program = flatten(body.closed)
     source = {
         v: x
-        for v, x, keep in zip(program.invars[first:], xs, kept, strict=True)
+        for v, x, keep in zip(body.split(program.invars).xs, xs, kept, strict=True)
         if rests(x) and not isinstance(x, RowValue) and not keep
     }
-    through = handed_through(e.params["jaxpr"].jaxpr)
     found: dict[jex.Var, Any] = {
-        e.outvars[k]: source[program.invars[i]]
-        for k, i in through.items()
-        if k >= carried and program.invars[i] in source
+        v: source[program.invars[i]]
+        for v, i in passed_on(body).items()
+        if program.invars[i] in source
     }
-    for v, a in zip(e.outvars[carried:], program.outvars[carried:], strict=True):
+    for v, a in zip(body.stacked, body.given(program.outvars).stacked, strict=True):
         if not isinstance(a, jex.Var) or not source or v in found:
             continue
         positions = _of_rows(program, a, source)

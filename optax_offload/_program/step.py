@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._program import remats
 from optax_offload._program.at_rest import AtRest, makes_rows, resting
+from optax_offload._program.bodies import entered
 from optax_offload._program.branches import as_zero
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import Call, called
@@ -24,9 +25,9 @@ from optax_offload._program.conds import split
 from optax_offload._program.graph import (
     Atom,
     Program,
-    handed_through,
     in_pairs,
     live,
+    passed_on,
     variables,
 )
 from optax_offload._program.update import Update
@@ -292,9 +293,9 @@ class _Taken:
         else:
             for small in apart(e):
                 builder.add(small)
-            if e.primitive.name == "scan":
-                passed_on = _passed_on(builder.equations[-1])
-                builder.rename(passed_on, passed_on.values())
+            for body in entered(builder.equations[-1]):
+                same = passed_on(body)
+                builder.rename(same, (body.equation.invars[i] for i in same.values()))
 
     def _inlined(self, what: Call, operands: list[Atom]) -> InlinedUpdate:
         what = _split(what)
@@ -378,16 +379,6 @@ def _split(what: Call) -> Call:
     return dataclasses.replace(
         what, update=dataclasses.replace(what.update, program=program)
     )
-
-
-def _passed_on(e: jex.JaxprEqn) -> dict[jex.Var, Atom]:
-    """The results of a scan that are operands of it again, as in `nnx.scan`."""
-    consts, carried = _compat.scan_counts(e.params)
-    return {
-        e.outvars[k]: e.invars[i]
-        for k, i in handed_through(e.params["jaxpr"].jaxpr).items()
-        if k >= carried and i >= consts + carried
-    }
 
 
 def _is_key(a: Atom) -> bool:

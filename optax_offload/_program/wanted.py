@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload import _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
@@ -49,8 +49,7 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
                     if v in some:
                         some.update(variables([a]))
             continue
-        if e.primitive.name == "scan":
-            rows.update(variables(e.invars[sum(_compat.scan_counts(e.params)) :]))
+        rows.update(a for body in entered(e) for a in variables(body.xs))
         found = inside(e)
         updated.update(variables(e.invars[i] for i in found.updated))
         rows.update(variables(e.invars[i] for i in found.rows))

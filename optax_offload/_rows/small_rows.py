@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _tpu_layout
+from optax_offload import _memory, _tpu_layout
 from optax_offload._program import (
     Atom,
+    Body,
     Builder,
-    called,
     entered,
     is_store,
     is_transfer,
@@ -23,12 +24,9 @@ from optax_offload._rows.kernel import body_on_device
 def whole_stacks(jaxpr: jex.Jaxpr) -> Iterator[jex.Var]:
     """Yields what scans load rows of or stack in host memory, and a TPU cannot."""
     for e in jaxpr.eqns:
-        if called(e):
-            continue
         for body in entered(e):
-            yield from whole_stacks(body.closed.jaxpr)
-        if e.primitive.name == "scan":
-            operands, results = _whole_to(e)
+            yield from whole_stacks(body.jaxpr)
+            operands, results = _whole_to(body)
             yield from variables(e.invars[i] for i in operands)
             yield from (e.outvars[k] for k in results)
 
@@ -39,11 +37,12 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
     # Of stacks in host memory that which is on the device.
     here: dict[Atom, Atom] = {}
     for e in jaxpr.eqns:
-        e = e if called(e) else with_bodies(e, _closed)
-        operands, results = _whole_to(e) if e.primitive.name == "scan" else ([], [])
-        if not (operands or results):
+        e = with_bodies(e, _closed)
+        of_scan = [found for found in map(_whole_to, entered(e)) if any(found)]
+        if not of_scan:
             builder.add(e)
             continue
+        ((operands, results),) = of_scan
         invars, outvars = builder.read_all(e.invars), list(e.outvars)
         for i in operands:
             a = invars[i]
@@ -52,9 +51,9 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
             invars[i] = here[a]
         for k in results:
             outvars[k] = jex.Var(_memory.device_type(e.outvars[k].aval))
-        body = body_on_device(e.params["jaxpr"], operands, results)
-        params = {**e.params, "jaxpr": body}
-        builder.add(e.replace(invars=invars, outvars=outvars, params=params))
+        moved = functools.partial(body_on_device, loaded=operands, stored=results)
+        changed = with_bodies(e, moved)
+        builder.add(changed.replace(invars=invars, outvars=outvars))
         for k in results:
             y = outvars[k]
             (a,) = builder.trace(lambda x: _memory.transfer(x, "pinned_host"), y)
@@ -70,32 +69,26 @@ def _closed(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     return jex.ClosedJaxpr(with_whole_stacks(body.jaxpr), body.consts)
 
 
-def _whole_to(e: jex.JaxprEqn) -> tuple[list[int], list[int]]:
+def _whole_to(body: Body) -> tuple[list[int], list[int]]:
     """The operands and results of a scan that a TPU has to move whole, by position.
 
     Its body loads rows of these operands and does nothing else with them.
     """
-    body: jex.Jaxpr = e.params["jaxpr"].jaxpr
-    consts, carried = _compat.scan_counts(e.params)
+    jaxpr = body.jaxpr
     otherwise = {
         v
-        for inner in body.eqns
+        for inner in jaxpr.eqns
         for v in variables(inner.invars)
         if not is_transfer(inner) or _memory.on_host(inner.outvars[0].aval)
     }
-    otherwise.update(variables(body.outvars))
-    stored = {v for inner in body.eqns if is_store(inner) for v in inner.outvars}
+    otherwise.update(variables(jaxpr.outvars))
+    stored = {v for inner in jaxpr.eqns if is_store(inner) for v in inner.outvars}
     operands = [
         i
-        for i, (a, v) in enumerate(zip(e.invars, body.invars, strict=True))
-        if i >= consts + carried and isinstance(a, jex.Var) and v not in otherwise
-        if _stays_whole(a)
+        for i, a, v in body.rows_taken
+        if isinstance(a, jex.Var) and v not in otherwise and _stays_whole(a)
     ]
-    results = [
-        k
-        for k, (v, a) in enumerate(zip(e.outvars, body.outvars, strict=True))
-        if k >= carried and a in stored and _stays_whole(v)
-    ]
+    results = [k for k, v, a in body.rows_given if a in stored and _stays_whole(v)]
     return operands, results
 
 

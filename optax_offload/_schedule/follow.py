@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
 from optax_offload._program import (
+    Body,
     Components,
     Program,
     Step,
     called,
+    entered,
     handed_on,
     variables,
     within,
@@ -48,39 +49,10 @@ class Scan:
         return self.equation.params["length"]
 
     @property
-    def body(self) -> jex.ClosedJaxpr:
-        """Equations of an iteration."""
-        return self.equation.params["jaxpr"]
-
-    @property
-    def consts(self) -> Sequence[Any]:
-        """Operands that every iteration takes whole."""
-        return self.equation.invars[: self._counts[0]]
-
-    @property
-    def carry(self) -> Sequence[Any]:
-        """Operands of the first iteration, which the others get from the one before."""
-        consts, carried = self._counts
-        return self.equation.invars[consts : consts + carried]
-
-    @property
-    def xs(self) -> Sequence[Any]:
-        """Operands of which every iteration takes a row."""
-        return self.equation.invars[sum(self._counts) :]
-
-    @property
-    def carried(self) -> Sequence[jex.Var]:
-        """Values that the last iteration carries."""
-        return self.equation.outvars[: self._counts[1]]
-
-    @property
-    def stacked(self) -> Sequence[jex.Var]:
-        """Results of which every iteration gives a row."""
-        return self.equation.outvars[self._counts[1] :]
-
-    @property
-    def _counts(self) -> tuple[int, int]:
-        return _compat.scan_counts(self.equation.params)
+    def body(self) -> Body:
+        """Its body, of which each iteration is a turn."""
+        (body,) = entered(self.equation)
+        return body
 
 
 def is_backward(program: Program, scan: Scan) -> bool:
@@ -92,7 +64,7 @@ def is_backward(program: Program, scan: Scan) -> bool:
     if "transpose(" in str(scan.equation.source_info.name_stack):
         return True
     direction = scan.equation.params["reverse"]
-    waiting = variables(scan.xs)
+    waiting = variables(scan.body.xs)
     while waiting:
         v = waiting.pop()
         if v not in program.producers:

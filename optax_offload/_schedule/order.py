@@ -15,7 +15,7 @@ from optax_offload import _compat, _flops, _memory
 from optax_offload._program import (
     Step,
     as_they_are,
-    bound,
+    entered,
     is_store,
     is_transfer,
     variables,
@@ -102,9 +102,8 @@ def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
 
     It is given as floating point operations of products, and as equations.
     """
-    body = scan.body.jaxpr
-    at, _ = _until(body)
-    inside = bound(scan.stacked, body.outvars[len(scan.carried) :])
+    at, _ = _until(scan.body.jaxpr)
+    inside = {x.stack: x.row for x in scan.body.rows_given}
     start = (0, 0)
     return [
         max(
@@ -215,7 +214,7 @@ def placed_ahead(
 def _flops_for(scan: Scan, fused: Sequence[Fused]) -> list[int]:
     """The operations of products that each update needs, and none before it does."""
     body = scan.body.jaxpr
-    inside = bound(scan.stacked, body.outvars[len(scan.carried) :])
+    inside = {x.stack: x.row for x in scan.body.rows_given}
     done: set[tuple[int, ...]] = set()
     return [
         _flops_of(
@@ -347,14 +346,13 @@ def flops(scan: Scan) -> float:
 def only_loaded(scan: Scan) -> list[jex.Var]:
     """The operands at rest whose rows a scan loads, and takes in no other way."""
     body = scan.body.jaxpr
-    given = body.invars[len(scan.consts) + len(scan.carry) :]
     used = set(variables(body.outvars))
     for e in body.eqns:
         is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
         used.update(() if is_load and len(e.invars) == 1 else variables(e.invars))
     found = [
         a
-        for a, v in zip(scan.xs, given, strict=True)
+        for _, a, v in scan.body.rows_taken
         if isinstance(a, jex.Var) and _memory.on_host(a.aval) and v not in used
     ]
     return list(dict.fromkeys(found))
@@ -371,13 +369,11 @@ def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
     taken = {
         v
         for e in step.program.equations
-        if e.primitive.name == "scan"
-        for v in variables(e.invars[sum(_compat.scan_counts(e.params)) :])
+        for body in entered(e)
+        for v in variables(body.xs)
     }
-    jaxpr = scan.body.jaxpr
-    stored = {v for e in jaxpr.eqns if is_store(e) for v in e.outvars}
-    pairs = zip(scan.stacked, jaxpr.outvars[len(scan.carried) :], strict=True)
-    return [v for v, a in pairs if v in taken and a in stored]
+    stored = {v for e in scan.body.jaxpr.eqns if is_store(e) for v in e.outvars}
+    return [v for _, v, a in scan.body.rows_given if v in taken and a in stored]
 
 
 def _spreads(step: Step, scan: Scan) -> bool:

@@ -97,7 +97,7 @@ class _Search:
             v for i in step.live for v in variables(step.program.equations[i].invars)
         }
         used.update(variables(step.program.outvars))
-        followed = [v for v in scan.stacked if v in used]
+        followed = [v for v in scan.body.stacked if v in used]
         unfused: list[Unfused] = []
         if any(_memory.movable_nbytes(v.aval) is None for v in followed):
             unfused = [Unfused(v, "its scan stacks random keys") for v in followed]
@@ -272,7 +272,7 @@ class _Search:
             if before is not None
         }
         scan = self._scan
-        for v in variables([*scan.consts, *scan.carry]):
+        for v in variables([*scan.body.consts, *scan.body.carry]):
             if v in owner:
                 yield _unfused(owner[v], "the scan reads all of what it replaces")
         for node in rest(self._step, [scan.position], fused):

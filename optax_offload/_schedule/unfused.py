@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -10,16 +11,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._program import Step, scans, shape, variables
-from optax_offload._schedule.follow import Scan, Unfused, holds_update
+from optax_offload._program import Body, Step, entered, scans, shape, variables
+from optax_offload._schedule.follow import Unfused, holds_update
 
 
 def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
     """The values that may be gradients: residuals, which are not, are stacked too."""
     sizes = {math.prod(shape(v)) for v in step.program.invars}
-    equations = ((i, step.program.equations[i]) for i in step.live)
-    found = [Scan(i, e) for i, e in equations if e.primitive.name == "scan"]
-    residuals = {v for scan in found for v in variables(scan.xs)}
+    equations = (step.program.equations[i] for i in step.live)
+    bodies = [body for e in equations for body in entered(e)]
+    residuals = {v for body in bodies for v in variables(body.xs)}
     return [
         o
         for o in unfused
@@ -49,22 +50,24 @@ def in_bodies(step: Step) -> Iterator[Unfused]:
         why = "its scan sums it up over all iterations"
         if nested:
             why = f"its backward scan is inside of another equation ({name})"
-        for v in _sums(Scan(i, e)) if name == "scan" else e.outvars:
+        of_scan = itertools.chain.from_iterable(map(_sums, entered(e)))
+        for v in of_scan if name == "scan" else e.outvars:
             if _is_inexact(v) and shape(v) in shapes and v not in returned:
                 yield Unfused(v, why)
 
 
-def _sums(scan: Scan) -> Iterator[jex.Var]:
+def _sums(body: Body) -> Iterator[jex.Var]:
     """Results that a scan carries only as sums, to which every iteration adds."""
-    body: Any = scan.body.jaxpr
-    before = body.invars[len(scan.consts) :]
-    uses = collections.Counter(v for e in body.eqns for v in variables(e.invars))
+    equations = body.jaxpr.eqns
+    before = body.split(body.jaxpr.invars).carry
+    after = body.given(body.jaxpr.outvars).carried
+    uses = collections.Counter(v for e in equations for v in variables(e.invars))
     added = {
         e.outvars[0]: e.invars
-        for e in body.eqns
+        for e in equations
         if e.primitive.name in ("add", "add_any")
     }
-    for v, inner, outer in zip(before, body.outvars, scan.carried, strict=False):
+    for v, inner, outer in zip(before, after, body.carried, strict=True):
         if uses[v] == 1 and isinstance(inner, jex.Var) and v in added.get(inner, ()):
             yield outer
 

@@ -22,7 +22,8 @@ from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
 import optax_offload as oo
-from optax_offload._program.bodies import entered
+from optax_offload._program.bodies import Given, Row, Taken, entered
+from optax_offload._program.graph import passed_on
 
 W = jnp.asarray(np.random.default_rng(0).standard_normal((4, 8, 8)) / 3, jnp.float32)
 X = jnp.asarray(np.random.default_rng(1).standard_normal((4, 8)), jnp.float32)
@@ -373,3 +374,62 @@ def test_an_update_that_differs_by_platform():
     got = jax.jit(ours.update)(W, oo.set_memory_kind(W, "", "pinned_host"))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def body_of(fn, *args):
+    """The last body of the only equation of a function that has one."""
+    closed = jax.make_jaxpr(fn)(*args)
+    (bodies,) = (found for e in closed.eqns if (found := entered(e)))
+    return closed.jaxpr, bodies[-1]
+
+
+def test_what_turns_of_a_scan_take_and_give():
+    """A constant, a carry, two rows; the row that comes out as it went in is known."""
+
+    def fn(scale, carry, xs, ys):
+        @jax.checkpoint  # Else JAX itself sees that rows come out as they went in.
+        def turn(h, row):
+            x, y = row
+            return h + scale * x, (h, y)
+
+        return lax.scan(turn, carry, (xs, ys))
+
+    jaxpr, body = body_of(fn, 2.0, 1.0, jnp.ones(3), jnp.zeros((3, 2)))
+    scale, carry, xs, ys = jaxpr.invars
+    inside = body.jaxpr.invars
+    last, before, same = body.equation.outvars
+    assert body.split("abcd") == Taken("a", "b", "cd")
+    assert body.given("abc") == Given("a", "bc")
+    assert (body.consts, body.carry, body.xs) == ([scale], [carry], [xs, ys])
+    assert (body.carried, body.stacked) == ([last], [before, same])
+    assert body.rows_taken == [Row(2, xs, inside[2]), Row(3, ys, inside[3])]
+    outside = body.jaxpr.outvars
+    assert body.rows_given == [Row(1, before, outside[1]), Row(2, same, outside[2])]
+    assert passed_on(body) == {same: 3}
+
+
+def test_what_turns_of_a_while_take():
+    """What the condition takes alone is not theirs, and nothing of it is a row."""
+
+    def fn(most, by, x, y):
+        return lax.while_loop(
+            lambda c: c[0] < most, lambda c: (c[0] + by, 2 * c[1]), (x, y)
+        )
+
+    jaxpr, body = body_of(fn, 9.0, 2.0, 1.0, jnp.ones(3))
+    most, by, x, y = jaxpr.invars
+    assert body.equation.invars[: body.first] == [most]
+    assert (body.consts, body.carry, body.xs) == ([by], [x, y], [])
+    assert (body.carried, body.stacked) == (body.equation.outvars, [])
+    assert [body.equation.invars[i] for i in body.operands] == [by, x, y]
+    assert passed_on(body) == {}
+
+
+def test_what_runs_once_takes_all_as_it_is():
+    """A branch all but the index; its results are neither rows nor passed on."""
+    jaxpr, body = body_of(
+        lambda i, x: lax.cond(i, lambda x: x, lambda x: 2 * x, x), True, jnp.ones(3)
+    )
+    assert body.operands == range(1, 2)
+    assert (body.consts, body.carry, body.xs) == ([jaxpr.invars[1]], [], [])
+    assert (body.carried, body.stacked) == (body.equation.outvars, [])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._program import Body, Given, Taken, entered
 from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
@@ -127,41 +127,34 @@ class While(_Bodies):
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
         ins, outs = axes
-        of_cond, consts = self._counts(e.params)
-        carry = _join(ins[consts:], outs)
-        body = rows.through(
-            e.params["body_jaxpr"], Axes([*ins[of_cond:consts], *carry], carry)
-        )
-        carry = _join(body.ins[consts - of_cond :], body.outs)
-        cond = rows.through(
-            e.params["cond_jaxpr"], Axes([*ins[:of_cond], *carry], [None])
-        )
-        carry = _join(carry, cond.ins[of_cond:])
+        (turn,) = entered(e)
+        of_cond, of_body = ins[: turn.first], turn.split(ins[turn.first :])
+        carry = _join(of_body.carry, outs)
+        body = rows.through(turn.closed, Axes([*of_body.consts, *carry], carry))
+        of_body = turn.split(body.ins)
+        carry = _join(of_body.carry, body.outs)
+        cond = rows.through(e.params["cond_jaxpr"], Axes([*of_cond, *carry], [None]))
+        of_cond = cond.ins[: turn.first]
+        carry = _join(carry, cond.ins[turn.first :])
         if cond.outs != [None]:
             # As `jax.vmap` makes it: what is carried of a row that is done stays, and
             # the predicate's axes are the first ones of all that is carried.
             carry = _join(carry, cond.outs * len(carry))
             if carry != cond.outs * len(carry):
                 raise NotRowLocalError(e.primitive.name)
-        body_consts = body.ins[: consts - of_cond]
-        return Axes([*cond.ins[:of_cond], *body_consts, *carry], carry)
+        return Axes([*of_cond, *of_body.consts, *carry], carry)
 
     def resize(
         self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
     ) -> dict[str, Any]:
-        of_cond, consts = self._counts(e.params)
-        for_cond = Axes([*axes.ins[:of_cond], *axes.ins[consts:]], [None])
-        for_body = Axes(axes.ins[of_cond:], axes.outs)
+        (turn,) = entered(e)
+        of_cond, of_body = axes.ins[: turn.first], axes.ins[turn.first :]
+        for_cond = Axes([*of_cond, *turn.split(of_body).carry], [None])
+        for_body = Axes(of_body, axes.outs)
         return {
             "cond_jaxpr": rows.resized(e.params["cond_jaxpr"], for_cond, size),
-            "body_jaxpr": rows.resized(e.params["body_jaxpr"], for_body, size),
+            "body_jaxpr": rows.resized(turn.closed, for_body, size),
         }
-
-    @staticmethod
-    def _counts(params: Mapping[str, Any]) -> tuple[int, int]:
-        """Counts the condition's operands, and all the operands before the carry."""
-        of_cond = params["cond_nconsts"]
-        return of_cond, of_cond + params["body_nconsts"]
 
 
 @rule("scan")
@@ -169,34 +162,41 @@ class Scan(_Bodies):
     """Values that are scanned over have an axis in front, which rows must not be."""
 
     def step(self, e: jex.JaxprEqn, axes: Axes, rows: Rows) -> Axes:
-        ins, outs = axes
-        consts, count = _compat.scan_counts(e.params)
-        carried = consts + count
-        carry = _join(ins[consts:carried], outs[:count])
-        xs = [_shifted(x, -1, e) for x in ins[carried:]]
-        ys = [_shifted(y, -1, e) for y in outs[count:]]
+        (turn,) = entered(e)
+        ins, outs = self._shifted(turn, axes, -1)
+        carry = _join(ins.carry, outs.carried)
         body = rows.through(
-            e.params["jaxpr"], Axes([*ins[:consts], *carry, *xs], [*carry, *ys])
+            turn.closed,
+            Axes([*ins.consts, *carry, *ins.xs], [*carry, *outs.stacked]),
         )
-        carry = _join(body.ins[consts:carried], body.outs[:count])
-        xs = [_shifted(x, 1, e) for x in body.ins[carried:]]
-        ys = [_shifted(y, 1, e) for y in body.outs[count:]]
-        return Axes([*body.ins[:consts], *carry, *xs], [*carry, *ys])
+        ins, outs = self._shifted(turn, body, 1)
+        carry = _join(ins.carry, outs.carried)
+        return Axes([*ins.consts, *carry, *ins.xs], [*carry, *outs.stacked])
 
     def resize(
         self, e: jex.JaxprEqn, axes: Axes, rows: Rows, size: int
     ) -> dict[str, Any]:
-        consts, count = _compat.scan_counts(e.params)
-        carried = consts + count
-        xs = [_shifted(axis, -1, e) for axis in axes.ins[carried:]]
-        ys = [_shifted(axis, -1, e) for axis in axes.outs[count:]]
-        of_body = Axes([*axes.ins[:carried], *xs], [*axes.outs[:count], *ys])
-        return {"jaxpr": rows.resized(e.params["jaxpr"], of_body, size)}
+        (turn,) = entered(e)
+        ins, outs = self._shifted(turn, axes, -1)
+        of_body = Axes(
+            [*ins.consts, *ins.carry, *ins.xs], [*outs.carried, *outs.stacked]
+        )
+        return {"jaxpr": rows.resized(turn.closed, of_body, size)}
 
+    def _shifted(
+        self, turn: Body, axes: Axes, by: int
+    ) -> tuple[Taken[Axis], Given[Axis]]:
+        """The axes, with those of what is scanned over some axes further."""
 
-def _shifted(axis: Axis, by: int, e: jex.JaxprEqn) -> Axis:
-    if axis is None:
-        return None
-    if axis + by < 0:
-        raise NotRowLocalError(e.primitive.name)
-    return axis + by
+        def there(axis: Axis) -> Axis:
+            if axis is None:
+                return None
+            if axis + by < 0:
+                raise NotRowLocalError(turn.equation.primitive.name)
+            return axis + by
+
+        ins, outs = turn.split(axes.ins), turn.given(axes.outs)
+        return (
+            ins._replace(xs=list(map(there, ins.xs))),
+            outs._replace(stacked=list(map(there, outs.stacked))),
+        )
