@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
@@ -14,7 +12,7 @@ from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
 from optax_offload._program import Input, Output, Program, Step, Update, bound
 from optax_offload._rows import Kernel, kernel_of
-from optax_offload._schedule import Fused, Scan, asked_window
+from optax_offload._schedule import Fused, asked_window
 
 
 def updated(
@@ -34,18 +32,6 @@ def updated(
     known = {i: sharded[v] for i, v in enumerate(sources) if v in sharded}
     values = carry_out(update, window_bytes, args, known)
     return bound(results, values)
-
-
-def over_rows(scan: Scan) -> Scan:
-    """A scan of as many rows that computes nothing of its own.
-
-    In it rows of what waits are loaded, with those of its state, and summed up.
-    """
-    closed = jax.make_jaxpr(
-        lambda: lax.scan(lambda _, __: (0, None), 0, None, length=scan.length)
-    )()
-    (e,) = closed.jaxpr.eqns
-    return Scan(scan.position, e)
 
 
 def _one_update(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,13 +17,8 @@ from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of, together
 from optax_offload._lowered import Sharded, constrain
 from optax_offload._program import Program, bound, read
-from optax_offload._rows import Kernel, Sum, body_on_device, kernel_of
-from optax_offload._schedule import Fused, Order, Scan
-from optax_offload._units import MIB
-
-# A TPU's compiler takes any smaller transfer for one of this size: many of them, one
-# after the other, would keep it from overlapping anything else (F77).
-LEAST_IN_TURN_BYTES = 3 * MIB
+from optax_offload._rows import Kernel, body_on_device, kernel_of
+from optax_offload._schedule import Pipeline, RowUpdate, Scan
 
 Env = Mapping[jex.Var, Any]
 Buffers = dict[jex.Var, Any]
@@ -33,8 +27,8 @@ Buffers = dict[jex.Var, Any]
 class _Unit:
     """An update of a row: loaded, computed and stored."""
 
-    def __init__(self, fused: Fused, k: Kernel, debug_info: Any):
-        self.fused, self.rows = fused, k.rows
+    def __init__(self, update: RowUpdate, k: Kernel, debug_info: Any):
+        self.update, self.fused, self.rows = update, update.fused, k.rows
         jaxpr = k.rows.jaxpr(1, debug_info)
         axes = [k.rows.axes.get(v) for v in k.sources]
         operands = {
@@ -43,7 +37,7 @@ class _Unit:
         }
         compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
         self.kernel = RowKernel(compute, operands, k.targets)
-        self.results = [v for v in k.targets if v in fused.replaced]
+        self.results = update.results
 
     def target(self, v: jex.Var, sharded: Mapping[jex.Var, Sharded]) -> Leaf:
         """The leaf that the rows of a result are stored into."""
@@ -54,30 +48,6 @@ class _Unit:
             _memory.kind_of_type(v.aval),
             None if before is None else sharded.get(before),
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class InScan:
-    """The work that is moved into a scan, beside its own iterations.
-
-    Attributes:
-      fused: The updates in it, in order.
-      sums: The values that are summed up over the rows.
-      kept: The stacked results that are made whole, on the device.
-      waiting: The stacked results that wait in host memory.
-      like: For each gradient that waits for all others, the variable that it is
-        sharded like.
-      loaded: The variables whose rows are loaded for its body, ahead or not.
-      order: What an iteration loads and stores for others, and in which order.
-    """
-
-    fused: Sequence[Fused]
-    sums: Sequence[Sum]
-    kept: Sequence[jex.Var] = ()
-    waiting: Sequence[jex.Var] = ()
-    like: Mapping[jex.Var, jex.Var | None] = dataclasses.field(default_factory=dict)
-    loaded: Collection[jex.Var] = ()
-    order: Order = dataclasses.field(default_factory=Order)
 
 
 class _State(NamedTuple):
@@ -101,66 +71,64 @@ class _State(NamedTuple):
 class ScanLoop:
     """A scan with work in it: its stacked gradients are used up row by row.
 
-    It takes the program of the step, the values of the variables that the scan and the
-    work take, and the shardings of arguments whose types do not say it.
+    It takes the program of the step, the scan and its turns, the values of the
+    variables that these take, and the shardings of arguments, whose types do not say
+    it, and of gradients that wait for all others.
     """
 
     def __init__(
         self,
         program: Program,
         scan: Scan,
-        work: InScan,
+        turn: Pipeline,
         env: Env,
         sharded: Mapping[jex.Var, Sharded],
     ):
-        self._program, self._scan = program, scan
-        self._work, self._order = work, work.order
+        self._program, self._scan, self._turn = program, scan, turn
         self._env, self._sharded = env, sharded
         self._units = [
-            _Unit(f, kernel_of(f.rows), program.debug_info) for f in work.fused
+            _Unit(u, kernel_of(u.fused.rows), program.debug_info) for u in turn.updates
         ]
         self._unit_of = {v: unit for unit in self._units for v in unit.results}
-        self._delayed = [
-            v for v in (*self._unit_of, *work.kept) if v in self._order.delayed
-        ]
         # The buffer that has the rows of an argument that are not yet replaced, and
         # along which axis.
         self._now = {
-            before: (after, f.rows.axes[after])
-            for f in work.fused
-            for after, before in f.replaced.items()
+            before: (after, u.fused.rows.axes[after])
+            for u in turn.updates
+            for after, before in u.fused.replaced.items()
             if before is not None
         }
         # What rows are stored into; the body stores those that are kept by itself.
         self._leaves = {
             v: unit.target(v, sharded) for unit in self._units for v in unit.results
         }
-        for v in (*work.kept, *work.waiting):
-            by_us = v in work.waiting or v in work.order.delayed
+        for v in (*turn.kept, *turn.waiting):
+            by_us = v in turn.waiting or v in turn.delayed
             self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
-        self._ahead = tuple(work.order.ahead)
-        taken, delayed = scan.body.rows_taken, work.order.delayed
+        loaded = {*turn.ahead, *turn.loaded}
+        delayed = {v for v in turn.kept if v in turn.delayed}
+        taken, given = scan.body.rows_taken, scan.body.rows_given
         self._body = body_on_device(
             scan.body.closed,
-            [i for i, a, _ in taken if isinstance(a, jex.Var) and a in work.loaded],
-            [k for k, v, _ in scan.body.rows_given if v in work.kept and v in delayed],
+            [i for i, a, _ in taken if isinstance(a, jex.Var) and a in loaded],
+            [k for k, v, _ in given if v in delayed],
         )
 
     def run(self) -> dict[jex.Var, Any]:
-        """Evaluates the scan, and returns the values that it and the work define."""
-        scan, work = self._scan, self._work
+        """Evaluates the scan, and returns the values that it and updates define."""
+        scan, turn = self._scan, self._turn
         carry = [self._read(a) for a in scan.body.carry]
         buffers: dict[jex.Var, Any] = {}
-        for f in work.fused:
-            for after, before in f.replaced.items():
+        for unit in self._units:
+            for after, before in unit.fused.replaced.items():
                 buffers[after] = (
                     _memory.full(after.aval, 0, _memory.kind_of_type(after.aval))
                     if before is None
                     else self._env[before]
                 )
         # Of equal values a TPU's compiler makes one, and copies of it on the host.
-        for fill, v in enumerate((*work.kept, *work.waiting)):
-            on_host = v in work.waiting or _memory.on_host(v.aval)
+        for fill, v in enumerate((*turn.kept, *turn.waiting)):
+            on_host = v in turn.waiting or _memory.on_host(v.aval)
             kind = "pinned_host" if on_host else "device"
             buffers[v] = _memory.full(v.aval, fill if on_host else 0, kind)
         names = list(buffers)
@@ -170,8 +138,8 @@ class ScanLoop:
         state = _State(
             carry,
             list(buffers.values()),
-            [self._row_before(v, self._position(after + 1)) for v in self._delayed],
-            [sums.identity(self._program, s) for s in work.sums],
+            [self._row_before(v, self._position(after + 1)) for v in turn.delayed],
+            [sums.identity(self._program, s) for s in turn.sums],
             self._rows_ahead(0, buffers),
         )
 
@@ -189,7 +157,7 @@ class ScanLoop:
         # as it is; and the last, of which the very last loads a row for no one. Each is
         # two, of which a loop is left (F58).
         length = scan.length
-        first, last = 2 * bool(self._delayed), 2 * bool(self._ahead)
+        first, last = 2 * bool(turn.delayed), 2 * bool(turn.ahead)
         end = length - last
         state = self._loop(first, lambda n: (n, 1 - n, n + 1), iteration, state)
         state = self._loop(
@@ -204,7 +172,7 @@ class ScanLoop:
         last = scan.length - 1
         found = bound(scan.body.carried, state.carry)
         found |= self._with_delayed(given(state), state.delayed, last)
-        for s, total in zip(work.sums, state.totals, strict=True):
+        for s, total in zip(turn.sums, state.totals, strict=True):
             result = self._program.equations[s.position].outvars[0]
             found[result] = sums.finished(self._program, s, total)
         return found
@@ -230,7 +198,7 @@ class ScanLoop:
     def _rows_ahead(self, number: Any, buffers: Buffers) -> list[Any]:
         """The rows of an iteration that the one before loads."""
         i = self._position(number)
-        return [load_whole(self._row(v, i, 0, buffers)) for v in self._ahead]
+        return [load_whole(self._row(v, i, 0, buffers)) for v in self._turn.ahead]
 
     def _position(self, number: Any) -> Any:
         """The row of an iteration."""
@@ -252,7 +220,7 @@ class ScanLoop:
     ) -> Buffers:
         """Buffers, with what an iteration left to be stored."""
         stored = dict(buffers)
-        for v, row in bound(self._delayed, rows).items():
+        for v, row in bound(self._turn.delayed, rows).items():
             i = self._position(number)
             stored[v] = self._leaves[v].store(buffers[v], row, i)
         return stored
@@ -268,19 +236,15 @@ class ScanLoop:
           state: The values that the iteration before has handed on.
           buffers: The buffers that rows are written into, by name.
         """
-        scan, body, i = self._scan, self._body, self._position(number)
-        carry, rows_now = state.carry, state.ahead
-        if self._ahead and self._order.moves_in_turn:
+        scan, turn, body = self._scan, self._turn, self._body
+        i, carry, rows_now = self._position(number), state.carry, state.ahead
+        if turn.in_turn:
             then, carry, rows_now = self._begun(then, carry, rows_now)
         ahead = self._rows_ahead(then, buffers)
-        loaded = bound(self._ahead, rows_now) | {
-            v: load_whole(self._row(v, i, 0, buffers))
-            for v in self._work.loaded
-            if v not in self._ahead
-        }
+        loaded = {v: load_whole(self._row(v, i, 0, buffers)) for v in turn.loaded}
         # Nothing is written into a buffer before what is loaded from it is there.
-        read = {v: x for v, x in loaded.items() if v not in self._ahead}
-        read |= bound(self._ahead, ahead)
+        read = loaded | bound(turn.ahead, ahead)
+        loaded |= bound(turn.ahead, rows_now)
         xs = [self._x(a, i, buffers, loaded) for a in scan.body.xs]
         consts = [self._read(a) for a in scan.body.consts]
         results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
@@ -292,40 +256,35 @@ class ScanLoop:
         # Else every device adds all of a gradient up for its norm, and what waits is
         # made anew on the host.
         rows: dict[jex.Var, Any] = {
-            v: constrain(row, self._like(v), 0) for v, row in stacked.items()
+            v: constrain(row, self._sharded.get(v), 0) for v, row in stacked.items()
         }
-        if self._order.loads_first:
-            state_rows = self._state_rows(i, buffers, rows | loaded)
-            loaded |= state_rows
-            read |= state_rows
+        first = self._state_rows(i, buffers)
+        loaded |= first
+        read |= first
         # What a unit replaces, another may read too.
         before, buffers = buffers, dict(buffers)
-        stored: list[jex.Var] = []
         for unit in self._units:
-            gradients = [v for v in unit.fused.component.gradients if v in rows]
+            given = rows | self._after_loads(unit, rows, read)
             if unit.fused.parts is not None:
                 whole = functools.partial(self._whole, unit, before, buffers)
-                given = rows | self._after_loads(unit, gradients, rows, read)
                 part_by_part.run(unit.fused, i, given, whole, buffers)
                 continue
-            if self._order.moves_in_turn:
-                rows |= self._after_loads(unit, gradients, rows, read)
-            rows |= self._values(unit, i, before, rows, loaded)
-            if not self._order.moves_in_turn:
-                rows |= self._after_loads(unit, self._tied(unit, read), rows, read)
-            now = {v: rows[v] for v in unit.results if v not in self._order.delayed}
-            for v, row in self._leaving(now, buffers, stored).items():
-                self._store(v, row, i, buffers, stored)
-        for v in self._work.kept:
-            if v not in self._delayed:
-                self._store(v, stacked[v], i, buffers, stored)
-        for v in self._work.waiting:
-            self._store(v, rows[v], i, buffers, stored)
+            found = self._values(unit, i, before, given, loaded)
+            rows = given | found | self._after_loads(unit, found, read)
+            leaving = self._leaving(unit, rows, buffers)
+            for v in unit.results:
+                if v not in turn.delayed:
+                    self._store(v, leaving.get(v, rows[v]), i, buffers)
+        for v in turn.kept:
+            if v not in turn.delayed:
+                self._store(v, stacked[v], i, buffers)
+        for v in turn.waiting:
+            self._store(v, rows[v], i, buffers)
         totals = [
             sums.added(self._program, s, total, rows, self._env)
-            for s, total in zip(self._work.sums, state.totals, strict=True)
+            for s, total in zip(turn.sums, state.totals, strict=True)
         ]
-        delayed = [rows[v] for v in self._delayed]
+        delayed = [rows[v] for v in turn.delayed]
         return _State(results[:count], buffers, delayed, totals, ahead)
 
     def _begun(self, then: Any, carry: Any, rows: Sequence[Any]) -> tuple[Any, ...]:
@@ -334,62 +293,44 @@ class ScanLoop:
         A TPU's compiler has the iteration before load what it can, into the buffers
         which that one still reads: rows that are not written back are copied first.
         """
-        written = {v for f in self._work.fused for v in f.replaced.values()}
         yes = lax.optimization_barrier(jnp.bool_(True))
         rows = [
-            x if v in written else lax.select(yes, x, lax.full_like(x, 0))
-            for v, x in zip(self._ahead, rows, strict=True)
+            lax.select(yes, x, lax.full_like(x, 0)) if v in self._turn.copied else x
+            for v, x in zip(self._turn.ahead, rows, strict=True)
         ]
         return lax.optimization_barrier((jnp.int32(then), carry, rows))
 
-    def _state_rows(
-        self, i: Any, buffers: Buffers, given: Collection[jex.Var]
-    ) -> dict[jex.Var, Any]:
-        """The rows at rest that updates take, beside those that are there already."""
-        return {
-            v: leaf.load(self._unreplaced(v, leaf.axis, buffers), i, 1)
+    def _state_rows(self, i: Any, buffers: Buffers) -> dict[jex.Var, Any]:
+        """The rows that are loaded before the first update."""
+        leaves = {
+            v: leaf
             for unit in self._units
             for v, leaf in unit.kernel.operands.items()
-            if unit.fused.parts is None
-            and leaf.axis == 0
-            and v not in given
-            and _memory.on_host(v.aval)
+            if unit.fused.parts is None and leaf.axis == 0
+        }
+        return {
+            v: leaves[v].load(self._unreplaced(v, 0, buffers), i, 1)
+            for v in self._turn.first
         }
 
     def _leaving(
-        self, rows: dict[jex.Var, Any], buffers: Buffers, stored: list[jex.Var]
+        self, unit: _Unit, rows: Mapping[jex.Var, Any], buffers: Buffers
     ) -> dict[jex.Var, Any]:
-        """The rows of an update, of which those that leave the device do so together.
+        """The rows of an update that leave the device together, after some stores."""
+        leaving, after = unit.update.leaving, unit.update.after
+        if len(leaving) + len(after) < 2:
+            return {}
+        given = {v: rows[v] for v in leaving} | {v: buffers[v] for v in after}
+        tied = together(given)
+        buffers.update((v, tied[v]) for v in after)
+        return {v: tied[v] for v in leaving}
 
-        Then a GPU loads all that the update takes at once (F65). Beside updates in turn
-        they do so after those of the last update.
-        """
-        leave = {v: row for v, row in rows.items() if _memory.on_host(v.aval)}
-        if not self._delayed or not leave:
-            return rows
-        after = bound(stored, map(buffers.__getitem__, stored))
-        tied = together(leave | after) if len(leave) + len(after) > 1 else leave
-        buffers.update((v, tied[v]) for v in stored)
-        if self._order.updates_in_turn:
-            stored[:] = list(leave)[:1]
-        return rows | {v: tied[v] for v in leave}
-
-    def _store(
-        self, v: jex.Var, row: Any, i: Any, buffers: Buffers, stored: list[jex.Var]
-    ) -> None:
-        """Stores a row in its buffer, on a TPU after the large row stored before it."""
-        nbytes = _memory.nbytes_on_each_device(v.aval) // self._scan.length
-        moved = _memory.on_host(v.aval) and not _memory.on_host(row)
-        if self._order.moves_in_turn and moved and nbytes >= LEAST_IN_TURN_BYTES:
-            for last in stored[-1:]:
-                row, buffers[last] = lax.optimization_barrier((row, buffers[last]))
-            stored.append(v)
+    def _store(self, v: jex.Var, row: Any, i: Any, buffers: Buffers) -> None:
+        """Stores a row in its buffer, after the row that is stored before it."""
+        last = self._turn.store_after.get(v)
+        if last is not None:
+            row, buffers[last] = lax.optimization_barrier((row, buffers[last]))
         buffers[v] = self._leaves[v].store(buffers[v], row, i)
-
-    def _like(self, gradient: jex.Var) -> Sharded | None:
-        """Returns the sharding that rows of a gradient need."""
-        like = self._work.like.get(gradient)
-        return None if like is None else self._sharded[like]
 
     def _read(self, a: Any) -> Any:
         return read(a, lambda v: _as_typed(self._env[v], v))
@@ -415,34 +356,19 @@ class ScanLoop:
             return lax.squeeze(loaded[a], (0,))
         return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
 
-    def _tied(self, unit: _Unit, read: Collection[jex.Var]) -> list[jex.Var]:
-        """The results of a unit that are stored once loads are there."""
-        if self._units.index(unit) in self._order.ahead.values():
-            return unit.results
-        return [v for v in unit.results if unit.fused.replaced[v] in read]
-
     def _after_loads(
         self,
         unit: _Unit,
-        tied: Sequence[jex.Var],
         rows: Mapping[jex.Var, Any],
         read: Mapping[jex.Var, Any],
     ) -> dict[jex.Var, Any]:
-        """Rows of a unit that are there once what is read of its buffers is.
-
-        Unless one follows from the other, a compiler copies the whole buffer.
-        """
-        replaced, number = unit.fused.replaced.values(), self._units.index(unit)
-        before = [
-            x
-            for v, x in read.items()
-            if v in replaced
-            or self._order.ahead.get(v) == number
-            or (self._order.loads_first and number == 0)
-        ]
-        if not before:
-            return {}
-        return {v: lax.optimization_barrier([rows[v], *before])[0] for v in tied}
+        """Those of some rows that wait for the loads of a unit, once it has these."""
+        before = [read[v] for v in unit.update.loads]
+        return {
+            v: lax.optimization_barrier([rows[v], *before])[0]
+            for v in unit.update.held
+            if v in rows
+        }
 
     def _values(
         self,

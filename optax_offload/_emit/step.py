@@ -23,7 +23,6 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._rows import Sum
 from optax_offload._schedule import (
     Fused,
     FusedScan,
@@ -31,9 +30,7 @@ from optax_offload._schedule import (
     Outer,
     RemainingUpdate,
     Scan,
-    by_gradients,
-    only_loaded,
-    order_of,
+    Turns,
 )
 
 
@@ -42,7 +39,7 @@ def results(
     values: Mapping[jex.Var, Any],
     sharded: Mapping[jex.Var, Sharded],
     *,
-    late: bool,
+    on_tpu: bool,
 ) -> list[Any]:
     """The results of a step, evaluated as its plan says.
 
@@ -50,9 +47,9 @@ def results(
       plan: The plan.
       values: The values of its arguments, and of the constants that it closes over.
       sharded: The shardings of arguments whose types do not say it.
-      late: Whether rows may be stored an iteration late.
+      on_tpu: Whether it is for a TPU's compiler.
     """
-    return _Run(plan, values, sharded, late).results()
+    return _Run(plan, values, sharded, on_tpu).results()
 
 
 class _Run:
@@ -63,27 +60,25 @@ class _Run:
         plan: FusedStep,
         values: Mapping[jex.Var, Any],
         sharded: Mapping[jex.Var, Sharded],
-        late: bool,
+        on_tpu: bool,
     ):
-        self._plan, self._step, self._late = plan, plan.step, late
+        self._plan, self._step, self._on_tpu = plan, plan.step, on_tpu
         self._sharded = sharded
         self._env: dict[jex.Var, Any] = {**values, **plan.step.program.constants}
 
     def results(self) -> list[Any]:
         """The values of the step's results."""
         program = self._step.program
-        streamed = (*self._plan.scans, *(self._plan.streaming if self._late else ()))
+        streaming = () if self._on_tpu else self._plan.streaming
+        streamed = (*self._plan.scans, *streaming)
         scans = {s.scan.position: s for s in streamed}
         fused = [f for s in self._plan.scans for f in s.fused]
         nodes = self._plan.rest
-        wanted = {v for node in nodes for v in node.reads}
-        wanted.update(variables(program.outvars))
-        wanted.update(v for f in fused for v in f.rows.inputs)
         postponed: list[Outer] = []
         for is_scan, some in itertools.groupby(nodes, lambda n: n.position in scans):
             if is_scan:
                 for node in some:
-                    self._run_scan(scans[node.position], wanted)
+                    self._run_scan(scans[node.position])
             else:
                 postponed += self._run_nodes(list(some))
         waiting = [each for each in self._plan.scans if each.late]
@@ -95,71 +90,43 @@ class _Run:
             self._env[v] = constrained(program, v, self._env[v])
         return [read(a, self._env.__getitem__) for a in program.outvars]
 
-    def _run_scan(self, each: FusedScan, wanted: set[jex.Var]) -> None:
-        gradients = {g for f in each.fused for g in f.component.gradients}
-        late = [g for f in each.late for g in f.component.gradients]
-        waiting = late if each.way == "host" else []
-        kept = [v for v in each.scan.body.stacked if v in wanted and v not in gradients]
-        sums = self._plan.passes.sums(each.fused, 0)
-        first = [*each.now, *(f.summing(sums) for f in each.late)]
-        work = self._work(each, first, sums, kept, waiting)
-        self._require([*self._step.reads(each.scan.position), *_inputs(each, first)])
-        self._run_work(each.scan, work)
+    def _run_scan(self, each: FusedScan) -> None:
+        turns = self._plan.turns(each, 0, on_tpu=self._on_tpu)
+        assert turns is not None
+        self._run_turns(each, turns, self._step.reads(each.scan.position))
         self._env |= dict.fromkeys(self._step.tokens(each.scan.position))
-
-    def _work(
-        self,
-        each: FusedScan,
-        fused: Sequence[Fused],
-        sums: Sequence[Sum],
-        kept: Sequence[jex.Var] = (),
-        waiting: Sequence[jex.Var] = (),
-    ) -> body.InScan:
-        ordered = by_gradients(each.scan, fused)
-        order = order_of(self._step, each.scan, ordered, kept, late=self._late)
-        # What parts of a row are written into is not read as a whole, but by the scan.
-        in_parts = {v for f in ordered if f.parts for v in f.replaced.values()}
-        like = {g: self._like(f, g) for f in each.late for g in f.component.gradients}
-        taken = only_loaded(each.scan)
-        loaded = [v for v in taken if v in order.ahead or v in in_parts]
-        return body.InScan(ordered, sums, kept, waiting, like, loaded, order)
-
-    def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
-        """Returns the state, else the parameter, that a gradient is sharded like."""
-        fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
-        return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
 
     def _run_pass(self, each: FusedScan, number: int) -> None:
         """Passes over what waits: for a norm of what norms have scaled, or at last."""
-        last = number == self._plan.passes.last
-        sums = self._plan.passes.sums(each.late, number)
-        some = [
-            f.summing(sums)
-            for f in each.late
-            if not set(sums).isdisjoint(f.component.sums)
-        ]
-        if each.way == "recompute":
-            some = each.late if last else some
-            if some:
-                self._require(_inputs(each, some))
-                self._run_work(each.scan, self._work(each, some, sums))
-            return
-        if some:
-            self._require(_inputs(each, some))
-            scan = late_gradients.over_rows(each.scan)
-            self._run_work(scan, body.InScan(some, sums))
-        if last:
+        turns = self._plan.turns(each, number, on_tpu=self._on_tpu)
+        if turns is not None:
+            self._run_turns(each, turns)
+        if number == self._plan.passes.last and each.way == "host":
             self._require(_inputs(each, each.late))
             self._env |= late_gradients.updated(
                 self._step, each.late, self._env, self._sharded
             )
 
-    def _run_work(self, scan: Scan, work: body.InScan) -> None:
-        if work.order.delayed:
+    def _run_turns(
+        self, each: FusedScan, turns: Turns, reads: Iterable[jex.Var] = ()
+    ) -> None:
+        scan, turn = turns
+        self._require([*reads, *_inputs(each, (u.fused for u in turn.updates))])
+        if turn.delayed:
             self._finish_products(scan)
-        program = self._step.program
-        loop = body.ScanLoop(program, scan, work, self._env, self._sharded)
-        self._env |= loop.run()
+        like = {
+            g: self._sharded[v]
+            for f in each.late
+            for g in f.component.gradients
+            if (v := self._like(f, g)) is not None
+        }
+        program, sharded = self._step.program, {**self._sharded, **like}
+        self._env |= body.ScanLoop(program, scan, turn, self._env, sharded).run()
+
+    def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
+        """Returns the state, else the parameter, that a gradient is sharded like."""
+        fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
+        return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
 
     def _finish_products(self, scan: Scan) -> None:
         """Has products that only the rest of the step reads computed before a scan.

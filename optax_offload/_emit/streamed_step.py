@@ -155,8 +155,8 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     sharded = {operands[i]: s for i, s in shardings(found, ctx.avals_in).items()}
     # A TPU's compiler spreads transfers over an iteration by itself: there no row is
     # stored late, so that none is on the device longer.
-    late = tuple(ctx.module_context.platforms) != ("tpu",)
-    if not late:
+    on_tpu = tuple(ctx.module_context.platforms) == ("tpu",)
+    if on_tpu:
         plan = for_tpu(plan, operands, what.known)
 
     def fn(*given: Any) -> list[Any]:
@@ -164,7 +164,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
             v: _memory.transfer(x, _memory.kind_of_type(v.aval))
             for v, x in bound(operands, given).items()
         }
-        return emit.results(plan, values, sharded, late=late)
+        return emit.results(plan, values, sharded, on_tpu=on_tpu)
 
     return lower(ctx, fn, found, given)
 

@@ -3,12 +3,12 @@
 from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
-from optax_offload._schedule.fused_step import FusedScan, FusedStep
+from optax_offload._schedule.fused_step import FusedScan, FusedStep, Turns
 from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
-from optax_offload._schedule.order import Order, by_gradients, only_loaded, order_of
 from optax_offload._schedule.parts import Place
+from optax_offload._schedule.pipeline import Pipeline, RowUpdate
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.step import plan, refusals
 from optax_offload._schedule.update import (
@@ -28,22 +28,21 @@ __all__ = [
     "FusedStep",
     "Group",
     "Loop",
-    "Order",
     "Outer",
     "OverWindow",
     "Part",
     "Phased",
+    "Pipeline",
     "Place",
     "RemainingUpdate",
+    "RowUpdate",
     "Scan",
     "Schedule",
     "Straight",
     "Target",
+    "Turns",
     "asked_window",
-    "by_gradients",
     "for_tpu",
-    "only_loaded",
-    "order_of",
     "plan",
     "refusals",
     "schedule",

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import jax
+from jax import lax
 from jax.extend import core as jex
 
 from optax_offload._program import (
@@ -53,6 +55,18 @@ class Scan:
         """Its body, of which each iteration is a turn."""
         (body,) = entered(self.equation)
         return body
+
+
+def over_rows(scan: Scan) -> Scan:
+    """A scan of as many rows that computes nothing of its own.
+
+    In it rows of what waits are loaded, with those of its state, and summed up.
+    """
+    closed = jax.make_jaxpr(
+        lambda: lax.scan(lambda _, __: (0, None), 0, None, length=scan.length)
+    )()
+    (e,) = closed.jaxpr.eqns
+    return Scan(scan.position, e)
 
 
 def is_backward(program: Program, scan: Scan) -> bool:

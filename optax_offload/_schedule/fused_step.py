@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from jax.extend import core as jex
 
 from optax_offload import _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import order, waiting
+from optax_offload._schedule import order, pipeline, waiting
 from optax_offload._schedule.chosen_state import ChosenState
-from optax_offload._schedule.follow import Scan, Unfused
+from optax_offload._schedule.follow import Scan, Unfused, over_rows
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.unfused import gradients, updates_inside
@@ -71,6 +71,18 @@ class FusedScan:
                 yield f"{self.gradients([f])}, a row at once: {why}"
 
 
+class Turns(NamedTuple):
+    """A scan, as it is carried out.
+
+    Attributes:
+      scan: The scan.
+      turn: A turn of it.
+    """
+
+    scan: Scan
+    turn: pipeline.Pipeline
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class FusedStep(Printed):
     """The updates of a step that are fused into its backward pass. Print it to read it.
@@ -103,6 +115,50 @@ class FusedStep(Printed):
     def passes(self) -> waiting.Passes:
         """The passes over the rows of gradients that wait."""
         return passes_of(self.step, self.scans)
+
+    def turns(self, each: FusedScan, number: int, *, on_tpu: bool) -> Turns | None:
+        """The scan of a pass over the rows of a scan, and a turn of it; None for none.
+
+        Args:
+          each: The scan.
+          number: The number of the pass: 0 is the scan itself.
+          on_tpu: Whether it is for a TPU's compiler.
+        """
+        sums = self.passes.sums(each.late if number else each.fused, number)
+        last = number == self.passes.last
+        if not number:
+            some = [*each.now, *(f.summing(sums) for f in each.late)]
+        elif each.way == "recompute" and last:
+            some = list(each.late)
+        else:
+            summed = (f for f in each.late if not {*sums}.isdisjoint(f.component.sums))
+            some = [f.summing(sums) for f in summed]
+        if number and each.way == "host":
+            scan, work = over_rows(each.scan), pipeline.Work(some, sums)
+            return Turns(scan, pipeline.over_rows(work)) if some else None
+        if number and not some:
+            return None
+        kept, waiting = ([], []) if number else self._stacked(each)
+        ordered = order.by_gradients(each.scan, some)
+        work = pipeline.Work(ordered, sums, kept, waiting)
+        for_its_compiler = pipeline.for_tpu if on_tpu else pipeline.for_gpu
+        return Turns(each.scan, for_its_compiler(self.step, each.scan, work))
+
+    def _stacked(self, each: FusedScan) -> tuple[list[jex.Var], list[jex.Var]]:
+        """The stacked results of a scan that are made whole, and those that wait."""
+        gradients = {g for f in each.fused for g in f.component.gradients}
+        late = [g for f in each.late for g in f.component.gradients]
+        stacked = (v for v in each.scan.body.stacked if v not in gradients)
+        kept = [v for v in stacked if v in self._taken]
+        return kept, late if each.way == "host" else []
+
+    @functools.cached_property
+    def _taken(self) -> frozenset[jex.Var]:
+        """The variables that something takes outside of the scans, or updates do."""
+        taken = {v for node in self.rest for v in node.reads}
+        taken.update(variables(self.step.program.outvars))
+        fused = (f for each in self.scans for f in each.fused)
+        return frozenset(taken.union(v for f in fused for v in f.rows.inputs))
 
     @functools.cached_property
     def whole_on_tpu(self) -> tuple[jex.Var, ...]:
@@ -168,8 +224,15 @@ class FusedStep(Printed):
         )
 
     def __str__(self) -> str:
-        lines = [line for each in self.scans for line in _lines(each, self.passes)]
-        lines = [*_at_rest(self), *lines]
+        lines = list(_at_rest(self))
+        for each in self.streaming:
+            found = list(_of_turns(self, each, 0))
+            lines += [f"scan of {each.scan.length} iterations:"] * bool(found) + found
+        for each in self.scans:
+            lines += _lines(each, self.passes)
+            again = range(1, self.passes.last + 1) if each.way == "recompute" else ()
+            for number in (0, *again):
+                lines += _of_turns(self, each, number)
         if not self.scans:
             lines += ["nothing is fused into a backward pass"]
         if self.whole_on_tpu:
@@ -227,19 +290,6 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
             how.append("what replaces it returns there")
         line = _counted(len(some), "argument", nbytes)
         yield f"{line} at rest on the host: {'; '.join(how)}"
-    streamed = (each.scan for each in (*plan.scans, *plan.streaming))
-    ahead = max(
-        (
-            sum(
-                _memory.nbytes_on_each_device(v.aval) // scan.length
-                for v in order.rows_ahead(plan.step, scan)
-            )
-            for scan in streamed
-        ),
-        default=0,
-    )
-    if ahead:
-        yield f"up to {size_text(ahead)} of rows are loaded an iteration ahead"
     if rest.made_bytes:
         yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
     if rest.residual_bytes:
@@ -344,6 +394,19 @@ def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
     sums = sum(len(f.component.sums) for f in each.fused)
     if sums:
         yield f"  summed up row by row, in another order: {sums}"
+
+
+def _of_turns(plan: FusedStep, each: FusedScan, number: int) -> Iterator[str]:
+    """Lines on what an iteration does for others, as it is written down."""
+    # What is moved whole on a TPU has that planned again.
+    for on_tpu in (False, True) if not plan.whole_on_tpu else (False,):
+        turns = plan.turns(each, number, on_tpu=on_tpu)
+        if on_tpu and each in plan.streaming:
+            continue  # Its compiler does it by itself.
+        said = [] if turns is None else list(turns.turn.lines(each.scan.length))
+        if said:
+            again = f" in pass {number + 1}" * bool(number)
+            yield f"  on a {'TPU' if on_tpu else 'GPU'}{again}: {'; '.join(said)}"
 
 
 def _whole_text(plan: FusedStep) -> str:

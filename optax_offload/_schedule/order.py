@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -35,59 +34,6 @@ LEAST_LENGTH = 4
 # Matrix products on one device while a byte crosses its link: an H100's 400e12 each
 # second that a training step gets of it, over 50 GB/s. A v5e has about as many.
 FLOPS_PER_BYTE = 8000
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """What an iteration of a scan loads and stores for others, and in which order.
-
-    Attributes:
-      delayed: The results whose rows are stored in the next iteration.
-      ahead: The variables in host memory whose rows each iteration loads for the next
-        one, and the position of the update that is stored after each of these loads.
-      updates_in_turn: Whether each update is stored after the one before it. A GPU's
-        compiler computes in the order of its stores, which else is its own (F65).
-      moves_in_turn: Whether the order of loads and stores is written down. A TPU's
-        compiler needs that, because it takes each of them for the only one (F77).
-      loads_first: Whether all rows are loaded before the first update.
-    """
-
-    delayed: Collection[jex.Var] = frozenset()
-    ahead: Mapping[jex.Var, int] = dataclasses.field(default_factory=dict)
-    updates_in_turn: bool = False
-    moves_in_turn: bool = False
-    loads_first: bool = False
-
-
-def order_of(
-    step: Step,
-    scan: Scan,
-    fused: Sequence[Fused],
-    kept: Collection[jex.Var] = (),
-    *,
-    late: bool,
-) -> Order:
-    """The order of what a scan and the updates in it load and store.
-
-    Args:
-      step: The step.
-      scan: The scan.
-      fused: The updates in it, in order.
-      kept: The stacked results of the scan that the step takes whole.
-      late: Whether rows may be stored an iteration late, which a TPU's must not.
-    """
-    if late:
-        found = rows_ahead(step, scan)
-        delayed = delayed_rows(scan, [f for f in fused if f.parts is None], found)
-        delayed = delayed.union(v for v in residuals_behind(step, scan) if v in kept)
-        placed = placed_ahead(scan, fused, found, delayed)
-        return Order(delayed, placed, updates_in_turn=updates_in_turn(scan, fused))
-    in_turn = moves_in_turn(step, scan, fused)
-    return Order(
-        ahead=rows_ahead_in_turn(step, scan, fused),
-        moves_in_turn=in_turn,
-        loads_first=in_turn and loads_first(step, scan, fused),
-    )
 
 
 def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:

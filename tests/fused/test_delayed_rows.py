@@ -16,9 +16,9 @@ import optax_offload as oo
 from benchmarks.common.steps import train_step
 from benchmarks.common.workloads import gated
 from optax_offload import _compat, _memory, aot
-from optax_offload._emit import scan, streamed_step
+from optax_offload._emit import streamed_step
 from optax_offload._program import at_rest
-from optax_offload._schedule import order
+from optax_offload._schedule import order, pipeline
 from optax_offload._step_options import Options
 from optax_offload._stream import plan_of
 
@@ -314,12 +314,12 @@ def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
 @later_jax
 def test_a_window_bounds_what_is_loaded_ahead():
     """A row that is larger is loaded by the iteration that takes it."""
-    rows = "up to {} of rows are loaded an iteration ahead"
+    rows = "of {} loaded ahead"
     for asked, nbytes in ((None, "3.02 KiB"), (2**11, "1.52 KiB")):
         step, args = step_at_rest(6, window_bytes=asked)
         assert rows.format(nbytes) in str(oo.jit(step).schedule(*args))
     step, args = step_at_rest(6, window_bytes=15)
-    assert "an iteration ahead" not in str(oo.jit(step).schedule(*args))
+    assert "loaded ahead" not in str(oo.jit(step).schedule(*args))
 
 
 @pytest.mark.parametrize("residuals", ["device", "host"])
@@ -331,10 +331,10 @@ def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypat
         monkeypatch.setattr(_compat, name, True)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
-    monkeypatch.setattr(scan, "LEAST_IN_TURN_BYTES", 0)
+    monkeypatch.setattr(pipeline, "LEAST_IN_TURN_BYTES", 0)
     results = streamed_step.emit.results
     monkeypatch.setattr(
-        streamed_step.emit, "results", lambda *a, late: results(*a, late=False)
+        streamed_step.emit, "results", lambda *a, on_tpu: results(*a, on_tpu=True)
     )
     plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
     params, loss = make_params(6), make_loss(reverse=reverse)

@@ -211,7 +211,7 @@ def test_no_scan_runs_more_than_it_has_to(late_gradients, scans):
     params = make_params()
     step = oo.jit(step_of(tx, norm), late_gradients=late_gradients)
     traced = step.trace(params, tx.init(params), BATCH)
-    jaxprs = (emitted(traced.jaxpr, late=late) for late in (False, True))
+    jaxprs = (emitted(traced.jaxpr, on_tpu=on_tpu) for on_tpu in (True, False))
     counts = [[e.primitive.name for e in x.eqns].count("scan") for x in jaxprs]
     late = late_gradients == "recompute" and _compat.STORES_OVERLAP
     assert counts == [scans, scans + late]

@@ -84,14 +84,14 @@ MUTANTS = {
     ),
     "stores on a TPU that wait for none": Mutant(
         "_emit/scan.py",
-        "for last in stored[-1:]:",
-        "for last in ():",
+        "if last is not None:",
+        "if False:",
         (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
     ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
-        "for i in [through.get(k, 0)] if i >= first + carried)",
-        "for i in [through.get(k, 0)] if i < 0)",
+        "for i in [passed_on(body).get(v)] if i is not None)",
+        "for i in [passed_on(body).get(v)] if i is None)",
         ("tests/fused/test_at_rest.py",),
     ),
     "new values read for old ones": Mutant(
@@ -102,20 +102,20 @@ MUTANTS = {
     ),
     "a dropped store": Mutant(
         "_emit/scan.py",
-        "for v in self._work.kept:",
+        "for v in turn.kept:",
         "for v in ():",
         (f"{LEFT}::test_what_else_a_step_does[a gradient]",),
     ),
     "gradients that wait stored in the wrong row": Mutant(
         "_emit/scan.py",
-        "self._store(v, rows[v], i, buffers, stored)",
-        "self._store(v, rows[v], number, buffers, stored)",
+        "self._store(v, rows[v], i, buffers)",
+        "self._store(v, rows[v], number, buffers)",
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "no barrier between what leaves together": Mutant(
         "_emit/scan.py",
-        "tied = together(leave | after) if len(leave) + len(after) > 1 else leave",
-        "tied = leave | after",
+        "tied = together(given)",
+        "tied = given",
         (f"{LATE}::test_late_rows_with_every_jax",),
     ),
     # Positions.
@@ -401,11 +401,11 @@ MUTANTS = {
     ),
     "rule: a scan over the rows": Mutant(
         f"{RULES}/bodies.py",
-        """    if axis + by < 0:
-        raise NotRowLocalError(e.primitive.name)
+        """            if axis + by < 0:
+                raise NotRowLocalError(turn.equation.primitive.name)
 """,
-        """    if axis + by < 0:
-        return None
+        """            if axis + by < 0:
+                return None
 """,
         (REFUSED,),
     ),

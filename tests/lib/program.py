@@ -27,19 +27,19 @@ def signature(
     return module.arguments, module.results
 
 
-def emitted(closed: Any, *, late: bool = False) -> Any:
+def emitted(closed: Any, *, on_tpu: bool = True) -> Any:
     """What the only update, or streamed step, of a jaxpr becomes when it is lowered.
 
     Args:
       closed: The jaxpr of a function.
-      late: Whether rows are stored an iteration late, as on a GPU.
+      on_tpu: Whether it is lowered for a TPU.
     """
     (e,) = (e for e in closed.jaxpr.eqns if "what" in e.params)
     what = e.params["what"]
 
     def step(*given: Any) -> Any:
         values = dict(zip(what.operands, given, strict=True))
-        return emit.results(what.plan, values, {}, late=late)
+        return emit.results(what.plan, values, {}, on_tpu=on_tpu)
 
     def update(*data: Any) -> Any:
         args = what.given.keys(list(data))

@@ -1,0 +1,299 @@
+"""A turn of a scan that updates are moved into: its loads, updates and stores.
+
+A GPU's compiler orders these by what waits for what, and a TPU's takes each transfer
+for the only one (F65, F77). So the plan says what waits, one function for each; what
+carries it out decides nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import Step
+from optax_offload._rows import Sum
+from optax_offload._schedule import order
+from optax_offload._schedule.follow import Scan
+from optax_offload._schedule.fused import Fused
+from optax_offload._units import MIB, size_text
+
+# A TPU's compiler takes any smaller transfer for one of this size: many of them, one
+# after the other, would keep it from overlapping anything else (F77).
+LEAST_IN_TURN_BYTES = 3 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is moved into a scan.
+
+    Attributes:
+      fused: The updates, in the order in which their gradients are there.
+      sums: The values that are summed up over the rows.
+      kept: The stacked results that are made whole.
+      waiting: The stacked results that wait in host memory.
+    """
+
+    fused: Sequence[Fused]
+    sums: Sequence[Sum]
+    kept: Sequence[jex.Var] = ()
+    waiting: Sequence[jex.Var] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """The update of a row in a turn.
+
+    Attributes:
+      fused: The update.
+      loads: The rows that are there before it goes on.
+      held: Its gradients, or its results, which wait for these.
+      leaving: The rows that leave the device together.
+      after: The buffers into which rows are stored before that.
+    """
+
+    fused: Fused
+    loads: tuple[jex.Var, ...] = ()
+    held: tuple[jex.Var, ...] = ()
+    leaving: tuple[jex.Var, ...] = ()
+    after: tuple[jex.Var, ...] = ()
+
+    @property
+    def results(self) -> list[jex.Var]:
+        """What it stores rows of."""
+        return [v for v in self.fused.rows.outputs if v in self.fused.replaced]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """A turn of a scan, and what it does for the turns beside it.
+
+    Attributes:
+      updates: The updates, in order.
+      sums: The values that are summed up over the rows.
+      kept: The stacked results that are made whole.
+      waiting: The stacked results that wait in host memory.
+      ahead: The variables whose rows it loads for the turn after it.
+      loaded: Those whose rows it loads for its own equations.
+      first: Those whose rows it loads before the first update, for all of them.
+      delayed: The results of the turn before it, whose rows it stores.
+      in_turn: Whether its loads begin when all that it is given is there.
+      copied: The rows ahead that are copied then, as nothing is stored in their place.
+      store_after: The results before which another's row is stored, and those.
+    """
+
+    updates: tuple[RowUpdate, ...] = ()
+    sums: tuple[Sum, ...] = ()
+    kept: tuple[jex.Var, ...] = ()
+    waiting: tuple[jex.Var, ...] = ()
+    ahead: tuple[jex.Var, ...] = ()
+    loaded: tuple[jex.Var, ...] = ()
+    first: tuple[jex.Var, ...] = ()
+    delayed: tuple[jex.Var, ...] = ()
+    in_turn: bool = False
+    copied: tuple[jex.Var, ...] = ()
+    store_after: Mapping[jex.Var, jex.Var] = dataclasses.field(default_factory=dict)
+
+    def lines(self, length: int) -> Iterator[str]:
+        """Lines on what a turn does for others, and in which order.
+
+        Args:
+          length: The number of turns.
+        """
+        if self.ahead:
+            yield f"{_rows_text(self.ahead, length)} loaded ahead"
+        if self.first:
+            rows = _rows_text(self.first, length)
+            yield f"{rows} loaded before the first update"
+        if self.delayed:
+            yield f"{_rows_text(self.delayed, length)} stored behind"
+        if any(u.after for u in self.updates) or self.store_after:
+            yield "stores in turn"
+
+
+def for_gpu(step: Step, scan: Scan, work: Work) -> Pipeline:
+    """What a GPU's compiler needs: each update has a time, by what is stored (F65).
+
+    Args:
+      step: The step.
+      scan: The scan.
+      work: What is moved into it.
+    """
+    fused = work.fused
+    found = order.rows_ahead(step, scan)
+    whole = [f for f in fused if f.parts is None]
+    delayed = order.delayed_rows(scan, whole, found)
+    behind = [v for v in order.residuals_behind(step, scan) if v in work.kept]
+    delayed = delayed.union(behind)
+    ahead = order.placed_ahead(scan, fused, found, delayed)
+    loaded = _loaded(scan, fused, ahead)
+    updates = _waiting(scan, fused, (*loaded, *ahead), _placed(ahead))
+    if delayed:
+        in_turn = order.updates_in_turn(scan, fused)
+        updates = list(_leaving_together(updates, delayed, in_turn))
+    results = (v for u in updates for v in u.results)
+    return _pipeline(
+        work,
+        updates,
+        ahead=tuple(ahead),
+        loaded=loaded,
+        delayed=tuple(v for v in (*results, *work.kept) if v in delayed),
+    )
+
+
+def for_tpu(step: Step, scan: Scan, work: Work) -> Pipeline:
+    """What a TPU's compiler needs: an order of loads and stores, written down (F77).
+
+    It spreads transfers over an iteration by itself: no row is stored a turn behind, so
+    that none is on the device longer.
+
+    Args:
+      step: The step.
+      scan: The scan.
+      work: What is moved into it.
+    """
+    fused = work.fused
+    ahead = order.rows_ahead_in_turn(step, scan, fused)
+    in_turn = order.moves_in_turn(step, scan, fused)
+    loaded = _loaded(scan, fused, ahead)
+    placed, first = _placed(ahead), ()
+    if in_turn and order.loads_first(step, scan, fused):
+        first = _state(fused, {*scan.body.stacked, *loaded, *ahead})
+        placed[0] = (*loaded, *ahead, *first)
+    reads = (*loaded, *ahead, *first)
+    replaced = {v for f in fused for v in f.replaced.values()}
+    begins = in_turn and bool(ahead)
+    return _pipeline(
+        work,
+        _waiting(scan, fused, reads, placed, in_turn=in_turn),
+        ahead=tuple(ahead),
+        loaded=loaded,
+        first=first,
+        in_turn=begins,
+        copied=tuple(v for v in ahead if begins and v not in replaced),
+        store_after=_in_turn(scan, work) if in_turn else {},
+    )
+
+
+def over_rows(work: Work) -> Pipeline:
+    """A turn that loads rows of what waits, and sums them up.
+
+    Args:
+      work: What is moved into it.
+    """
+    return _pipeline(work, list(map(RowUpdate, work.fused)))
+
+
+def _pipeline(work: Work, updates: Sequence[RowUpdate], **others: Any) -> Pipeline:
+    return Pipeline(
+        tuple(updates),
+        tuple(work.sums),
+        tuple(work.kept),
+        tuple(work.waiting),
+        **others,
+    )
+
+
+def _loaded(
+    scan: Scan, fused: Sequence[Fused], ahead: Collection[jex.Var]
+) -> tuple[jex.Var, ...]:
+    """The variables whose rows a turn loads for its own equations, and none for it.
+
+    What parts of a row are written into is not read as a whole, but by the scan.
+    """
+    in_parts = {v for f in fused if f.parts for v in f.replaced.values()}
+    found = order.only_loaded(scan)
+    return tuple(v for v in found if v in in_parts and v not in ahead)
+
+
+def _placed(ahead: Mapping[jex.Var, int]) -> dict[int, tuple[jex.Var, ...]]:
+    """The loads ahead, by the update that is stored after them."""
+    found: dict[int, tuple[jex.Var, ...]] = {}
+    for v, n in ahead.items():
+        found[n] = (*found.get(n, ()), v)
+    return found
+
+
+def _state(fused: Sequence[Fused], given: Collection[jex.Var]) -> tuple[jex.Var, ...]:
+    """What updates take rows of, and is loaded for nothing else."""
+    found = (
+        v
+        for f in fused
+        if f.parts is None
+        for v in f.rows.inputs
+        if f.rows.axes.get(v) == 0 and v not in given and _memory.on_host(v.aval)
+    )
+    return tuple(dict.fromkeys(found))
+
+
+def _waiting(
+    scan: Scan,
+    fused: Sequence[Fused],
+    reads: Sequence[jex.Var],
+    placed: Mapping[int, Sequence[jex.Var]],
+    *,
+    in_turn: bool = False,
+) -> list[RowUpdate]:
+    """Updates that wait for what is read of their buffers, and for loads beside them.
+
+    Unless one follows from the other, a compiler copies the whole buffer. Before a row
+    is updated in parts, and where loads are in turn, its gradients wait; else what is
+    stored does.
+    """
+    stacked = set(scan.body.stacked)
+    found: list[RowUpdate] = []
+    for n, f in enumerate(fused):
+        replaced, beside = set(f.replaced.values()), placed.get(n, ())
+        loads = tuple(v for v in reads if v in replaced or v in beside)
+        if in_turn or f.parts is not None:
+            held = [v for v in f.component.gradients if v in stacked]
+        else:
+            held = RowUpdate(f).results
+            held = [v for v in held if n in placed or f.replaced[v] in reads]
+        found.append(RowUpdate(f, loads, tuple(held) if loads else ()))
+    return found
+
+
+def _leaving_together(
+    updates: Iterable[RowUpdate], delayed: Collection[jex.Var], in_turn: bool
+) -> Iterator[RowUpdate]:
+    """Updates whose rows leave the device together, if at all in this turn.
+
+    Then a GPU loads all that the update takes at once (F65). In turn, they leave after
+    those of the update before.
+    """
+    before: tuple[jex.Var, ...] = ()
+    for u in updates:
+        now = (v for v in u.results if v not in delayed)
+        leaving = tuple(v for v in now if _memory.on_host(v.aval))
+        if u.fused.parts is not None or not leaving:
+            yield u
+            continue
+        yield dataclasses.replace(u, leaving=leaving, after=before)
+        if in_turn:
+            before = leaving[:1]
+
+
+def _in_turn(scan: Scan, work: Work) -> dict[jex.Var, jex.Var]:
+    """The stores that wait for another's, each large one for the one before it."""
+    whole = (f for f in work.fused if f.parts is None)
+    stores = [v for f in whole for v in RowUpdate(f).results]
+    rows = {x.stack: x.row for x in scan.body.rows_given}
+    # Some rows its body has stored already.
+    stores += (v for v in work.kept if not _memory.on_host(rows[v].aval))
+    stores += (v for v in work.waiting if not _memory.on_host(rows[v].aval))
+    large = [
+        v
+        for v in stores
+        if _memory.on_host(v.aval)
+        and _memory.nbytes_on_each_device(v.aval) // scan.length >= LEAST_IN_TURN_BYTES
+    ]
+    return dict(zip(large[1:], large, strict=False))
+
+
+def _rows_text(of: Sequence[jex.Var], length: int) -> str:
+    nbytes = sum(_memory.nbytes_on_each_device(v.aval) // length for v in of)
+    return f"{len(of)} row{'s' * (len(of) != 1)} of {size_text(nbytes)}"

@@ -1,0 +1,92 @@
+"""What the plan says that an iteration does for others is what is written down."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from harness import committed
+from program import emitted
+
+import optax_offload as oo
+from benchmarks.common.steps import train_step
+from benchmarks.common.workloads import gated
+from optax_offload import _compat, _memory
+from optax_offload._program import at_rest
+from optax_offload._program.bodies import entered, of_platforms
+from optax_offload._program.graph import in_pairs
+from optax_offload._program.step import handed_on
+from optax_offload._schedule import order
+from optax_offload._units import size_text
+
+WORKLOAD = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
+CHIPS = ["GPU", "TPU"]
+
+
+@pytest.fixture(autouse=True)
+def every_row(monkeypatch):
+    """As with the newest JAX, and residuals of any size."""
+    for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
+        monkeypatch.setattr(_compat, name, True)
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+
+
+def traced(optimizer, **options):
+    """A step of layers at rest, traced, and what its schedule prints."""
+    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), WORKLOAD.params)
+    params = oo.set_memory_kind(committed(params), "layers/.*", "pinned_host")
+    offloading = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    tx = optax.chain(optimizer, offloading)
+    args = params, tx.init(params), jnp.zeros(WORKLOAD.x.shape, WORKLOAD.x.dtype)
+    step = oo.jit(train_step(WORKLOAD, tx), **options)
+    return step.trace(*args), str(step.schedule(*args))
+
+
+def moved(body):
+    """The bytes of each row that turns of a loop load ahead, and store behind."""
+    loads, stores, same = set(), set(), {}
+    for e in body.jaxpr.eqns:
+        kept = list(handed_on(e))
+        if of_platforms(e):  # A layout, which only a TPU has.
+            kept = list(zip(e.invars[1:], e.outvars, strict=True))
+        same.update((v, same.get(a, a)) for a, v in kept)
+        for a, v in in_pairs(e) if e.primitive.name == "device_put" else ():
+            if _memory.on_host(a.aval) and not _memory.on_host(v.aval):
+                loads.add(v)
+            elif _memory.on_host(v.aval) and not _memory.on_host(a.aval):
+                stores.add(same.get(a, a))
+    before = body.split(body.jaxpr.invars).carry
+    after = body.given(body.jaxpr.outvars).carried
+    ahead = [_memory.nbytes(v.aval) for v in after if v in loads]
+    rows = [v for v in before if v in stores and v.aval.shape[:1] == (1,)]
+    return ahead, [_memory.nbytes(v.aval) for v in rows]
+
+
+def said(some, how):
+    """How the schedule says it; None if there is nothing."""
+    rows = f"{len(some)} row{'s' * (len(some) != 1)} of {size_text(sum(some))}"
+    when = {"loaded": "ahead", "stored": "behind"}[how]
+    return f"{rows} {how} {when}" if some else None
+
+
+@pytest.mark.parametrize("computes_longer", [False, True])
+@pytest.mark.parametrize("residuals", ["device", "host"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_what_is_printed_is_what_is_emitted(
+    chip, residuals, computes_longer, monkeypatch
+):
+    """Rows ahead and behind of each scan, by their number and their bytes."""
+    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    step, text = traced(optax.identity(), residuals=residuals)
+    jaxpr = emitted(step.jaxpr, on_tpu=chip == "TPU")
+    loops = [moved(body) for e in jaxpr.eqns for body in entered(e)]
+    # The first iterations, and the last, are loops of their own.
+    want = []
+    for (ahead, behind), _ in itertools.groupby(loops):
+        want += filter(None, (said(ahead, "loaded"), said(behind, "stored")))
+    lines = re.findall(rf"^  on a {chip}: (.*)$", text, re.M)
+    got = [part for line in lines for part in line.split("; ")]
+    assert [x for x in got if x.endswith(("ahead", "behind"))] == want
+    assert want or not computes_longer
