@@ -10,7 +10,7 @@ from small_programs import BOTH, descend, load_add_store, struct
 from optax_offload import aot
 from optax_offload._units import MIB
 from optax_offload.aot.chips import TPUS
-from optax_offload.aot.peak import does_not_fit
+from optax_offload.aot.peak import check_fit, does_not_fit
 
 
 def test_peak_text():
@@ -27,6 +27,27 @@ def test_peak_text():
         "host 6.00 GiB = arguments 4.00 GiB + temporaries 0 B + outputs 4.00 GiB"
         " - aliased 2.00 GiB"
     )
+
+
+def test_peak_has_the_compilers_figures():
+    """Each of them, those of host memory apart."""
+    names = ("argument", "temp", "output", "alias")
+    names = (*names, *(f"host_{name}" for name in names))
+    stats = {f"{name}_size_in_bytes": 2**i for i, name in enumerate(names)}
+    said = types.SimpleNamespace(**stats)
+    program = types.SimpleNamespace(memory_analysis=lambda: said)
+    found = aot.peak(program)  # pyright: ignore[reportArgumentType]
+    assert found == aot.Peak(1, 2, 4, 8, 16, 32, 64, 128)
+    assert (found.peak_bytes, found.host_peak_bytes) == (1 + 2 + 4 - 8, -16)
+
+
+def test_a_program_for_a_gpu_is_compared_with_its_memory():
+    """All that it needs of the device counts, and nothing of the host's."""
+    target = aot.Target("h100", memory_bytes=6 * MIB)
+    check_fit(target, aot.Peak(3 * MIB, 2 * MIB, 3 * MIB, 2 * MIB, MIB, 0, 0, 0))
+    with pytest.raises(aot.DoesNotFitError) as raised:
+        check_fit(target, aot.Peak(3 * MIB, 3 * MIB + 1, 0, 0, 0, 0, 0, 0))
+    assert (raised.value.used_bytes, raised.value.limit_bytes) == (6 * MIB + 1, 6 * MIB)
 
 
 def test_peak_of_a_platform_that_does_not_say():

@@ -39,6 +39,26 @@ def test_figures_are_those_of_the_census():
     assert found.over_floor == expected.over_floor
 
 
+def test_loads_are_no_stores():
+    """Two leaves are loaded, and one is stored."""
+    one = [x for x in TOP_LEVEL.splitlines() if "%store.b" not in x]
+    text = "\n".join(one).replace("%stored.b", "%new.b")
+    target = aot.Target("h100")
+    found = aot.step_time(Program(text), target)
+    link = target.chip.link
+    assert (found.load_bytes, found.store_bytes) == (2 * 2**22, 2**22)
+    assert found.load_seconds == pytest.approx(2 * link.seconds(2**22))
+    assert found.store_seconds == pytest.approx(link.seconds(2**22))
+    assert found.least_link_seconds == 2 * 2**22 / link.bytes_per_second
+    assert found.compute_seconds < found.least_link_seconds
+    assert found.over_floor == found.seconds / found.least_link_seconds
+    assert str(found).splitlines()[1].startswith("loads 8.00 MiB in ")
+    both_ways = census(text, model_of(target)).both_ways
+    assert both_ways is not None
+    # The store begins as the first load ends, and one negation later.
+    assert 0.9 < both_ways < 1
+
+
 def test_a_measured_link():
     """It takes the place of the documented one, and its source says so."""
     documented = aot.step_time(Program(TOP_LEVEL), "h100")
