@@ -144,3 +144,55 @@ def test_leaves_on_disk_are_not_moved():
     tree = {"w": Place((3,), jnp.float32)}
     with pytest.raises(ValueError, match=r"'w': on disk\. Bring them back first, with"):
         oo.set_memory_kind(tree, "w", "pinned_host")
+
+
+def type_of(shape, spec, axis_type, sizes=(2, 4)):
+    """The type of a float32 array on a mesh of two axes."""
+    types = (axis_type,) * 2
+    mesh = jax.sharding.AbstractMesh(sizes, ("data", "model"), axis_types=types)
+    sharding = NamedSharding(mesh, spec)
+    return jax.typeof(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "axis_type", "nbytes", "axis"),
+    [
+        # What Auto mode does not tell: sharded over all, by its last axes.
+        ((16, 8), P("data"), AxisType.Auto, 64, None),
+        ((16, 8), P(), AxisType.Auto, 64, None),
+        ((4, 16, 8), P(), AxisType.Auto, 256, 0),
+        ((3,), P(), AxisType.Auto, 2, None),
+        ((), P(), AxisType.Auto, 1, None),
+        ((16, 8), P(), AxisType.Explicit, 512, 0),
+        ((16, 8), P("data"), AxisType.Explicit, 256, 1),
+        ((16, 8), P(("data", "model")), AxisType.Explicit, 64, 1),
+        ((16, 8), P("data", "model"), AxisType.Explicit, 64, None),
+        ((4, 16, 8), P(None, "model"), AxisType.Explicit, 512, 0),
+    ],
+)
+def test_what_a_type_says_of_its_parts(shape, spec, axis_type, nbytes, axis):
+    """The bytes on each device, and the axis along which every part can be sliced."""
+    found = type_of(shape, spec, axis_type)
+    assert _memory.nbytes_on_each_device(found) == nbytes
+    assert _memory.decoded_nbytes_on_each_device(found, True) == 4 * nbytes
+    assert _memory.slice_axis(found) == axis
+    alone = type_of(shape, P(), axis_type, sizes=(1, 1))
+    assert _memory.nbytes_on_each_device(alone) == _memory.nbytes(found)
+    assert _memory.slice_axis(alone) == (0 if shape else None)
+
+
+def test_pinned_bytes_are_those_of_all_devices():
+    """A replicated leaf has a copy for each of them."""
+    before = _memory.pinned_bytes_of_this_process()
+    arrays = []
+    for spec, nbytes in ((P("x"), 4096), (P(), 4 * 4096)):
+        sharding = NamedSharding(mesh_of(4), spec, memory_kind="pinned_host")
+        arrays.append(jax.device_put(np.ones(1024, np.float32), sharding))
+        assert _memory.pinned_bytes_of_this_process() == before + nbytes
+        before += nbytes
+
+
+def test_random_keys_cannot_move():
+    """Whatever has them in it: JAX traces them as on the device."""
+    assert _memory.movable_nbytes(jax.random.key(0)) is None
+    assert _memory.movable_nbytes(jnp.ones((2, 3))) == 24

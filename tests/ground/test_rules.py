@@ -191,6 +191,15 @@ def test_bad_config():
         oo.OffloadConfig([oo.Rule(".*")], 0)
 
 
+def test_a_config_is_lenient_if_all_of_its_rules_are():
+    """One that has to match is looked for."""
+    rules = [oo.Rule("a", optional=True), oo.Rule("b")]
+    config = oo.OffloadConfig(rules)
+    assert not config.lenient
+    assert config.made_lenient().lenient
+    assert [rule.regex for rule in config.made_lenient().rules] == ["a", "b"]
+
+
 def test_window_argument_overrides_the_config():
     """The nearer of two windows counts."""
     config = oo.OffloadConfig([oo.Rule(".*")], 10)

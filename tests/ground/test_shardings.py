@@ -231,6 +231,21 @@ def test_boxes_that_bring_their_mesh(tx):
     assert got.opt_state[0].nu["kernel"].spec == P("x", None)
 
 
+def test_what_is_asked_for_decides_before_what_a_box_says(tx):
+    """The mesh, the rules of axes, and shardings, of which a box then need not know."""
+    own = functools.partial(nn.with_partitioning, mesh=mesh_of(2))
+    make = functools.partial(make_linen, tx, lambda init, _: own(init, ("x", None)))
+    got = oo.state_shardings(make, mesh=mesh_of(4))
+    assert got.params["kernel"].mesh.size == 4
+    own = functools.partial(nn.with_logical_partitioning, rules=[("embed", None)])
+    make = functools.partial(make_linen, tx, own)
+    got = oo.state_shardings(make, mesh=mesh_of(), axis_rules=AXIS_RULES)
+    assert got.params["kernel"].spec == P("x", None)
+    make = functools.partial(make_linen, tx, nn.with_partitioning)
+    got = oo.state_shardings(make, shardings=P(), mesh=mesh_of())
+    assert got.params["kernel"].spec == P(), "the axes of the box are of no mesh"
+
+
 def test_rules_that_are_set(tx):
     """`nn.logical_axis_rules` counts, as it does for Flax."""
     make = functools.partial(make_linen, tx, nn.with_logical_partitioning)

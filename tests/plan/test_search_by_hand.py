@@ -177,7 +177,7 @@ def test_the_link_that_is_waited_for():
 
 
 def test_what_is_expected_to_leave_the_device():
-    """State that given rules move was never there; a codec takes some off that stays."""
+    """What given rules move was never there; a codec takes off some of what stays."""
     outlook = Outlook(FACTS, SIZES, 50, compute_seconds=3.0, link_bytes_per_second=1.0)
     assert outlook(Variant()).device_bytes == 50
     assert outlook(Variant(frozenset([0]))).device_bytes == 50 - 12

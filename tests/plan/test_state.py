@@ -1,5 +1,6 @@
 """Leaves under patterns, the state that a step has, and what rules decide of it."""
 
+import dataclasses
 import re
 
 import jax
@@ -257,7 +258,42 @@ def test_what_cannot_move_or_is_small_is_left_out():
     assert len(states.leaf_patterns(leaves, min_bytes=4)) == 3
 
 
+def test_bytes_of_whole_leaves_decide_what_is_small():
+    """As rules count them, over all devices."""
+    for nbytes, moves in ((65536, True), (65535, False)):
+        shared = leaf("w", nbytes, devices=8)
+        assert bool(states.leaf_patterns([shared])) is moves
+        assert states.Parameter(shared, "0/w").rests("all") is moves
+        assert oo.Rule("w").min_bytes == 65536
+
+
 def test_an_axis_is_of_all_leaves():
     """One that is sharded elsewhere keeps the others from an axis in common."""
     (pattern,) = states.leaf_patterns([leaf("w0", MIB), leaf("w1", MIB, axis=1)])
     assert pattern.slice_axis is None
+
+
+def test_a_pattern_is_stacked_if_all_of_its_leaves_are():
+    """Of one that is not, slices have no axis that the library finds by itself."""
+    for stacked in (False, True):
+        both = [leaf("w0", MIB, stacked=True), leaf("w1", MIB, stacked=stacked)]
+        (pattern,) = states.leaf_patterns(both)
+        assert pattern.stacked is stacked
+
+
+def test_what_is_encoded_and_stays_has_a_rule_of_its_own():
+    """After those of what moves, which say how it is encoded too."""
+    encoded = (
+        dataclasses.replace(leaf(path, MIB), codec="int8") for path in ("mu", "nu")
+    )
+    one = RecordedOptimizer((*encoded, leaf("ema", MIB)), MIB)
+    state = movable_state((one,), None, 1)
+    assert [p.pattern for p in state.patterns] == ["ema", "mu", "nu"]
+    moves = oo.Rule("mu", codec="int8")
+    stays = oo.Rule("nu", "device", codec="int8")
+    assert state.config(frozenset([0, 1])).rules == (oo.Rule("ema"), moves, stays)
+    assert state.config(state.everything).rules == (
+        *(oo.Rule("ema"), moves),
+        oo.Rule("nu", codec="int8"),
+    )
+    assert state.changes_any(frozenset()), "what is encoded has changed"
