@@ -204,6 +204,26 @@ def test_alternatives_say_why_they_are_not_chosen():
     )
 
 
+def test_alternatives_are_told_of_whole_hosts():
+    """All of its devices count; of equal peaks first what moves less, both ways."""
+    less, more = candidate(70, 50), candidate(70, 110, variant=Variant())
+    assert less.time is not None
+    both = dataclasses.replace(less.time, store_bytes=40 * GIB)
+    less = dataclasses.replace(less, time=both)
+    passed = [PassedOver(Variant(frozenset([0])), "host", 0, 120 * GIB, 1.0)]
+    asked = Asked(Budget(80 * GIB, 100 * GIB))
+    target = aot.Target("h100:8")
+    found = alternatives([more, less], passed, asked, target, less)
+    assert [row.link_bytes for row in found.rows] == [90 * GIB, 110 * GIB]
+    assert [row.host_bytes for row in found.rows] == [8 * 50 * GIB, 8 * 110 * GIB]
+    assert [row.why for row in found.rows] == [
+        "chosen",
+        "80.00 GiB more than each host has",
+    ]
+    (line,) = found.not_compiled
+    assert "more than the 800.00 GiB of each host, at least 960.00 GiB" in line
+
+
 def test_the_nearest_is_marked_where_nothing_fits():
     """By the larger of what is missing, as a share."""
     found = table(candidate(160), candidate(100), candidate(60, 150))

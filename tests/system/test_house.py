@@ -59,6 +59,21 @@ def test_a_mutant_is_of_what_stands_there(mutant):
     assert (PACKAGE / mutant.file).read_text().count(mutant.old) == 1
 
 
+def test_no_two_mutants_have_one_name():
+    """Of two tables together only the last one with a name would be made."""
+    of_all = [*mutants.IN_ENGINE, *mutants.OUTSIDE]
+    assert sorted(of_all) == sorted(mutants.MUTANTS)
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS.values(), ids=mutants.MUTANTS)
+def test_a_mutant_names_tests_that_are_there(mutant):
+    """One that is renamed would be found out when they are run, which is rare."""
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        text = (ROOT / file).read_text()
+        assert not function or f"\ndef {function.partition('[')[0]}(" in text, test
+
+
 def test_no_two_test_files_have_one_name():
     """Together pytest collects only the first of them."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

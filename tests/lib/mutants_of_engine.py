@@ -1,0 +1,378 @@
+"""Small mistakes in the engine: `_program`, `_rows`, `_schedule`, `_emit`.
+
+And of its neighbours `_jit` and `_low_bit` those that came with it.
+"""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+RULES = "_rows/rules"
+REFUSED = "tests/rows/test_refused_rows.py"
+MODELS = "tests/fused/test_fused_models.py"
+OPTIMIZERS = "tests/fused/test_fused_optimizers.py"
+LEFT = "tests/fused/test_left_outside.py"
+LATE = "tests/fused/test_delayed_rows.py"
+STREAM = "tests/emit/test_stream.py"
+PASSES = "tests/schedule/test_passes.py"
+
+IN_ENGINE = {
+    # Rows in the scan.
+    "rows in the wrong order": Mutant(
+        "_emit/scan.py",
+        "self._scan.length - 1 - number if reverse else number",
+        "number",
+        (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
+    ),
+    "a late row one off": Mutant(
+        "_emit/scan.py",
+        "lambda n: (first + n, first + n - 1, first + n + 1)",
+        "lambda n: (first + n, first + n, first + n + 1)",
+        (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    "the last late row one off": Mutant(
+        "_emit/scan.py",
+        "last = scan.length - 1",
+        "last = scan.length - 2",
+        (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    "rows that are late stored too early": Mutant(
+        "_emit/scan.py",
+        "found = self._iteration(number, then, state, buffers)",
+        "found = self._iteration(number, then, state, given(state))",
+        (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    "rows loaded ahead on a TPU one off": Mutant(
+        "_emit/scan.py",
+        "(jnp.int32(then), carry, rows)",
+        "(jnp.int32(then) - 1, carry, rows)",
+        (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
+    ),
+    "stores on a TPU that wait for none": Mutant(
+        "_emit/scan.py",
+        "if last is not None:",
+        "if False:",
+        (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
+    ),
+    "rows that are handed through forgotten": Mutant(
+        "_program/replaced.py",
+        "for i in [passed_on(body).get(v)] if i is not None)",
+        "for i in [passed_on(body).get(v)] if i is None)",
+        ("tests/fused/test_at_rest.py",),
+    ),
+    "new values read for old ones": Mutant(
+        "_emit/scan.py",
+        "before, buffers = buffers, dict(buffers)",
+        "before = buffers = dict(buffers)",
+        (f"{MODELS}::test_one_update_reads_what_another_replaces[24]",),
+    ),
+    "a dropped store": Mutant(
+        "_emit/scan.py",
+        "for v in turn.kept:",
+        "for v in ():",
+        (f"{LEFT}::test_what_else_a_step_does[a gradient]",),
+    ),
+    "gradients that wait stored in the wrong row": Mutant(
+        "_emit/scan.py",
+        "self._store(v, rows[v], i, buffers)",
+        "self._store(v, rows[v], number, buffers)",
+        (f"{LATE}::test_gradients_that_wait",),
+    ),
+    "no barrier between what leaves together": Mutant(
+        "_emit/scan.py",
+        "tied = together(given)",
+        "tied = given",
+        (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    # Positions.
+    "rows copied as an older compiler reads positions": Mutant(
+        "_memory.py",
+        """    if _compat.COPIES_AT_POSITIONS:
+        return lambda position: position
+""",
+        """    if True:
+        return lambda position: position
+""",
+        ("tests/ground/test_memory.py::test_positions_that_no_compiler_follows",),
+    ),
+    # What is done in which order.
+    "effects in no order": Mutant(
+        "_program/step.py",
+        "found[i] = before, (jex.Var(_TOKEN),)",
+        "found[i] = (), (jex.Var(_TOKEN),)",
+        ("tests/fused/test_effects.py::test_ordered_effects_are_in_their_order",),
+    ),
+    "a norm of a norm in the pass of that norm": Mutant(
+        "_schedule/waiting.py",
+        "return last + (after >= scan)",
+        "return last + (after > scan)",
+        (f"{LEFT}::test_norms_of_norms",),
+    ),
+    # What is summed up.
+    "sums that begin with one": Mutant(
+        "_emit/sums.py",
+        '{"add": 0, "mul": 1',
+        '{"add": 1, "mul": 1',
+        (f"{LATE}::test_gradients_that_wait",),
+    ),
+    "a largest value that begins with the largest": Mutant(
+        "_emit/sums.py",
+        'least = by == "max"',
+        'least = by == "min"',
+        (f"{LEFT}::test_what_else_a_step_does[other sums]",),
+    ),
+    "a product of other axes summed up": Mutant(
+        "_rows/sums.py",
+        "return [a, b] if right[left.index(axes[a])] == axes[b] else []",
+        "return [a, b]",
+        (f"{LEFT}::test_what_else_a_step_does[products with other rows]",),
+    ),
+    # Passes that read state first.
+    "a norm of a norm read in the first pass": Mutant(
+        "_schedule/passes.py",
+        "if not late.isdisjoint(used):",
+        "if False:",
+        (f"{PASSES}::test_values_and_passes[clip twice-262144]",),
+    ),
+    "effects had in each pass": Mutant(
+        "_schedule/passes.py",
+        "if any(map(_compat.has_effects, update.program.equations)):",
+        "if False:",
+        (f"{PASSES}::test_no_pass[an effect]",),
+    ),
+    "a sum without the rows that are left": Mutant(
+        "_emit/loop.py",
+        """                for t in self.group.targets
+                if t.sum is not None""",
+        """                for t in self.group.targets
+                if not isinstance(self._first, int)""",
+        (f"{PASSES}::test_rows_that_are_left_when_a_loop_ends",),
+    ),
+    "a slice that is only read waits for none": Mutant(
+        "_schedule/loops.py",
+        "if group is earlier and not (group.sums or group.makes):",
+        "if group is earlier and not group.makes:",
+        (f"{PASSES}::test_a_slice_waits_for_the_one_before",),
+    ),
+    "a slice of new state waits for none": Mutant(
+        "_schedule/loops.py",
+        "if group is earlier and not (group.sums or group.makes):",
+        "if group is earlier and not group.sums:",
+        ("tests/emit/test_init.py::test_slices_of_new_state_wait_for_each_other",),
+    ),
+    # What is moved into the scan.
+    "a gradient that another scan adds to": Mutant(
+        "_schedule/step.py",
+        "if not self._taken.isdisjoint(c.results):",
+        "if False:",
+        (f"{MODELS}::test_three_steps[layers used twice]",),
+    ),
+    "old parameters gone before the second run": Mutant(
+        "_schedule/step.py",
+        "now, late = (), fused",
+        "pass",
+        (f"{LATE}::test_what_need_not_wait_for_a_second_run_does",),
+    ),
+    "a value read after it is replaced": Mutant(
+        "_schedule/step.py",
+        "        yield from self._old_values(found, fused)\n",
+        "",
+        (f"{LEFT}::test_what_else_a_step_does[old parameters used]",),
+    ),
+    "what a later scan gives taken for known": Mutant(
+        "_schedule/follow.py",
+        "late = i in self._later or not self.late.isdisjoint(operands)",
+        "late = not self.late.isdisjoint(operands)",
+        (f"{MODELS}::test_an_update_that_takes_what_a_later_scan_gives",),
+    ),
+    "the next argument of another type replaced": Mutant(
+        "_schedule/step.py",
+        "and _type(x) == _type(v)",
+        "and True",
+        (f"{OPTIMIZERS}::test_each_result_replaces_an_argument_of_its_type",),
+    ),
+    # Loops over slices.
+    "one slice for all of an iteration": Mutant(
+        "_emit/loop.py",
+        "at((number * loop.unroll + i) * (rows or 0))",
+        "at((number * loop.unroll + 0) * (rows or 0))",
+        (f"{STREAM}::test_stages_give_the_plain_values[a last slice]",),
+    ),
+    "the rest of the rows at the wrong place": Mutant(
+        "_schedule/loops.py",
+        "group.rows - self.slices * rows, self.slices * rows)",
+        "group.rows - self.slices * rows, 0)",
+        ("tests/schedule/test_loops.py",),
+    ),
+    "no barrier between what is stored and the next load": Mutant(
+        "_emit/loop.py",
+        "if load_after or self._handed:",
+        "if False:",
+        (f"{STREAM}::test_what_is_replaced_is_read_before",),
+    ),
+    "no barrier between read and replace": Mutant(
+        "_emit/moves.py",
+        "return lax.optimization_barrier(x)",
+        "return x",
+        (f"{STREAM}::test_what_is_replaced_is_read_before",),
+    ),
+    "the other branch of a predicate": Mutant(
+        "_program/branches.py",
+        "for value in (0, 1))",
+        "for value in (1, 0))",
+        ("tests/program/test_branches.py",),
+    ),
+    "a window counted twice": Mutant(
+        "_schedule/window.py",
+        "while inside > window_bytes and first < k:",
+        "while inside > 2 * window_bytes and first < k:",
+        ("tests/schedule/test_window.py",),
+    ),
+    "slices along a sharded axis": Mutant(
+        "_rows/analysis.py",
+        "if aval.sharding.spec[axis] is not None:",
+        "if False:",
+        ("tests/rows/test_slicing.py",),
+    ),
+    "a value whole and by rows": Mutant(
+        "_rows/analysis.py",
+        "if any(v in self.axes for v in self._whole_to.get(id(e), ())):",
+        "if False:",
+        ("tests/rows/test_slicing.py",),
+    ),
+    # Buffers.
+    "donation across memories": Mutant(
+        "_jit/donation.py",
+        "return buffer.type, buffer.kind, buffer.sharding if partitioned else None",
+        "return buffer.type, buffer.sharding if partitioned else None",
+        (
+            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+        ),
+    ),
+    "a wrong alias": Mutant(
+        "_jit/donation.py",
+        "aliases[argument.position] = result.position",
+        "aliases[argument.position] = free[-1].position",
+        (
+            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+        ),
+    ),
+    # Low bits.
+    "codes one off": Mutant(
+        "_low_bit/dynamic_map.py",
+        "return jnp.where(x < 0, 127 - at, 127 + at).astype(jnp.uint8)",
+        "return jnp.where(x < 0, 127 - at, 126 + at).astype(jnp.uint8)",
+        ("tests/low_bit/test_codecs.py",),
+    ),
+    "a positive value encoded as zero": Mutant(
+        "_low_bit/codecs.py",
+        "vanished = (codes == self.zero) & (x > 0) & (low >= 0)[..., None]",
+        "vanished = (codes == self.zero) & (x < 0) & (low >= 0)[..., None]",
+        ("tests/low_bit/test_codecs.py",),
+    ),
+    # What slicing rules refuse.
+    "rule: operands with rows along two axes": Mutant(
+        f"{RULES}/registry.py",
+        "    if len(found) != 1:",
+        "    if not found:",
+        (REFUSED,),
+    ),
+    "rule: a primitive without a rule": Mutant(
+        f"{RULES}/registry.py",
+        "return RULES.get(e.primitive.name, _REFUSED)",
+        'return RULES.get(e.primitive.name, RULES["add"])',
+        (REFUSED,),
+    ),
+    "rule: a sort of the rows": Mutant(
+        f"{RULES}/elementwise.py",
+        'if e.params["dimension"] == only(ins, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: a sort of the rows, followed back": Mutant(
+        f"{RULES}/elementwise.py",
+        'if e.params["dimension"] == only(outs, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: an iota along the rows": Mutant(
+        f"{RULES}/indexing.py",
+        'if e.params["dimension"] == only(outs, e):',
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: an update of some rows": Mutant(
+        f"{RULES}/indexing.py",
+        """if any(x is not None for x in ins[2:]) or (
+            shape(e.invars[1])[axis] != rows.count
+        ):""",
+        "if any(x is not None for x in ins[2:]):",
+        (REFUSED,),
+    ),
+    "rule: a gather of rows": Mutant(
+        f"{RULES}/indexing.py",
+        """        if not whole or e.params["slice_sizes"][operand] != rows.count:
+""",
+        """        if whole and operand in numbers.start_index_map:
+            return Axes([*ins], [0])
+        if not whole or e.params["slice_sizes"][operand] != rows.count:
+""",
+        (REFUSED,),
+    ),
+    "rule: a gather of paired rows": Mutant(
+        f"{RULES}/indexing.py",
+        "if indices not in (None, wanted):",
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: a product over the rows": Mutant(
+        f"{RULES}/products.py",
+        """        if ins[side] not in batch[side]:
+            raise NotRowLocalError(e.primitive.name)
+""",
+        """        if ins[side] not in batch[side]:
+            return Axes([*ins], [0])
+""",
+        (REFUSED,),
+    ),
+    "rule: a product of rows with other rows": Mutant(
+        f"{RULES}/products.py",
+        "if ins[1 - side] not in (None, axes[1 - side]):",
+        "if False:",
+        (REFUSED,),
+    ),
+    "rule: random bits from one key": Mutant(
+        f"{RULES}/random.py",
+        "class RandomBits(Unary):",
+        "class RandomBits(Elementwise):",
+        (REFUSED,),
+    ),
+    "rule: a reshape that mixes rows": Mutant(
+        f"{RULES}/shapes.py",
+        "return next((i for i in places if math.prod(sizes[:i]) == before), None)",
+        "return next(places, None)",
+        (REFUSED,),
+    ),
+    "rule: a sum over the rows": Mutant(
+        f"{RULES}/shapes.py",
+        "return None if axis in removed else axis - sum(d < axis for d in removed)",
+        "return axis - sum(d < axis for d in removed)",
+        (REFUSED,),
+    ),
+    "rule: a sum of all rows before": Mutant(
+        f"{RULES}/shapes.py",
+        "return None if axis in self.along(e) else axis",
+        "return axis",
+        (REFUSED,),
+    ),
+    "rule: a scan over the rows": Mutant(
+        f"{RULES}/bodies.py",
+        """            if axis + by < 0:
+                raise NotRowLocalError(turn.equation.primitive.name)
+""",
+        """            if axis + by < 0:
+                return None
+""",
+        (REFUSED,),
+    ),
+}
