@@ -70,6 +70,7 @@ class Facts:
       machine: The texts.
       jax: The versions, devices and errors that JAX reports.
       accelerators: The accelerators that the process may use.
+      numbers: The number of each of them among all of the machine.
       environment: The variables that JAX and its plugins read.
       processor: The name of the host's processor.
       is_wsl: Whether this is Linux under Windows.
@@ -80,9 +81,10 @@ class Facts:
         self.machine = machine
         self.jax = JaxView.from_json(machine.jax())
         self.environment = machine.environment()
-        self.accelerators = _visible(
-            accelerators(machine), self.environment.get("CUDA_VISIBLE_DEVICES", "")
-        )
+        every = accelerators(machine)
+        chosen = self.environment.get("CUDA_VISIBLE_DEVICES", "")
+        self.numbers = _visible(every, chosen)
+        self.accelerators = [every[n] for n in self.numbers]
         self.processor = processor_name(machine.read("proc/cpuinfo"))
         self.is_wsl = parse.is_wsl(machine.read("proc/version"))
 
@@ -170,11 +172,11 @@ class Facts:
         return next((kind for kind in found if kind is not None), None)
 
 
-def _visible(devices: list[Accelerator], chosen: str) -> list[Accelerator]:
-    """The devices that a process uses, given ``CUDA_VISIBLE_DEVICES``."""
-    numbers = chosen.split(",")
+def _visible(devices: list[Accelerator], chosen: str) -> list[int]:
+    """The devices that a process uses, given ``CUDA_VISIBLE_DEVICES``, by number."""
+    every, numbers = [*range(len(devices))], chosen.split(",")
     if not devices or devices[0].vendor != "nvidia":
-        return devices
+        return every
     if not all(x.isdecimal() and int(x) < len(devices) for x in numbers):
-        return devices  # None are chosen, or by other names.
-    return [devices[int(x)] for x in numbers]
+        return every  # None are chosen, or by other names.
+    return [int(x) for x in numbers]

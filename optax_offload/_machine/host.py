@@ -241,7 +241,7 @@ def _choose(facts: Facts, places: dict[int, list[int]], node: int) -> str:
     """The variable that gives a process the devices of a node; "" if it has all."""
     if len(places) == 1:
         return ""
-    numbers = ",".join(map(str, places[node]))
+    numbers = ",".join(str(facts.numbers[i]) for i in places[node])
     vendor = facts.accelerators[0].vendor
     if vendor == "nvidia":
         return f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={numbers} "

@@ -216,6 +216,17 @@ def test_one_chosen_device_has_one_node():
     assert changed(H100, environment="CUDA_VISIBLE_DEVICES=GPU-1")["NUMA"].do
 
 
+@pytest.mark.parametrize("chosen", ["1,2", "2,1"])
+def test_chosen_devices_keep_their_numbers(chosen):
+    """The line for a node names a device that is there, and that was chosen."""
+    found = changed(H100, environment=f"CUDA_VISIBLE_DEVICES={chosen}")["NUMA"]
+    assert found.do == tuple(
+        f"CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={number} numactl "
+        f"--cpunodebind={node} --preferred={node} python train.py"
+        for node, number in ((0, 1), (1, 2))
+    )
+
+
 def test_processors_of_the_other_node_outside_of_slurm():
     """A container is given other processors by its own option."""
     found = changed(
