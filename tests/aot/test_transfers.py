@@ -119,6 +119,26 @@ def test_slices_of_a_gpu(position, by):
         assert (t.shape, t.nbytes) == ((8, 128), 4 * 128 * 4)
 
 
+def test_slices_of_a_gpu_at_a_constant_position():
+    """Copy engines take them, and nothing has to be noted."""
+    dynamic = "dynamic-slice(%p.1, %i.1, %i.1), dynamic_slice_sizes={4,128}"
+    text = gpu_slices()
+    assert dynamic in text
+    load, _ = transfers(text.replace(dynamic, "slice(%p.1), slice={[4:8], [0:128]}"))
+    assert (load.form, load.by, load.nbytes) == ("slice", "copy engine", 4 * 128 * 4)
+
+
+def test_what_reads_and_writes_unlike_arrays_of_the_host():
+    """It is no copy within host memory: what goes in does not come out."""
+    found = transfers(
+        entry(
+            "  %p = f32[256]{0:S(5)} parameter(0)",
+            '  ROOT %r = f32[64]{0:S(5)} custom-call(%p), custom_call_target="Sum"',
+        )
+    )
+    assert [(t.direction, t.nbytes) for t in found] == [("load", 1024), ("store", 256)]
+
+
 def test_one_for_each_array():
     """A fusion that reads two arrays in host memory is two transfers."""
     text = WAITING.replace(

@@ -274,6 +274,19 @@ def test_a_link_that_is_slow():
     assert changed(H100, **{width: "4"})["link"].level == "good"
 
 
+def test_fit_takes_the_link_that_was_measured():
+    """Else the documented one of the chip."""
+    measured = findings_of("h100_two_nodes")["fit"].seen
+    assert measured.endswith("a link of 52 GB/s each way")
+    text = text_of("h100_two_nodes")
+    line = next(x for x in text.splitlines() if "link_bytes_per_second" in x)
+    without = text.replace(
+        line, ' "link_bytes_per_second": null' + "," * line.endswith(",")
+    )
+    found = {x.topic: x for x in diagnose(Saved(without)).findings}
+    assert found["fit"].seen.endswith("a link of 64 GB/s each way")
+
+
 def test_a_coherent_link_is_not_its_slot():
     """What PCI Express carries says nothing of it."""
     assert "slot" not in findings_of("gh200")["link"].means
@@ -324,6 +337,35 @@ def test_memory_of_a_pod():
         proc__self__cgroup="0::/kubepods.slice/pod1",
     )["host memory"]
     assert found.do[0].startswith("kubectl set resources")
+
+
+@pytest.mark.parametrize(("free_gib", "level"), [(100, "fix"), (50, "good")])
+def test_a_cgroup_that_has_half_of_what_is_free(free_gib, level):
+    """It is no bound to mend where the machine itself has no more to give."""
+    memory = f"MemTotal: {200 * 2**20} kB\nMemAvailable: {free_gib * 2**20} kB\n"
+    found = changed("docker_cgroup2_l4", proc__meminfo=memory)["host memory"]
+    assert found.level == level
+    assert "the cgroup has 30.00 GiB free of 32.00 GiB" in found.seen
+    assert found.means.startswith("30.00 GiB are left")
+
+
+def test_a_tpu_that_pins_without_vfio():
+    """Of a v4 the limit of locked memory bounds nothing."""
+    text = text_of("tpu_v5e_8").replace("PCI_ID=1AE0:0063", "PCI_ID=1AE0:005E")
+    found = {x.topic: x for x in diagnose(Saved(text)).findings}
+    assert found["locked memory"].level == "note"
+
+
+@pytest.mark.parametrize(
+    ("version", "level"), [("0.11.0", "fix"), ("0.11.1", "good"), ("0.12", "good")]
+)
+def test_since_when_copy_engines_move_rows(version, level):
+    """The first version that does needs no newer one."""
+    text = text_of("slurm_cgroup1_a100").replace(
+        '"jax": "0.10.2"', f'"jax": "{version}"'
+    )
+    found = {x.topic: x for x in diagnose(Saved(text)).findings}
+    assert found["JAX"].level == level
 
 
 def test_no_pinned_host():

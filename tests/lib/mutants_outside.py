@@ -18,10 +18,12 @@ LEAST = "tests/plan/test_least_state.py"
 STEP_TIMES = "tests/aot/test_step_times.py"
 CLOCK = "tests/aot/test_clock.py"
 PEAK = "tests/aot/test_peak.py"
+TRANSFERS = "tests/aot/test_transfers.py"
 KEPT = "tests/aot/test_measured.py"
 MEMORY = "tests/ground/test_memory.py"
 SHARDINGS = "tests/ground/test_shardings.py"
 FRACTIONS = "tests/ground/test_fractions.py"
+CAPTURED = "tests/doctor/test_captured.py"
 
 _SHARDINGS_ASKED = f"{SHARDINGS}::test_what_is_asked_for_decides_before_what_a_box_says"
 _TYPES = f"{MEMORY}::test_what_a_type_says_of_its_parts"
@@ -209,6 +211,30 @@ OUTSIDE = {
         "host_bytes=found.host_bytes,",
         (f"{RESULT}::test_alternatives_are_told_of_whole_hosts",),
     ),
+    "the peak on the device for the least on the host": Mutant(
+        "_plan/result.py",
+        "found = min(on_device, key=lambda c: c.host_bytes)",
+        "found = min(on_device, key=lambda c: c.used_bytes)",
+        (f"{RESULT}::test_the_way_that_needs_least_of_the_host_is_named",),
+    ),
+    "more devices than one": Mutant(
+        "_plan/result.py",
+        "math.ceil(target.device_count * least.used_bytes / budget_bytes)",
+        "math.ceil(least.used_bytes / budget_bytes)",
+        (f"{RESULT}::test_more_devices_are_those_of_all_hosts",),
+    ),
+    "a plan that only encodes taken for none": Mutant(
+        "_plan/result.py",
+        'rule.memory_kind == "device" and rule.codec is None',
+        'rule.memory_kind == "device"',
+        (f"{RESULT}::test_a_plan_is_empty_if_nothing_moves_and_nothing_is_encoded",),
+    ),
+    "the bytes of codes without their scales": Mutant(
+        "_plan/recording.py",
+        "nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,",
+        "nbytes_per_device=whole.nbytes_per_device,",
+        (f"{STATE}::test_codes_and_scales_are_one_leaf",),
+    ),
     # The figures of a program.
     "loads that are its stores": Mutant(
         "aot/step_times.py",
@@ -364,5 +390,49 @@ OUTSIDE = {
         "        * len(x.sharding.addressable_devices)\n",
         "",
         (f"{MEMORY}::test_pinned_bytes_are_those_of_all_devices",),
+    ),
+    # What moves, and by what.
+    "a copy within the host of unlike arrays": Mutant(
+        "aot/transfers.py",
+        'if loaded and same and form != "fusion":',
+        'if loaded and stored and form != "fusion":',
+        (f"{TRANSFERS}::test_what_reads_and_writes_unlike_arrays_of_the_host",),
+    ),
+    "slices at constant positions moved by kernels": Mutant(
+        "aot/transfers.py",
+        'dynamic = bool(work) and work[0].opcode.startswith("dynamic")',
+        "dynamic = bool(work)",
+        (f"{TRANSFERS}::test_slices_of_a_gpu_at_a_constant_position",),
+    ),
+    # What a machine is found to be.
+    "devices of a node counted among the chosen": Mutant(
+        "_machine/host.py",
+        'numbers = ",".join(str(facts.numbers[i]) for i in places[node])',
+        'numbers = ",".join(map(str, places[node]))',
+        (f"{CAPTURED}::test_chosen_devices_keep_their_numbers",),
+    ),
+    "a cgroup with half of what there is": Mutant(
+        "_machine/host.py",
+        "cgroup.free_bytes < machine.free_bytes // 2",
+        "cgroup.free_bytes < machine.total_bytes // 2",
+        (f"{CAPTURED}::test_a_cgroup_that_has_half_of_what_is_free",),
+    ),
+    "locked memory of every TPU": Mutant(
+        "_machine/host.py",
+        'if any(x.vendor == "google" and x.name != "TPU v4"',
+        'if any(x.vendor == "google"',
+        (f"{CAPTURED}::test_a_tpu_that_pins_without_vfio",),
+    ),
+    "the first version that copies taken for older": Mutant(
+        "_machine/devices.py",
+        "numbers < _COPIES_SINCE",
+        "numbers <= _COPIES_SINCE",
+        (f"{CAPTURED}::test_since_when_copy_engines_move_rows",),
+    ),
+    "a measured link that fit does not take": Mutant(
+        "_machine/devices.py",
+        "link = facts.jax.link_bytes_per_second or chip.link.bytes_per_second",
+        "link = chip.link.bytes_per_second",
+        (f"{CAPTURED}::test_fit_takes_the_link_that_was_measured",),
     ),
 }

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import sys
 
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -168,6 +169,21 @@ def test_host_memory_that_is_too_small():
         assert "--allow int8,bfloat16-remainder (allow='int8,bfloat16-rem" in found
 
 
+def test_the_way_that_needs_least_of_the_host_is_named():
+    """Of those that fit the device, whatever they take of it."""
+    ways = candidate(60, host=250), candidate(70, host=200), candidate(100, host=10)
+    found = str(error(*ways, host=100))
+    assert "needs at least 200.00 GiB on each host (70 GiB)" in found
+
+
+def test_more_devices_are_those_of_all_hosts():
+    """As many more as each has too little."""
+    compiled = (candidate(100),)
+    budget = Budget(80 * GIB)
+    found = NothingFitsError(aot.Target("h100:8"), budget, compiled, NO_TABLE)
+    assert "sharded over at least 10 (now 8)" in str(found)
+
+
 def table(*compiled, passed=(), best=None):
     """The alternatives of these, with a device of 80 GiB and a host of 100."""
     asked = Asked(Budget(80 * GIB, 100 * GIB))
@@ -303,6 +319,19 @@ def test_a_plan_is_told():
         "step = oo.jit(train_step, **config.step)",
     ]
     assert "[[parameters]]\npattern = 'layers/.*'" in planned().rule_file()
+
+
+def test_a_plan_is_empty_if_nothing_moves_and_nothing_is_encoded():
+    """Then its ``offload`` is the optimizer itself."""
+    for rule, empty in (
+        (oo.Rule(".*", "device"), True),
+        (oo.Rule(".*", "device", codec="int8"), False),
+        (oo.Rule(".*"), False),
+    ):
+        plan = dataclasses.replace(planned(), config=oo.OffloadConfig([rule]))
+        assert plan.empty is empty
+        inner = optax.sgd(1.0)
+        assert (plan.offload(inner) is inner) is empty
 
 
 def test_the_picture_has_parts_peaks_times_and_the_budget(tmp_path):

@@ -14,6 +14,7 @@ from step_factories import HEAD, MIB, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._plan import recording
 from optax_offload._plan import state as states
 from optax_offload._plan.recording import record
 from optax_offload._plan.state import Leaf, RecordedOptimizer, movable_state
@@ -297,3 +298,18 @@ def test_what_is_encoded_and_stays_has_a_rule_of_its_own():
         oo.Rule("nu", codec="int8"),
     )
     assert state.changes_any(frozenset()), "what is encoded has changed"
+
+
+def test_codes_and_scales_are_one_leaf():
+    """Of the bytes of both, on each device too; the others are left as they are."""
+    parts = [
+        states.Leaf("mu/w/codes", 800, 100, 0, True),
+        states.Leaf("count", 4, 4, None, False),
+        states.Leaf("mu/w/scales", 32, 4, 0, True),
+    ]
+    formats = dict.fromkeys(("mu/w/codes", "mu/w/scales"), "int8 of float32")
+    assert recording._joined(parts, formats) == [
+        states.Leaf("mu/w", 832, 104, 0, True, codec="int8"),
+        parts[1],
+    ]
+    assert recording._joined(parts, {}) == parts
