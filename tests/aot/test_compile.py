@@ -10,6 +10,7 @@ from small_programs import BOTH, BOTH_FOUR_DEVICES, DEVICE, HOST, descend, struc
 
 from optax_offload import aot
 from optax_offload._units import MIB
+from optax_offload.aot.compile import mesh_of
 
 
 @pytest.mark.aot
@@ -91,6 +92,17 @@ def test_templates_as_arguments():
         target=target,
     )
     assert aot.peak(compiled).host_argument_bytes == 4 * MIB
+
+
+def test_the_mesh_is_that_of_the_first_leaf_on_as_many_devices():
+    """One that is on fewer of them says nothing of the target; else its own."""
+    target = aot.Target("h100:4")
+    few, first, last = (
+        jax.NamedSharding(jax.make_mesh((n,), (name,)), jax.P())
+        for n, name in ((2, "few"), (4, "first"), (4, "last"))
+    )
+    assert mesh_of([few, first, last], target).axis_names == ("first",)
+    assert mesh_of([few, 3], target) == target.mesh()
 
 
 def test_mesh_of_another_size():

@@ -143,3 +143,49 @@ def test_moments_go_with_parameters_whose_shardings_are_given():
     assert template["mu"][0]["b"]["w"].sharding.spec == columns.spec
     assert template["others"]["c"]["w"].sharding.spec == P()
     assert template["others"]["d"]["w"].sharding.spec == P()
+
+
+def test_parts_of_encoded_leaves_go_with_the_leaf():
+    """Of its own shape but for the last axis; scales that it does not divide, whole."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    both, row = (NamedSharding(mesh, P(*s)) for s in [("x", "y"), ("x",)])
+    params = {
+        "w": jax.ShapeDtypeStruct((8, 256), jnp.float32, sharding=both),
+        "v": jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=row),
+    }
+    leaves = {
+        "0/mu/w/codes": ((8, 128), both),
+        "0/mu/w/scales": ((8, 3), row),
+        "0/mu/v/scales": ((8, 2), row),
+        "0/mu/w/step": ((), None),
+        # Of another leaf, and of a longer one than there is.
+        "0/row/w/codes": ((4, 128), None),
+        "0/long/w/codes": ((8, 1024), None),
+    }
+    types = [
+        (path, jax.ShapeDtypeStruct(shape, jnp.float32))
+        for path, (shape, _) in leaves.items()
+    ]
+    like = _templates.shardings_like(types, [params])
+    assert like == [sharding for _, sharding in leaves.values()]
+
+
+def test_state_is_gathered_as_its_own_parameter_is_sharded():
+    """Not over what another one is sharded over; and is spread again."""
+    mesh, seen = mesh_of(4, AxisType.Explicit), []
+    rows, whole = NamedSharding(mesh, P("x", None)), NamedSharding(mesh, P(None, None))
+    ones = jnp.ones((8, 4))
+    params = {"a": jax.device_put(ones, rows), "b": jax.device_put(ones, whole)}
+    state = {"mu": {name: jax.device_put(ones, rows) for name in params}}
+
+    def update(updates, state, params):
+        seen.append({k: jax.typeof(x).sharding.spec for k, x in state["mu"].items()})
+        return updates, state
+
+    def step(params, state):
+        args = params, state, params
+        return _templates.gathered(update, args, state)(*args)
+
+    _, new = jax.jit(step)(params, state)
+    assert seen == [{"a": P("x", None), "b": P(None, None)}]
+    assert {x.sharding.spec for x in new["mu"].values()} == {P("x", None)}
