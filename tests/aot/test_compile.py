@@ -10,7 +10,7 @@ from small_programs import BOTH, BOTH_FOUR_DEVICES, DEVICE, HOST, descend, struc
 
 from optax_offload import aot
 from optax_offload._units import MIB
-from optax_offload.aot.compile import mesh_of
+from optax_offload.aot.compile import _output, mesh_of
 
 
 @pytest.mark.aot
@@ -103,6 +103,19 @@ def test_the_mesh_is_that_of_the_first_leaf_on_as_many_devices():
     )
     assert mesh_of([few, first, last], target).axis_names == ("first",)
     assert mesh_of([few, 3], target) == target.mesh()
+
+
+def test_a_result_is_moved_to_the_memory_that_its_sharding_stands_for():
+    """An abstract mesh takes no kind for none, and would leave it on the host."""
+    mesh = aot.Target("h100:4").mesh()
+    on_host = NamedSharding(mesh, P("x"), memory_kind="pinned_host")
+    for given, kind in (
+        (P("x"), "device"),
+        (NamedSharding(mesh, P("x")), "device"),
+        (on_host, "pinned_host"),
+    ):
+        found = _output(given, mesh)
+        assert (found.memory_kind, found.spec) == (kind, P("x"))
 
 
 def test_mesh_of_another_size():

@@ -43,6 +43,16 @@ def test_boxes_are_no_part_of_a_path(tmp_path):
     assert sorted(paths) == ["nnx", "two/other", "two/value"]
 
 
+def test_the_last_step_is_the_one_of_the_largest_number(tmp_path):
+    """Not of the last name: 9 is before 10."""
+    for step in ("9", "10", "2"):
+        item = tmp_path / step / "default"
+        item.mkdir(parents=True)
+        (item / "_METADATA").touch()
+    assert checkpoint._item(tmp_path) == tmp_path / "10" / "default"
+    assert checkpoint._item(tmp_path / "2") == tmp_path / "2" / "default"
+
+
 def test_nothing_is_there(tmp_path):
     """Where a checkpoint was looked for."""
     with pytest.raises(

@@ -72,6 +72,29 @@ def test_leaves_of_a_checkpoint():
     assert "2 leaves, 128.00 KiB. Orbax records no memory kinds" in text
 
 
+def test_the_sum_of_leaves_is_of_all_of_them():
+    """Not of the largest alone."""
+    leaves = [SavedLeaf(name, (256,), "float32", 1024, "") for name in ("a", "b", "c")]
+    assert "3 leaves, 3.00 KiB. Orbax" in shown(tables.print_leaves, "saved/", leaves)
+
+
+def test_a_plan_is_shown_beside_the_step_as_given():
+    """In the columns of these names, parts and peaks alike."""
+    plan = a_plan(parts={"state": 7 * 2**30})
+    after = dataclasses.replace(plan.after, parts={"parameters": 3 * 2**30})
+    text = shown(tables.print_plan, dataclasses.replace(plan, after=after))
+    head, *rows = text[text.index("each device  ") :].splitlines()
+    assert re.split(" {2,}", head.strip()) == [
+        "each device",
+        "as given",
+        "with the plan",
+    ]
+    found = [re.split(" {2,}", row.strip()) for row in rows]
+    assert ["state", "7.00 GiB", "0 B"] in found
+    assert ["parameters", "0 B", "3.00 GiB"] in found
+    assert ["peak", "8.00 GiB", "5.00 GiB"] in found
+
+
 def test_targets_have_sources():
     """Each chip's numbers, and where they are from."""
     text = shown(tables.print_targets)

@@ -20,13 +20,14 @@ import time
 
 from mutant import Mutant
 from mutants_of_engine import IN_ENGINE
+from mutants_of_plans import IN_PLANS
 from mutants_outside import OUTSIDE
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 COPIED = ("optax_offload", "tests", "examples", "configs", "docs", "pyproject.toml")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 PYTEST += ("-m", "not aot and not slow")
-MUTANTS = IN_ENGINE | OUTSIDE
+MUTANTS = IN_ENGINE | IN_PLANS | OUTSIDE
 
 
 def text_of(mutant: Mutant) -> str:

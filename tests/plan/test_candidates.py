@@ -69,6 +69,38 @@ def test_what_tracing_tells():
     assert found.can_stream
 
 
+def test_late_gradients_are_those_of_which_a_norm_is_taken():
+    """Others are updated in their turn, and never wait."""
+
+    def make_step(offload, target):
+        shapes = {"clipped": (8, 64, 64), "free": (16, 64, 64)}
+        params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        clip = optax.masked(
+            optax.clip_by_global_norm(1.0), {"clipped": True, "free": False}
+        )
+        tx = optax.chain(clip, offload(optax.adam(1e-3)))
+
+        def loss(params, x):
+            def layer(x, w):
+                return jnp.tanh(x @ w), None
+
+            x, _ = jax.lax.scan(layer, x, params["clipped"])
+            return jnp.sum(jax.lax.scan(layer, x, params["free"])[0])
+
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
+        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+
+    factory = StepFactory(make_step, TARGET)
+    found = facts(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
+    clipped, free = 8 * 64 * 64 * 4, 16 * 64 * 64 * 4
+    assert (found.gradient_bytes, found.late_bytes) == (clipped + free, clipped)
+
+
 @pytest.mark.parametrize("jitted", [True, False])
 def test_a_jitted_step_has_only_its_state_moved(jitted):
     """One of `oo.jit` is jitted anew, with the options that are looked for."""

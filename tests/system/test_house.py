@@ -60,8 +60,8 @@ def test_a_mutant_is_of_what_stands_there(mutant):
 
 
 def test_no_two_mutants_have_one_name():
-    """Of two tables together only the last one with a name would be made."""
-    of_all = [*mutants.IN_ENGINE, *mutants.OUTSIDE]
+    """Of all tables together only the last one with a name would be made."""
+    of_all = [*mutants.IN_ENGINE, *mutants.IN_PLANS, *mutants.OUTSIDE]
     assert sorted(of_all) == sorted(mutants.MUTANTS)
 
 
