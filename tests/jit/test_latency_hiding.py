@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._jit import machine
-from optax_offload._jit.machine import OFF, SCHEDULER, Machine, compiling_for, machine_of
+from optax_offload._jit.machine import (
+    OFF,
+    SCHEDULER,
+    Machine,
+    compiling_for,
+    machine_of,
+)
 
 LAYERS, WIDTH = 3, 128
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
