@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload._jit import shardings
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RULES = r".*/(mu|nu)/.*"
@@ -293,3 +294,22 @@ def test_lists_are_taken_as_jax_takes_them():
     for jit in (jax.jit, oo.jit):
         with pytest.raises(ValueError, match="prefix pytree pjit out_shardings has"):
             jit(add, **both)(host, x)
+
+
+def test_which_host_memory_is_what_a_sharding_says():
+    """A type says only on which side a value is: a sharding for that side stays."""
+    device, pinned, unpinned = (
+        NamedSharding(mesh_of(), P("x"), memory_kind=kind)
+        for kind in ("device", "pinned_host", "unpinned_host")
+    )
+    given = {"a": unpinned, "b": pinned, "c": device, "d": None}
+    on_host = dict.fromkeys(given, "pinned_host")
+    wanted = {"a": unpinned, "b": pinned, "c": pinned, "d": None}
+    assert shardings.with_kinds(given, on_host) == wanted
+    assert not shardings.fit(given, on_host)
+    assert shardings.fit(wanted, on_host)
+    assert shardings.asked_for_host(given, on_host) == []
+    on_device = dict.fromkeys(given, "device")
+    assert shardings.asked_for_host(given, on_device) == ["a", "b"]
+    wanted = {"a": device, "b": device, "c": device, "d": None}
+    assert shardings.with_kinds(given, on_device) == wanted

@@ -213,3 +213,23 @@ def test_the_machine_of_a_call():
         assert machine_of(()) == Machine("cpu", 1)
     with compiling_for("gpu", 8):
         assert machine_of((x,)) == Machine("gpu", 8)
+
+
+def test_a_call_is_for_as_many_devices_as_its_largest_leaf():
+    """Whatever comes first."""
+    four = NamedSharding(jax.make_mesh((4,), ("x",)), P("x"))
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert machine_of([]).devices == 1
+    assert machine_of([four, one]) == machine_of([one, four]) == Machine("cpu", 4)
+
+
+def test_what_a_user_gives_stands():
+    """Each option that is given, beside those that are not."""
+    gpu, estimator = Machine("cuda", 1), next(x for x in OFF if x != SCHEDULER)
+    given = {estimator: True, "xla_another": 1}
+    found = machine.compiler_options(given, "off", "off", gpu)
+    assert found == {SCHEDULER: False, **given}
+    given = {SCHEDULER: True}
+    assert machine.compiler_options(given, "off", "off", gpu) is None
+    tpu = Machine("tpu", 1)
+    assert machine.compiler_options(None, "off", "off", tpu) is None

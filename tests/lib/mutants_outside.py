@@ -12,6 +12,7 @@ MEMORY = "tests/ground/test_memory.py"
 SHARDINGS = "tests/ground/test_shardings.py"
 FRACTIONS = "tests/ground/test_fractions.py"
 TEMPLATES = "tests/ground/test_templates.py"
+DISK = "tests/states/test_disk.py"
 TABLES = "tests/cli/test_tables.py"
 CAPTURED = "tests/doctor/test_captured.py"
 _SHARDINGS_ASKED = f"{SHARDINGS}::test_what_is_asked_for_decides_before_what_a_box_says"
@@ -168,5 +169,41 @@ OUTSIDE = {
         (
             "tests/cli/test_checkpoint.py::test_the_last_step_is_the_one_of_the_largest_number",
         ),
+    ),
+    # What a step is jitted with.
+    "the memory of a type before that of a sharding": Mutant(
+        "_jit/shardings.py",
+        'return (_memory.memory_kind_of(entry) == "device") == (kind == "device")',
+        "return _memory.memory_kind_of(entry) == kind",
+        (
+            "tests/jit/test_jit_shardings.py::test_which_host_memory_is_what_a_sharding_says",
+        ),
+    ),
+    "a call for the devices of its last leaf": Mutant(
+        "_jit/machine.py",
+        "if devices and len(devices) >= machine.devices:",
+        "if devices:",
+        (
+            "tests/jit/test_latency_hiding.py::test_a_call_is_for_as_many_devices_as_its_largest_leaf",
+        ),
+    ),
+    "options before those that a user gives": Mutant(
+        "_jit/machine.py",
+        'return (ON if found == "on" else OFF) | given',
+        'return given | (ON if found == "on" else OFF)',
+        ("tests/jit/test_latency_hiding.py::test_what_a_user_gives_stands",),
+    ),
+    # States on disk.
+    "one array for several places": Mutant(
+        "_states/disk.py",
+        "found.setdefault((entry.number, struct.sharding), place)",
+        "found.setdefault((entry.number, None), place)",
+        (f"{DISK}::test_the_same_array_for_several_places",),
+    ),
+    "half of the space that is needed": Mutant(
+        "_states/disk.py",
+        "if needed > free:",
+        "if needed > 2 * free:",
+        (f"{DISK}::test_too_little_space",),
     ),
 }
