@@ -206,4 +206,19 @@ OUTSIDE = {
         "if needed > 2 * free:",
         (f"{DISK}::test_too_little_space",),
     ),
+    # Low bits.
+    "the other half of another shape": Mutant(
+        "_low_bit/convert.py",
+        "alike = [p for p in found if p.shape == x.shape]",
+        "alike = found",
+        (
+            "tests/low_bit/test_master_weights.py::test_the_parameter_that_has_the_other_half",
+        ),
+    ),
+    "chances of the first step in each": Mutant(
+        "_low_bit/low_bit.py",
+        "return Encoded.of(x, old.codec, path, old.step)",
+        "return Encoded.of(x, old.codec, path)",
+        ("tests/low_bit/test_low_bit.py::test_each_step_draws_its_own_chances",),
+    ),
 }

@@ -1,5 +1,7 @@
 """State in few bits: signs, errors, and what is around or beside an optimizer."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,25 @@ def test_a_negative_moment_without_a_sign_is_told():
     _, state = jax.jit(tx.update)(params, tx.init(params))
     trace = oo.low_bit_decode(state)[0].trace
     assert np.all(np.isnan(trace["embed"]))
+
+
+def test_each_step_draws_its_own_chances():
+    """Equal values are rounded otherwise in the next step, which a state counts."""
+
+    def update(updates, state, params=None):
+        return updates, jax.tree.map(lambda m: jnp.full_like(m, 1.004), state)
+
+    constant = optax.GradientTransformation(lambda params: params, update)
+    tx = oo.low_bit(constant, oo.Rule(".*", codec="bfloat16-stochastic"))
+    params = {"w": jnp.ones((32, 256))}
+    state, codes = tx.init(params), []
+    for step in range(1, 4):
+        _, state = jax.jit(tx.update)(params, state, params)
+        assert state["w"].step == step
+        codes.append(np.asarray(state["w"].codes, np.float32))
+    assert {*np.unique(codes)} == {1.0, np.float32(1 + 2**-7)}
+    for one, other in itertools.pairwise(codes):
+        assert 0.4 < np.mean(one == other) < 0.6
 
 
 @pytest.mark.parametrize(

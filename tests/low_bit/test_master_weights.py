@@ -9,6 +9,7 @@ from harness import bits
 from low_bit_cases import distance, make_params
 
 import optax_offload as oo
+from optax_offload._low_bit import convert
 
 LR = 1e-2
 
@@ -116,3 +117,22 @@ def test_master_weights_are_refused_another_codec():
         ValueError, match=r"'master/embed', .*: these leaves are parameters"
     ):
         tx.init(make_params(jnp.bfloat16))
+
+
+def test_the_parameter_that_has_the_other_half():
+    """Of its shape; of several that of the longest end of its path."""
+    halves = {
+        "w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16),
+        "a/w": jax.ShapeDtypeStruct((8, 4), jnp.bfloat16),
+        "b/w": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16),
+        "d/v": jax.ShapeDtypeStruct((8, 4), jnp.float32),
+    }
+    master = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    for path, of in (
+        ("0/master/w", "w"),
+        ("0/master/a/w", "a/w"),
+        ("0/master/b/w", "w"),
+        ("0/master/d/v", "d/v"),
+        ("0/master/e/v", None),
+    ):
+        assert convert._upper_half(path, master, halves) is halves.get(of), path
