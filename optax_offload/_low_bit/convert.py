@@ -62,7 +62,7 @@ def decoded_at(
         param = None
         if isinstance(x.codec, Bfloat16Remainder):
             path = _trees.path_string(keys)
-            param = _upper_half(path, x, uppers)
+            param = _upper_half(keys, x, uppers)
             if param is None:
                 without.append(path)
                 return x
@@ -187,15 +187,17 @@ def _check_held(lost: Sequence[str]) -> None:
         )
 
 
-def _upper_half(path: str, x: Encoded, params: dict[str, Any]) -> Any:
+def _upper_half(keys: tuple[Any, ...], x: Encoded, params: dict[str, Any]) -> Any:
     """The parameter of the leaf's shape whose path is the longest end of the leaf's.
 
-    One in bfloat16 if there is any.
+    Its path begins after the field of `MasterWeightsState`, which has the parameters'
+    structure: a parameter may be called as that field is.
     """
-    found = [p for end in _trees.tails(path) if (p := params.get(end)) is not None]
-    alike = [p for p in found if p.shape == x.shape]
-    fits = [p for p in alike if p.dtype == jnp.bfloat16]
-    return next(iter([*fits, *alike]), None)
+    field = jax.tree_util.GetAttrKey("master")
+    first = keys.index(field) + 1 if field in keys else 0
+    ends = _trees.tails(_trees.path_string(keys[first:]))
+    found = [p for end in ends if (p := params.get(end)) is not None]
+    return next((p for p in found if p.shape == x.shape), None)
 
 
 def _holds(encoded: Encoded, x: Any) -> jax.Array:

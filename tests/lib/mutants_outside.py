@@ -209,8 +209,8 @@ OUTSIDE = {
     # Low bits.
     "the other half of another shape": Mutant(
         "_low_bit/convert.py",
-        "alike = [p for p in found if p.shape == x.shape]",
-        "alike = found",
+        "return next((p for p in found if p.shape == x.shape), None)",
+        "return next(iter(found), None)",
         (
             "tests/low_bit/test_master_weights.py::test_the_parameter_that_has_the_other_half",
         ),
@@ -220,5 +220,14 @@ OUTSIDE = {
         "return Encoded.of(x, old.codec, path, old.step)",
         "return Encoded.of(x, old.codec, path)",
         ("tests/low_bit/test_low_bit.py::test_each_step_draws_its_own_chances",),
+    ),
+    "a parameter that is called as its copy": Mutant(
+        "_low_bit/convert.py",
+        "first = keys.index(field) + 1 if field in keys else 0",
+        "first = 0",
+        (
+            "tests/low_bit/test_master_weights.py::"
+            "test_parameters_that_are_called_as_their_copies",
+        ),
     ),
 }

@@ -119,6 +119,38 @@ def test_master_weights_are_refused_another_codec():
         tx.init(make_params(jnp.bfloat16))
 
 
+REMAINDERS = oo.Rule(".*/?master/.*", codec="bfloat16-remainder")
+
+
+def test_a_parameter_in_another_dtype_is_told():
+    """Whatever other parameter has the end of its path, and would have a half."""
+    w, other = (
+        jax.random.normal(jax.random.key(seed), (64, 256)).astype(jnp.bfloat16)
+        for seed in range(2)
+    )
+    params = {"w": w, "inner": {"w": other}}
+    tx = oo.low_bit(oo.master_weights(optax.sgd(0.1)), REMAINDERS)
+    state = tx.init(params)
+    decoded = oo.low_bit_decode(state, params).master
+    assert bits(decoded) == bits(jax.tree.map(lambda p: p.astype(jnp.float32), params))
+    wider = params | {"inner": {"w": other.astype(jnp.float32)}}
+    with pytest.raises(ValueError, match=r"dtype: 'master/inner/w' \(float32\)\. Give"):
+        oo.low_bit_decode(state, wider)
+
+
+def test_parameters_that_are_called_as_their_copies():
+    """One under ``master`` that has no copy is not that of another's copy."""
+    w = jax.random.normal(jax.random.key(0), (64, 256))
+    params = {"w": w.astype(jnp.bfloat16), "master": {"w": 2 * w}}
+    tx = oo.low_bit(oo.master_weights(optax.sgd(0.1)), REMAINDERS)
+    state = tx.init(params)
+    decoded = oo.low_bit_decode(state, params).master["w"]
+    np.testing.assert_array_equal(decoded, params["w"].astype(jnp.float32))
+    params["master"]["w"] = (2 * w).astype(jnp.bfloat16)
+    decoded = oo.low_bit_decode(tx.init(params), params).master["master"]["w"]
+    np.testing.assert_array_equal(decoded, params["master"]["w"].astype(jnp.float32))
+
+
 def test_the_parameter_that_has_the_other_half():
     """Of its shape; of several that of the longest end of its path."""
     halves = {
@@ -127,12 +159,14 @@ def test_the_parameter_that_has_the_other_half():
         "b/w": jax.ShapeDtypeStruct((8, 2), jnp.bfloat16),
         "d/v": jax.ShapeDtypeStruct((8, 4), jnp.float32),
     }
-    master = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    copy = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+    key = jax.tree_util.GetAttrKey("master")
     for path, of in (
-        ("0/master/w", "w"),
-        ("0/master/a/w", "a/w"),
-        ("0/master/b/w", "w"),
-        ("0/master/d/v", "d/v"),
-        ("0/master/e/v", None),
+        ("w", "w"),
+        ("a/w", "a/w"),
+        ("b/w", "w"),
+        ("d/v", "d/v"),
+        ("e/v", None),
     ):
-        assert convert._upper_half(path, master, halves) is halves.get(of), path
+        keys = (key, *map(jax.tree_util.DictKey, path.split("/")))
+        assert convert._upper_half(keys, copy, halves) is halves.get(of), path
