@@ -20,6 +20,10 @@ T = TypeVar("T")
 # Equations that stand for their body, by the parameter that has it: it is evaluated
 # once, on their operands as they are.
 _CALLS = {
+    # The first time that what `jax.checkpoint` holds is computed, for a gradient: by
+    # the name of JAX 0.11 and before, and of 0.12.
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vmap_call": "call",
