@@ -102,9 +102,10 @@ def test_what_is_not_split():
 
     def prints(x, y):
         jax.debug.print("{}", x[0])
-        return x, y
+        return x * 2.0, y * 2.0
 
     e, _ = cond_of(prints, lambda x, y: (x, y), VECTOR, VECTOR)
+    assert len(e.outvars) == 2
     assert split(e) == [e]
     e, _ = cond_of(lambda x: x * 2.0, lambda x: x, VECTOR)
     assert split(e) == [e]
@@ -164,6 +165,8 @@ def test_an_index_is_clamped(index):
     bare = jaxpr.replace(invars=list(cond.invars), eqns=[cond])
     equations = list(selections(cond, {}))
     assert "cond" not in names(equations)
+    low, _, high = only(equations, "clamp").invars
+    assert (low.val, high.val) == (0, 2)
     (got,) = values(
         equations, bare.invars, bare.outvars, (np.int32(index), X, Y, X - 5)
     )

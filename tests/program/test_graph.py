@@ -265,9 +265,14 @@ def add_up(x):
     return jnp.sum(x * x) + jnp.max(x)
 
 
+def calls(x):
+    """A function of its author, which calls another."""
+    return add_up(x)
+
+
 def test_described_names_function_and_line():
     """An author finds the equation by it; a sum of numbers is one over leaves."""
-    program = program_of(add_up, VECTOR)
+    program = program_of(calls, VECTOR)
     line = add_up.__code__.co_firstlineno + 2
     product = described(only(program.equations, "mul"))
     assert product.startswith("'mul' in add_up (")

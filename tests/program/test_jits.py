@@ -54,9 +54,8 @@ def test_what_rests_on_the_host_is_not_constrained():
 def test_only_what_has_a_sharding_is_constrained(number):
     """One of two arguments may have one."""
     sharding = jax.NamedSharding(mesh_of(), P("d"))
-    given = [None, None]
-    given[number] = sharding
-    fn = jax.jit(lambda x, y: (x, y), in_shardings=tuple(given))
+    given = (sharding, None) if number == 0 else (None, sharding)
+    fn = jax.jit(lambda x, y: (x, y), in_shardings=given)
     e = call_of(lambda x, y: fn(x, y), on_device(4), on_device(4))
     jaxpr = closed_of(
         lambda x, y: around(lambda x, y: [x, y], e, [x, y]), on_device(4), on_device(4)

@@ -1,0 +1,186 @@
+"""Which results replace arguments that rest on the host."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from small_jaxprs import closed_of, on_device, on_host
+
+from optax_offload._program.replaced import returning
+
+H, D = on_host(4, 3), on_device(4, 3)
+MESH = jax.sharding.Mesh(jax.devices()[:2], ("d",))
+
+
+def replaced(fn, *types):
+    """For each result that returns, the argument that it replaces.
+
+    The function is traced as if all were on the device.
+    """
+    on_the_device = [on_device(*x.shape, dtype=x.dtype) for x in types]
+    return returning(closed_of(fn, *on_the_device), types)
+
+
+@pytest.mark.parametrize(
+    ("fn", "want"),
+    [
+        (lambda w, g: w - 0.1 * g, {0: 0}),
+        (lambda w, g: w + g, {0: 0}),
+        (lambda w, g: (g * 2.0, w - g), {1: 0}),
+        (lambda w, g: 0.9 * w + 0.1 * g, {0: 0}),
+        (lambda w, g: jnp.where(g > 0, w - g, w), {0: 0}),
+        (lambda w, g: jnp.maximum(w - g, 0.0), {0: 0}),
+        (lambda w, g: (w.astype(jnp.bfloat16) - 1).astype(jnp.float32), {0: 0}),
+        (lambda w, g: jax.jit(lambda a, b: a - b)(w, g), {0: 0}),
+    ],
+    ids=["sub", "add", "which", "decay", "where", "max", "casts", "jit"],
+)
+def test_what_is_added_to_an_argument_replaces_it(fn, want):
+    """Also a multiple of it, a choice between both, and through casts and calls."""
+    assert replaced(fn, H, D) == want
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, g: jnp.sum(w) * g,
+        lambda w, g: jnp.tanh(w),
+        lambda w, g: (w - g)[:2],
+        lambda w, g: (w - g).astype(jnp.bfloat16),
+        lambda w, g: (w - g).T,
+        lambda w, g: g + 1.0,
+        lambda w, g: w,
+    ],
+    ids=["norm", "tanh", "rows", "dtype", "transposed", "other", "itself"],
+)
+def test_what_replaces_nothing(fn):
+    """A function of an argument, of another type, or the argument itself."""
+    assert replaced(fn, H, D) == {}
+
+
+def test_an_argument_on_the_device_is_not_replaced():
+    """There is nothing to return."""
+    assert replaced(lambda w, g: w - g, D, D) == {}
+
+
+def test_the_nearest_result_replaces():
+    """The fewest equations lead to it; the other result is something else."""
+
+    def fn(w, g):
+        new = w - g
+        return (new - 1.0) * 2.0, new
+
+    assert replaced(fn, H, D) == {1: 0}
+
+
+def test_each_argument_is_replaced_once():
+    """Two arguments, two results, in another order."""
+
+    def fn(a, b, g):
+        return b - g, a + b - g, a - g
+
+    assert replaced(fn, H, H, D) == {0: 1, 2: 0}
+
+
+def test_a_distance_from_an_argument_comes_after_it():
+    """How far a parameter moved follows from the new one, and is no parameter."""
+
+    def fn(w, g):
+        new = w - (g + g) * 2.0
+        return new - w, new
+
+    assert replaced(fn, H, D) == {1: 0}
+
+
+def test_a_gradient_with_weight_decay_is_no_parameter():
+    """Only a multiple of the argument leads to it, although the new one follows it."""
+
+    def fn(w, g):
+        grad = jnp.tanh(g) + 0.1 * w
+        return grad, w - 0.5 * grad - 0.1 * (g * g)
+
+    assert replaced(fn, H, D) == {1: 0}
+
+
+def test_a_state_on_the_device_keeps_its_own():
+    """First parameters that a state has are chosen from those at rest, or kept."""
+
+    def fn(w, first, g):
+        return jnp.where(g[0, 0] > 0, w, first), w - 0.1 * g * 2.0
+
+    assert replaced(fn, H, D, D) == {1: 0}
+
+
+def carried(w, g):
+    """A parameter that a loop carries."""
+    return lax.fori_loop(0, 3, lambda _, w: w - g, w)
+
+
+def carried_while(w, g):
+    """A parameter that a loop of unknown length carries, beside a counter."""
+    return lax.while_loop(
+        lambda c: (c[0] < 3) & (jnp.sum(g) > 0),
+        lambda c: (c[0] + 1, c[1] - g),
+        (0, w),
+    )[1]
+
+
+def stacked(w, g):
+    """A parameter whose rows a scan hands through, and then what is added."""
+    _, rows = lax.scan(lambda c, r: (c + 1.0, r), 0.0, w)
+    return rows - g
+
+
+def chosen(w, g):
+    """A parameter that is updated in one of two branches."""
+    return lax.cond(g[0, 0] > 0, lambda w, g: w - jnp.sin(g), lambda w, g: w, w, g)
+
+
+def sharded(w, g):
+    """A parameter that is updated on each device's part."""
+    part = P("d")
+    return jax.shard_map(
+        lambda w, g: w - g, mesh=MESH, in_specs=(part, part), out_specs=part
+    )(w, g)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [carried, carried_while, stacked, chosen, sharded],
+    ids=["scan", "while", "rows", "cond", "shard_map"],
+)
+def test_through_bodies(fn):
+    """What a body carries, hands on, chooses or updates is still the argument."""
+    assert replaced(fn, H, D) == {0: 0}
+
+
+def test_rows_that_a_scan_makes_anew_are_no_argument():
+    """A stack of functions of rows is not the stack."""
+
+    def fn(w, g):
+        _, rows = lax.scan(lambda c, r: (c + 1.0, jnp.sin(r)), 0.0, w)
+        return rows - g
+
+    assert replaced(fn, H, D) == {}
+
+
+def test_another_sharding_is_no_argument():
+    """Parts of one device that became those of another replace nothing."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("d", "e"))
+
+    def updated(after):
+        def fn(w, g):
+            return jax.shard_map(
+                lambda w, g: w - g,
+                mesh=mesh,
+                in_specs=(P("d"), P("d")),
+                out_specs=P(after),
+                check_vma=False,
+            )(w, g)
+
+        return replaced(fn, H, D)
+
+    assert updated("d") == {0: 0}
+    assert updated("e") == {}

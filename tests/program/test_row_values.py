@@ -1,0 +1,130 @@
+"""Stacked results of scans that are computed again from rows at rest."""
+
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from small_jaxprs import closed_of, load, names, on_device, on_host, only, store
+
+from optax_offload import _compat
+from optax_offload._program.row_values import RowValue, made_of_rows, rests
+
+STACK, ROW = (4, 3), (3,)
+W = np.arange(12, dtype=np.float32).reshape(STACK)
+
+
+def made(body, *types, kept=None, carry=ROW):
+    """What of a scan's stacked results follows from rows of such stacks.
+
+    Args:
+      body: The body, of what is carried and of rows.
+      *types: The types of the stacks.
+      kept: For each, whether the body takes it where it rests.
+      carry: The shape of what is carried.
+
+    Returns:
+      For each stacked result that is found, its position among these; and for it the
+      positions of the stacks, and the primitives that lead from them to it, or None
+      where it is such a stack itself.
+    """
+    kept = [False] * len(types) if kept is None else kept
+    found = {}
+
+    def fn(c, *xs):
+        plain = [on_device(*x.shape, dtype=x.dtype) for x in types]
+        closed = closed_of(
+            # What no iteration changes, JAX does not carry.
+            lambda c, *xs: lax.scan(lambda c, xs: (c + 1.0, body(c, xs)), c, xs),
+            on_device(*carry),
+            *plain,
+        )
+        scan = only(closed.jaxpr.eqns, "scan")
+        _, carried = _compat.scan_counts(scan.params)
+        stacked = list(scan.outvars[carried:])
+        for v, x in made_of_rows(scan, xs, kept).items():
+            at = {id(x): i for i, x in enumerate(xs)}
+            if isinstance(x, RowValue):
+                sources = tuple(at[id(one)] for one in x.sources)
+                found[stacked.index(v)] = sources, tuple(names(x.jaxpr.eqns))
+            else:
+                found[stacked.index(v)] = (at[id(x)],), None
+        return c
+
+    closed_of(fn, on_device(*carry), *types)
+    return found
+
+
+H, D = on_host(*STACK), on_device(*STACK)
+
+
+def test_a_row_itself():
+    """A stack of rows as they are is the stack at rest, also through a checkpoint."""
+    assert made(lambda c, xs: jax.checkpoint(lambda x: x)(xs[0]), H) == {
+        0: ((0,), None)
+    }
+
+
+def test_a_cast_of_a_row():
+    """Computed again by the same equations."""
+    found = made(lambda c, xs: xs[0].astype(jnp.bfloat16).T, H)
+    assert found == {0: ((0,), ("convert_element_type",))}
+
+
+def test_of_two_rows():
+    """From both, and what is only a function of one from one."""
+    found = made(lambda c, xs: (xs[0] * xs[1], -xs[1]), H, H)
+    assert found[0] == ((0, 1), ("mul",)) or found[0] == ((1, 0), ("mul",))
+    assert found[1] == ((1,), ("neg",))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda c, xs: c * xs[0],
+        lambda c, xs: jnp.tanh(xs[0]),
+        lambda c, xs: xs[0] @ xs[0],
+        lambda c, xs: c,
+        lambda c, xs: jnp.zeros(3) * 2.0,
+    ],
+    ids=["carry", "expensive", "product", "carried", "constant"],
+)
+def test_what_is_kept(body):
+    """A function of what is carried, or one that takes longer than to load it."""
+    assert made(body, H) == {}
+
+
+def test_of_what_is_on_the_device():
+    """Nothing is loaded again that need not be."""
+    assert made(lambda c, xs: xs[0] * 2.0, D) == {}
+    assert made(lambda c, xs: xs[0] * xs[1], H, D) == {}
+
+
+def test_of_what_a_body_takes_where_it_rests():
+    """State that an update in the body takes is not the value after it."""
+    assert made(lambda c, xs: store(xs[0]), H, kept=[True]) == {}
+    assert made(lambda c, xs: xs[0] * 2.0, H, kept=[True]) == {}
+
+
+def test_rests():
+    """A value of host memory does while it is traced, and so does one made of rows."""
+    found = []
+    closed_of(lambda x, y: found.append((rests(x), rests(y))), H, D)
+    assert found == [(True, False)]
+    assert not rests(W)
+    assert rests(RowValue((), closed_of(lambda: ()).jaxpr))
+
+
+def test_rows_and_all_of_it():
+    """A row is computed from rows on the device, all from all rows."""
+    jaxpr = closed_of(lambda a, b: a * b, on_device(*ROW), on_device(*ROW)).jaxpr
+
+    def fn(a, b):
+        value = RowValue((a, b), jaxpr)
+        return value.row([load(a[1]), load(b[1])]), value.whole()
+
+    row, whole = jax.jit(lambda a, b: fn(store(a), store(b)))(W, W + 1)
+    np.testing.assert_array_equal(row, W[1] * (W[1] + 1))
+    np.testing.assert_array_equal(whole, W * (W + 1))
+    assert whole.sharding.memory_kind == "device"
