@@ -292,14 +292,22 @@ def flops(scan: Scan) -> float:
 def only_loaded(scan: Scan) -> list[jex.Var]:
     """The operands at rest whose rows a scan loads, and takes in no other way."""
     body = scan.body.jaxpr
-    used = set(variables(body.outvars))
+    taken = {
+        *variables(body.outvars),
+        *(v for e in body.eqns for v in variables(e.invars)),
+    }
+    used, loaded = set(variables(body.outvars)), set[jex.Var]()
     for e in body.eqns:
         is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
-        used.update(() if is_load and len(e.invars) == 1 else variables(e.invars))
+        if is_load and len(e.invars) == 1:
+            loaded.update(variables(e.invars) if e.outvars[0] in taken else ())
+        else:
+            used.update(variables(e.invars))
     found = [
         a
         for _, a, v in scan.body.rows_taken
-        if isinstance(a, jex.Var) and _memory.on_host(a.aval) and v not in used
+        if isinstance(a, jex.Var) and v in loaded and v not in used
+        if _memory.on_host(a.aval)
     ]
     return list(dict.fromkeys(found))
 
