@@ -157,13 +157,14 @@ def test_through_bodies(fn):
 
 
 def test_rows_that_a_scan_makes_anew_are_no_argument():
-    """A stack of functions of rows is not the stack."""
+    """A stack of functions of rows is not the stack, nor what every row takes."""
 
     def fn(w, g):
-        _, rows = lax.scan(lambda c, r: (c + 1.0, jnp.sin(r)), 0.0, w)
+        _, rows = lax.scan(lambda c, r: (c + jnp.sum(w), jnp.sin(r)), 0.0, g)
         return rows - g
 
     assert replaced(fn, H, D) == {}
+    assert replaced(fn, H, H) == {0: 1}
 
 
 def test_another_sharding_is_no_argument():

@@ -15,14 +15,14 @@ STACK, ROW = (4, 3), (3,)
 W = np.arange(12, dtype=np.float32).reshape(STACK)
 
 
-def made(body, *types, kept=None, carry=ROW):
+def made(body, *types, kept=None, then=lambda c, xs: c + 1.0):
     """What of a scan's stacked results follows from rows of such stacks.
 
     Args:
       body: The body, of what is carried and of rows.
       *types: The types of the stacks.
       kept: For each, whether the body takes it where it rests.
-      carry: The shape of what is carried.
+      then: What is carried then; what no iteration changes, JAX does not carry.
 
     Returns:
       For each stacked result that is found, its position among these; and for it the
@@ -35,15 +35,16 @@ def made(body, *types, kept=None, carry=ROW):
     def fn(c, *xs):
         plain = [on_device(*x.shape, dtype=x.dtype) for x in types]
         closed = closed_of(
-            # What no iteration changes, JAX does not carry.
-            lambda c, *xs: lax.scan(lambda c, xs: (c + 1.0, body(c, xs)), c, xs),
-            on_device(*carry),
+            lambda c, *xs: lax.scan(lambda c, xs: (then(c, xs), body(c, xs)), c, xs),
+            on_device(*ROW),
             *plain,
         )
         scan = only(closed.jaxpr.eqns, "scan")
         _, carried = _compat.scan_counts(scan.params)
         stacked = list(scan.outvars[carried:])
-        for v, x in made_of_rows(scan, xs, kept).items():
+        every = made_of_rows(scan, xs, kept)
+        assert set(every) <= set(stacked)
+        for v, x in every.items():
             at = {id(x): i for i, x in enumerate(xs)}
             if isinstance(x, RowValue):
                 sources = tuple(at[id(one)] for one in x.sources)
@@ -52,7 +53,7 @@ def made(body, *types, kept=None, carry=ROW):
                 found[stacked.index(v)] = (at[id(x)],), None
         return c
 
-    closed_of(fn, on_device(*carry), *types)
+    closed_of(fn, on_device(*ROW), *types)
     return found
 
 
@@ -93,6 +94,12 @@ def test_of_two_rows():
 def test_what_is_kept(body):
     """A function of what is carried, or one that takes longer than to load it."""
     assert made(body, H) == {}
+
+
+def test_a_row_that_is_carried_is_no_stack():
+    """What the last iteration carries is one row, not all of them."""
+    same = jax.checkpoint(lambda x: x)
+    assert made(lambda c, xs: c, H, then=lambda c, xs: same(xs[0])) == {}
 
 
 def test_of_what_is_on_the_device():
