@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_jaxprs import names, on_device, program_of, run
 from updates import traced
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._program import branches, live, variables
+from optax_offload._program import Input, Output, Update, branches, live, variables
 
 MOMENTS = r".*/(mu|nu)/.*"
 
@@ -104,6 +105,125 @@ def test_a_cond_of_which_both_sides_update_is_one():
         lambda p: {"mu": jax.tree.map(jnp.zeros_like, p)}, update
     )
     assert branches_of(tx, r"(.*/)?mu/.*")[0] is None
+
+
+def small(fn):
+    """An update of a gradient and a state, of which a number says what is done."""
+
+    def update(g, count, m):
+        u, new = fn(count, g, m)
+        return u, count + 1, new
+
+    program = program_of(
+        update, on_device(8, 4), on_device(dtype=jnp.int32), on_device(8, 4)
+    )
+    inputs = Input(), Input(), Input(on_host=True, slice_axis=0)
+    outputs = (
+        Output("g", "device", 0, is_update=True),
+        Output("count", "device", 1, is_update=False),
+        Output("m", "pinned_host", 2, is_update=False),
+    )
+    return Update(program, inputs, outputs)
+
+
+def moved_in(version):
+    """The loads that live equations of a version take."""
+    program = version.program
+    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
+    return {i for i in version.loads if program.invars[i] in used}
+
+
+def selected(count, g, m):
+    """Every second step updates, and keeps the state else; its update is dropped."""
+    emit = count % 2 == 1
+    new = 0.9 * m + g
+    return new * emit.astype(jnp.float32), jnp.where(emit, new, m)
+
+
+def decided(count, g, m):
+    """As a cond."""
+    return jax.lax.cond(
+        count % 2 == 1,
+        lambda g, m: (0.9 * m + g, 0.9 * m + g),
+        lambda g, m: (jnp.zeros_like(g), m),
+        g,
+        m,
+    )
+
+
+@pytest.mark.parametrize("fn", [selected, decided])
+def test_a_version_for_each_value(fn):
+    """Each is the update with the predicate known, and computes as much of it."""
+    update = small(fn)
+    found = branches.find_branches(update)
+    assert found is not None
+    assert branches.keeps_state(update) is found.predicate
+    keeps, updates = found.versions
+    # The counter is no output of a version: it is computed beside both.
+    assert set(found.outputs) == {0, 2}
+    assert found.outputs[2] == 2
+    beside = [update.program.equations[i] for i in found.beside]
+    assert names(beside) == ["add"]
+    before = [update.program.equations[i] for i in found.before]
+    assert found.predicate in {v for e in before for v in e.outvars}
+    for version in (keeps, updates):
+        assert {"cond", "select_n"}.isdisjoint(names(version.program.equations))
+    g, m = np.full((8, 4), 3, np.float32), np.ones((8, 4), np.float32)
+    kept = run(keeps.program, g, np.int32(0), m)
+    np.testing.assert_array_equal(kept[0], np.zeros_like(g))
+    np.testing.assert_array_equal(kept[2], m)
+    done = run(updates.program, g, np.int32(1), m)
+    np.testing.assert_allclose(done[0], 0.9 * m + g)
+    np.testing.assert_allclose(done[2], 0.9 * m + g)
+    assert moved_in(keeps) == set()
+    assert moved_in(updates) == {2}
+
+
+def test_an_update_that_is_dropped_is_zero_by_choice():
+    """A product with zero would be NaN of what is not finite: so zero is selected."""
+    update = small(selected)
+    found = branches.find_branches(update)
+    assert found is not None
+    (dropped,) = found.dropped.items()
+    assert dropped == (update.program.outvars[0], 0)
+    zero = branches.as_zero(update)
+    assert zero == {update.program.outvars[0]: (found.predicate, 0)}
+    keeps, _ = found.versions
+    bad = np.full((8, 4), np.inf, np.float32)
+    (u, *_) = run(keeps.program, bad, np.int32(0), bad)
+    np.testing.assert_array_equal(u, np.zeros_like(u))
+    # A cond's own zero is not ours to select.
+    assert branches.as_zero(small(decided)) == {}
+
+
+def always(count, g, m):
+    """An update that is the same in every step."""
+    return g, 0.9 * m + g
+
+
+def by_state(count, g, m):
+    """What decides depends on the state itself."""
+    return g, jnp.where(m[0, 0] > 0, m, m + g)
+
+
+def by_leaf(count, g, m):
+    """Each number is decided for itself."""
+    return g, jnp.where(g > 0, m, m + g)
+
+
+def loud(count, g, m):
+    """As `selected`, with an effect."""
+    jax.debug.print("{}", g[0, 0])
+    return selected(count, g, m)
+
+
+@pytest.mark.parametrize("fn", [always, by_state, by_leaf, loud])
+def test_no_versions(fn):
+    """Where nothing decides, or only what is loaded does, and of effects."""
+    update = small(fn)
+    assert branches.find_branches(update) is None
+    assert branches.keeps_state(update) is None
+    assert branches.as_zero(update) == {}
 
 
 def history(tx, steps=7, nan_at=None):

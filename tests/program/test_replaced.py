@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from small_jaxprs import closed_of, on_device, on_host
+from small_steps import at_rest, offloaded, traced
 
 from optax_offload._program.replaced import returning
 
@@ -111,6 +113,20 @@ def test_a_state_on_the_device_keeps_its_own():
         return jnp.where(g[0, 0] > 0, w, first), w - 0.1 * g * 2.0
 
     assert replaced(fn, H, D, D) == {1: 0}
+
+
+def test_state_is_its_updates_to_return():
+    """An update leaves new state where it was: also where a step keeps the old."""
+    tx = offloaded(optax.trace(0.9))
+    state = at_rest(jax.eval_shape(optax.trace(0.9).init, D))
+
+    def step(g, state):
+        updates, new = tx.update(g, state)
+        kept = jnp.where(g[0, 0] > 0, new.trace, state.trace)
+        return updates, kept
+
+    closed = traced(step, (D, state))
+    assert returning(closed, jax.tree.leaves((D, state))) == {}
 
 
 def carried(w, g):

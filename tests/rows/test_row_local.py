@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from small_jaxprs import names, on_device, program_of, values
 
 from optax_offload._program import dependents, variables
@@ -149,6 +150,20 @@ def test_needed_stops_at_what_is_known():
     equations, taken = found.needed([last], [new])
     assert names(equations) == ["tanh", "mul"]
     assert set(taken) == {new, program.invars[2]}
+
+
+def test_what_is_known_is_taken_from_an_equation_that_is_needed():
+    """Of an equation with two results one may be known, and the other needed."""
+
+    def fn(x, y):
+        return sum(lax.sort((x, y), dimension=1, num_keys=1))
+
+    program, found = local(fn, *STACKS[:2])
+    first, second = program.equations[0].outvars
+    equations, taken = found.needed(program.outvars, [second])
+    assert names(equations)[0] == "sort"
+    assert second in taken
+    assert first not in taken
 
 
 def test_signature():

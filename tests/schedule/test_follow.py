@@ -230,10 +230,15 @@ def layers(w, x):
     return jnp.sum(lax.scan(lambda h, r: (jnp.sin(h * r), None), x, w)[0])
 
 
+def linear(w, x):
+    """A scan that keeps nothing for its backward pass."""
+    return jnp.sum(lax.scan(lambda h, r: (2.0 * h + r, None), x, w)[0])
+
+
 @pytest.mark.parametrize(
     "loss",
-    [layers, jax.checkpoint(layers), jax.jit(layers)],
-    ids=["plain", "checkpoint", "jit"],
+    [layers, linear, jax.checkpoint(layers), jax.jit(layers)],
+    ids=["plain", "linear", "checkpoint", "jit"],
 )
 def test_a_backward_scan_is_one(loss):
     """The last of the scans; none forward, nor one that a checkpoint repeats."""

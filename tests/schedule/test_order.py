@@ -104,6 +104,20 @@ def test_a_single_update_is_not_delayed():
     assert not ordering.delayed_rows(each.scan, each.now)
 
 
+def test_beside_a_small_update_none_is_delayed():
+    """Of two, one of which has hardly any state, the stores have nothing to overlap."""
+
+    def loss(params, x):
+        def layer(h, w):
+            return jnp.tanh((h @ w["a"])[:, :WIDTH] + w["b"][None]), None
+
+        return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
+
+    bias = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.float32)
+    _, scan, fused = planned(params={"a": stack(256), "b": bias}, loss=loss)
+    assert not ordering.delayed_rows(scan, by_gradients(scan, fused))
+
+
 def test_only_loaded_are_operands_whose_rows_are_loaded():
     """Not those on the device, nor those of which a row is used on the host too."""
 

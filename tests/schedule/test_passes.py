@@ -8,9 +8,13 @@ import numpy as np
 import optax
 import pytest
 from harness import EVERYTHING
+from small_jaxprs import names
+from small_updates import update_of
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._schedule.groups import group
+from optax_offload._schedule.passes import reading_passes
 
 SHAPE = (16, 128, 256)
 CLIP = optax.clip_by_global_norm
@@ -183,3 +187,91 @@ def test_accumulate_clip_adamw(target):
     assert before - peak.peak_bytes >= 0.9 * moved
     assert peak.host_temporary_bytes == 0
     assert aot.host_computations(offloaded) == ()
+
+
+def two_states(scaled):
+    """An update of two leaves whose states are scaled together."""
+
+    def update(a, b, ma, mb):
+        ma, mb = scaled(0.9 * ma + a, 0.9 * mb + b)
+        return -ma, -mb, ma, mb
+
+    return update_of(update, [SHAPE] * 2, [SHAPE] * 2)
+
+
+def by_norm(a, b):
+    """Both by the norm of both."""
+    norm = jnp.sqrt(jnp.sum(a * a) + jnp.sum(b * b))
+    return a / norm, b / norm
+
+
+def reduced(passes):
+    """The primitives that make the results of each pass."""
+    return [
+        [
+            p.program.equations[p.program.producers[v]].primitive.name
+            for v in p.program.outvars
+        ]
+        for p in passes
+    ]
+
+
+def test_a_norm_of_state_is_read_first():
+    """A pass computes the sums, for which the rest needs each state alone."""
+    update = two_states(by_norm)
+    passes, rest, grouping = reading_passes(update, WINDOW)
+    (first,) = passes
+    assert reduced(passes) == [["reduce_sum"] * 2]
+    # It stores nothing, and says whose numbers they are.
+    assert [(o.path, o.stored, o.alias) for o in first.outputs] == [
+        ("s0", False, None),
+        ("s1", False, None),
+    ]
+    assert "sqrt" not in names(first.program.equations)
+    assert "reduce_sum" not in names(rest.program.equations)
+    assert [len(g.loads) for g in grouping.groups] == [1, 1]
+    assert all(g.row_local is not None for g in grouping.groups)
+    assert rest.outputs == update.outputs
+
+
+def test_a_norm_of_what_a_norm_scaled_is_read_after_it():
+    """What takes such a number is in the next pass, which knows the first."""
+    passes, _, grouping = reading_passes(
+        two_states(lambda a, b: by_norm(*by_norm(a, b))), WINDOW
+    )
+    assert reduced(passes) == [["reduce_sum"] * 2] * 2
+    first, second = passes
+    assert names(first.program.equations).count("reduce_sum") == 2
+    assert names(second.program.equations).count("reduce_sum") == 2
+    assert [len(g.loads) for g in grouping.groups] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "most_bytes"),
+    [
+        (lambda a, b: (a, b), WINDOW),
+        (by_norm, 2**40),
+        (lambda a, b: (a + b, b), WINDOW),
+    ],
+    ids=["nothing joins", "it fits", "no number joins"],
+)
+def test_no_pass_where_it_is_of_no_use(scaled, most_bytes):
+    """The update is as it was."""
+    update = two_states(scaled)
+    passes, rest, grouping = reading_passes(update, most_bytes)
+    assert passes == []
+    assert rest is update
+    assert grouping == group(update)
+
+
+def test_no_pass_of_an_update_with_effects():
+    """They would happen in each pass."""
+
+    def prints(a, b):
+        jax.debug.print("{}", a[0, 0, 0])
+        return by_norm(a, b)
+
+    update = two_states(prints)
+    passes, rest, _ = reading_passes(update, WINDOW)
+    assert passes == []
+    assert rest is update
