@@ -50,12 +50,12 @@ def test_natural_order():
     """Layer ten comes after layer nine, and so before it here."""
     count = 11
 
-    def update(*args):
+    def fn(*args):
         state = [0.9 * s + g for g, s in zip(args[:count], args[count:], strict=True)]
         return (*state, *state)
 
     shapes = [STACK] * count
-    found = update_of(update, shapes, shapes)
+    found = update_of(fn, shapes, shapes)
     first = [min(x) for x in paths(found, group(found))]
     assert first == [f"g{n}" for n in reversed(range(count))]
 
@@ -63,11 +63,11 @@ def test_natural_order():
 def test_an_equation_joins_two_leaves():
     """State of two parameters is one group, which says what joins it."""
 
-    def update(a, b, ma, mb):
+    def fn(a, b, ma, mb):
         both = ma + mb
         return a * both, b * both, ma + a, mb + b
 
-    found = group(update_of(update, [STACK] * 2, [STACK] * 2))
+    found = group(update_of(fn, [STACK] * 2, [STACK] * 2))
     (both,) = found.groups
     assert set(both.loads) == set(both.joined) == {2, 3}
     assert names(both.tied_by) == ["add"]
@@ -76,12 +76,12 @@ def test_an_equation_joins_two_leaves():
 def test_a_number_joins_nothing():
     """A counter is loaded before all groups; what follows from it is shared."""
 
-    def update(a, b, count, ma, mb):
+    def fn(a, b, count, ma, mb):
         rate = 1.0 / (count + 1.0)
         ma, mb = 0.9 * ma + a, 0.9 * mb + b
         return rate * ma, rate * mb, count + 1.0, ma, mb
 
-    update = update_of(update, [STACK] * 2, [(), STACK, STACK])
+    update = update_of(fn, [STACK] * 2, [(), STACK, STACK])
     found = group(update)
     assert found.scalars == (2,)
     shared = names(update.program.equations[i] for i in found.shared)
@@ -96,12 +96,12 @@ def test_a_number_joins_nothing():
 def test_a_norm_of_gradients_is_shared():
     """It needs several gradients before the first group: they are joined, not state."""
 
-    def update(a, b, ma, mb):
+    def fn(a, b, ma, mb):
         norm = jnp.sqrt(jnp.sum(a * a) + jnp.sum(b * b))
         ma, mb = 0.9 * ma + a / norm, 0.9 * mb + b / norm
         return ma, mb, ma, mb
 
-    update = update_of(update, [STACK] * 2, [STACK] * 2)
+    update = update_of(fn, [STACK] * 2, [STACK] * 2)
     found = group(update)
     assert found.joined
     assert len(found.groups) == 2
@@ -119,12 +119,12 @@ def test_a_norm_of_gradients_is_shared():
 def test_a_norm_of_state_joins_all():
     """Sums of numbers are named, which join the leaves, and not what follows."""
 
-    def update(a, b, ma, mb):
+    def fn(a, b, ma, mb):
         norm = jnp.sum(ma * ma) + jnp.sum(mb * mb)
         ma, mb = 0.9 * ma + a / norm, 0.9 * mb + b / norm
         return ma, mb, ma, mb
 
-    (both,) = group(update_of(update, [STACK] * 2, [STACK] * 2)).groups
+    (both,) = group(update_of(fn, [STACK] * 2, [STACK] * 2)).groups
     assert names(both.tied_by) == ["add"]
     assert both.row_local is None
     assert both.whole_reason
@@ -133,11 +133,11 @@ def test_a_norm_of_state_joins_all():
 def test_state_that_stays_as_it_is_is_not_moved():
     """What comes back as it came is neither loaded nor stored."""
 
-    def update(a, ma, first):
+    def fn(a, ma, first):
         ma = 0.9 * ma + a
         return ma, ma, first
 
-    update = update_of(update, [STACK], [STACK, STACK])
+    update = update_of(fn, [STACK], [STACK, STACK])
     (only,) = group(update).groups
     assert only.loads == (1,)
     assert sorted(paths(update, group(update))[0]) == ["g0", "s0"]
@@ -146,10 +146,10 @@ def test_state_that_stays_as_it_is_is_not_moved():
 def test_state_that_follows_from_no_state():
     """A store without a load is a group of its own."""
 
-    def update(a, last):
+    def fn(a, last):
         return -a, a * 2.0
 
-    update = update_of(update, [STACK], [STACK])
+    update = update_of(fn, [STACK], [STACK])
     (only,) = group(update).groups
     assert only.loads == ()
     assert [update.outputs[k].path for k in only.outputs] == ["s0"]
@@ -158,12 +158,12 @@ def test_state_that_follows_from_no_state():
 def test_what_one_group_alone_needs_is_its_own():
     """Where a group is computed whole, so is what only it takes; else it is shared."""
 
-    def update(a, b, ma, mb):
+    def fn(a, b, ma, mb):
         ma = ma[::-1] + jnp.tanh(a)[::-1]
         mb = mb[::-1] + jnp.tanh(b)[::-1]
         return ma, mb, ma, mb
 
-    update = update_of(update, [STACK] * 2, [STACK] * 2)
+    update = update_of(fn, [STACK] * 2, [STACK] * 2)
     found = group(update)
     assert found.shared == ()
     for g in found.groups:
@@ -182,12 +182,12 @@ def test_what_one_group_alone_needs_is_its_own():
 def test_effects_are_shared():
     """They happen once, before all groups, whoever takes what they print."""
 
-    def update(a, ma):
+    def fn(a, ma):
         jax.debug.print("{}", a[0, 0, 0])
         ma = 0.9 * ma + a
         return ma, ma
 
-    update = update_of(update, [STACK], [STACK])
+    update = update_of(fn, [STACK], [STACK])
     shared = names(update.program.equations[i] for i in group(update).shared)
     assert any("debug" in name for name in shared)
 
@@ -195,9 +195,9 @@ def test_effects_are_shared():
 def test_bytes_are_of_loads_or_stores():
     """Whichever is more: of a sum of two moments the loads."""
 
-    def update(a, m, v):
+    def fn(a, m, v):
         both = m + v
         return both, both + a, v
 
-    (only,) = group(update_of(update, [STACK], [STACK] * 2)).groups
+    (only,) = group(update_of(fn, [STACK], [STACK] * 2)).groups
     assert only.nbytes == only.moved_bytes == 2 * 16 * ROW_BYTES
