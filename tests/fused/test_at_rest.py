@@ -91,6 +91,9 @@ LOSSES = {
     "checkpointed whole": jax.checkpoint(
         loss_of(lambda h, w: lax.scan(layer, h, w)[0])
     ),
+    "checkpointed stack": loss_of(
+        jax.checkpoint(lambda h, w: lax.scan(layer, h, w)[0])
+    ),
     "reverse": loss_of(lambda h, w: lax.scan(layer, h, w, reverse=True)[0]),
     "unrolled by two": loss_of(lambda h, w: lax.scan(layer, h, w, unroll=2)[0]),
     "casts": loss_of(lambda h, w: lax.scan(as_bfloat16, h, w)[0]),
@@ -137,6 +140,7 @@ def test_losses(name, residuals):
     assert step._cache_size() == 1
     text = str(step.schedule(*got[:2], BATCH))
     assert re.search(r"of rows in each iteration of \d scans? of \d", text)
+    assert not re.search("whole by.*(closed_call|eval_jaxpr)", text)
     assert "what replaces it returns there" in text
 
 

@@ -130,6 +130,27 @@ def test_a_norm_of_state_joins_all():
     assert both.whole_reason
 
 
+def test_sums_of_numbers_are_named_first():
+    """Also where another equation joins more leaves: a norm says more than that."""
+
+    def fn(a, b, c, ma, mb, mc):
+        norm = jnp.sum(ma * ma) + jnp.sum(mb * mb)
+        every = jnp.concatenate([ma, mb, mc])
+        ma, mb, mc = ma + a * norm, mb + b * jnp.max(every), mc + c
+        return ma, mb, mc, ma, mb, mc
+
+    (every,) = group(update_of(fn, [STACK] * 3, [STACK] * 3)).groups
+    assert names(every.tied_by) == ["add"]
+
+    def without(a, b, c, ma, mb, mc):
+        every = jnp.concatenate([ma, mb, mc])
+        ma, mb, mc = ma + a + mb, mb + b * jnp.max(every), mc + c
+        return ma, mb, mc, ma, mb, mc
+
+    (every,) = group(update_of(without, [STACK] * 3, [STACK] * 3)).groups
+    assert names(every.tied_by) == ["concatenate"]
+
+
 def test_state_that_stays_as_it_is_is_not_moved():
     """What comes back as it came is neither loaded nor stored."""
 

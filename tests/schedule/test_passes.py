@@ -246,6 +246,21 @@ def test_a_norm_of_what_a_norm_scaled_is_read_after_it():
     assert [len(g.loads) for g in grouping.groups] == [1, 1]
 
 
+def test_only_numbers_that_state_leads_to_are_read():
+    """Not sums along other axes, nor those of gradients, which are there anyway."""
+
+    def fn(a, b, ma, mb):
+        ma = ma - jnp.sum(ma, axis=2, keepdims=True) + a
+        norm = jnp.sum(ma * ma) + jnp.sum(mb * mb) + jnp.sum(a * b)
+        ma, mb = ma / norm, (mb + b) / norm
+        return -ma, -mb, ma, mb
+
+    update = update_of(fn, [SHAPE] * 2, [SHAPE] * 2)
+    (first,), _, _ = reading_passes(update, WINDOW)
+    assert [v.aval.shape for v in first.program.outvars] == [(), ()]
+    assert [o.path for o in first.outputs] == ["s0", "s1"]
+
+
 @pytest.mark.parametrize(
     ("scaled", "most_bytes"),
     [
