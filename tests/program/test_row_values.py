@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from small_jaxprs import closed_of, load, names, on_device, on_host, only, store
 
-from optax_offload import _compat
+from optax_offload._program.bodies import entered
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 
 STACK, ROW = (4, 3), (3,)
@@ -40,9 +40,9 @@ def made(body, *types, kept=None, then=lambda c, xs: c + 1.0):
             *plain,
         )
         scan = only(closed.jaxpr.eqns, "scan")
-        _, carried = _compat.scan_counts(scan.params)
-        stacked = list(scan.outvars[carried:])
-        every = made_of_rows(scan, xs, kept)
+        (body_of_scan,) = entered(scan)
+        stacked = list(body_of_scan.stacked)
+        every = made_of_rows(body_of_scan, xs, kept)
         assert set(every) <= set(stacked)
         for v, x in every.items():
             at = {id(x): i for i, x in enumerate(xs)}

@@ -50,7 +50,7 @@ def followed(uses, *types, later=()):
     step = step_of(fn, STACK, *types)
     scan, *others = scans_of(step)
     positions = [others[n].position for n in later]
-    stacked = [v for v in scan.stacked if v in step.program.used]
+    stacked = [v for v in scan.body.stacked if v in step.program.used]
     return step, scan, follow(step, scan, stacked, positions)
 
 
@@ -64,10 +64,10 @@ def test_scan_has_its_operands_and_results():
     step = step_of(fn, STACK, ROW)
     (scan,) = scans_of(step)
     xs, w = step.program.invars
-    assert (scan.length, list(scan.consts), list(scan.xs)) == (4, [w], [xs])
-    assert len(scan.carry) == 1
-    assert [*scan.carried, *scan.stacked] == step.program.outvars
-    assert scan.stacked[0].aval.shape == STACK.shape
+    assert (scan.length, list(scan.body.consts), list(scan.body.xs)) == (4, [w], [xs])
+    assert len(scan.body.carry) == 1
+    assert [*scan.body.carried, *scan.body.stacked] == step.program.outvars
+    assert scan.body.stacked[0].aval.shape == STACK.shape
     assert len(scan.body.jaxpr.eqns) >= 2
 
 
@@ -75,7 +75,7 @@ def test_each_gradient_alone():
     """What no equation joins are two components, each with its result."""
     step, scan, found = followed(lambda a, b, _, m: (0.9 * m + a, b * 2.0), STACK)
     one, other = found.components
-    assert [c.gradients for c in (one, other)] == [(v,) for v in scan.stacked]
+    assert [c.gradients for c in (one, other)] == [(v,) for v in scan.body.stacked]
     assert [c.results for c in (one, other)] == [(v,) for v in step.program.outvars]
     assert not one.waits
     assert not other.waits
@@ -90,7 +90,7 @@ def test_gradients_that_an_equation_joins():
     """Both are one component."""
     step, scan, found = followed(lambda a, b, _: (a * b, a + 1.0))
     (both,) = found.components
-    assert both.gradients == tuple(scan.stacked)
+    assert both.gradients == tuple(scan.body.stacked)
     assert set(both.results) == set(step.program.outvars)
 
 
@@ -167,7 +167,7 @@ def test_what_a_later_scan_makes_is_late():
 def test_what_mixes_rows_is_computed_whole(mix, reason):
     """With the reason; the other gradient is followed without it."""
     step, scan, found = followed(lambda a, b, _: (mix(a), b + 1.0))
-    first, second = scan.stacked
+    first, second = scan.body.stacked
     (unfused,) = found.unfused
     assert unfused.gradient is first
     assert reason in unfused.reason
@@ -179,7 +179,7 @@ def test_what_mixes_rows_is_computed_whole(mix, reason):
 def test_what_is_joined_with_a_mixed_one_is_mixed():
     """Both gradients are left outside, since one equation takes both."""
     _, scan, found = followed(lambda a, b, _: (a + b)[::-1])
-    assert {u.gradient for u in found.unfused} == set(scan.stacked)
+    assert {u.gradient for u in found.unfused} == set(scan.body.stacked)
     assert found.components == ()
 
 
@@ -198,8 +198,8 @@ def test_what_is_unused_does_not_mix():
 def test_without():
     """The gradients that are not among those that are computed whole."""
     _, scan, found = followed(lambda a, b, _: (a[::-1], b + 1.0))
-    assert without(scan.stacked, found.unfused) == [scan.stacked[1]]
-    assert without(scan.stacked, ()) == list(scan.stacked)
+    assert without(scan.body.stacked, found.unfused) == [scan.body.stacked[1]]
+    assert without(scan.body.stacked, ()) == list(scan.body.stacked)
 
 
 def test_rows_are_computed_as_whole():
@@ -214,7 +214,7 @@ def test_rows_are_computed_as_whole():
     m = xs + 1
     _, (first, second) = gradients(xs)
     want = uses(np.asarray(first), np.asarray(second), None, m)
-    given = dict(zip(scan.stacked, (first, second), strict=True))
+    given = dict(zip(scan.body.stacked, (first, second), strict=True))
     given[step.program.invars[1]] = m
     one = found.rows.jaxpr(1, step.program.debug_info)
     row = jax.jit(lambda *x: jax.core.eval_jaxpr(one, (), *x))

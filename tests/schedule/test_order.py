@@ -10,14 +10,10 @@ from small_steps import WIDTH, offloaded, taken_apart, trained
 
 from optax_offload import _compat, _memory
 from optax_offload._program import take_apart
-from optax_offload._schedule import (
-    Scan,
-    by_gradients,
-    only_loaded,
-    order_of,
-    plan,
-)
+from optax_offload._schedule import Scan, plan
 from optax_offload._schedule import order as ordering
+from optax_offload._schedule.order import by_gradients, only_loaded
+from optax_offload._schedule.pipeline import Work, for_gpu, for_tpu
 from optax_offload._step_options import Options
 
 LENGTH, ROWS = 6, 512
@@ -72,8 +68,8 @@ def test_updates_come_as_their_gradients_do():
 def test_on_a_cpu_or_tpu_nothing_is_delayed():
     """Rows are stored an iteration late on a GPU only."""
     step, scan, fused = planned()
-    assert not order_of(step, scan, fused, late=False).delayed
-    assert order_of(step, scan, fused, late=True).delayed
+    assert not for_tpu(step, scan, Work(fused, ())).delayed
+    assert for_gpu(step, scan, Work(fused, ())).delayed
 
 
 def test_the_last_rows_are_delayed():
@@ -130,7 +126,7 @@ def test_only_loaded_are_operands_whose_rows_are_loaded():
 
     types = on_host(LENGTH, 3), on_device(LENGTH, 3), on_host(LENGTH, 3), on_device(3)
     scan = scan_of(fn, *types)
-    assert only_loaded(scan) == [scan.xs[0]]
+    assert only_loaded(scan) == [scan.body.xs[0]]
 
 
 def test_rows_that_nothing_needs_are_not_loaded():
@@ -144,8 +140,8 @@ def test_rows_that_nothing_needs_are_not_loaded():
         return lax.scan(body, x, (used, unused, untouched))[0]
 
     scan = scan_of(fn, *[on_host(LENGTH, 3)] * 3, on_device(3))
-    assert len(scan.xs) == 3
-    assert only_loaded(scan) == [scan.xs[0]]
+    assert len(scan.body.xs) == 3
+    assert only_loaded(scan) == [scan.body.xs[0]]
 
 
 def scan_of(fn, *types):
@@ -179,7 +175,7 @@ def test_rows_of_parameters_are_loaded_ahead():
     """Each iteration loads those of the next one."""
     step, scan = scanned_at_rest()
     assert ordering.rows_ahead(step, scan) == [step.program.invars[0]]
-    assert order_of(step, scan, [], late=True).ahead == {step.program.invars[0]: 0}
+    assert for_gpu(step, scan, Work((), ())).ahead == (step.program.invars[0],)
 
 
 @pytest.mark.parametrize("how", ["unrolled", "short", "older"])
@@ -272,17 +268,19 @@ def test_updates_in_turn_where_there_is_computation():
 def test_a_tpu_is_told_the_order_where_it_matters(monkeypatch):
     """If more than state rests on the host, or if computation hides the transfers."""
     step, scan, fused = planned()
-    assert not order_of(step, scan, fused, late=False).moves_in_turn
+    assert not ordering.moves_in_turn(step, scan, fused)
     monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
-    found = order_of(step, scan, fused, late=False)
-    assert found.moves_in_turn
-    assert found.loads_first
+    assert ordering.moves_in_turn(step, scan, fused)
+    turn = for_tpu(step, scan, Work(fused, ()))
+    state = [v for f in fused for v in f.rows.inputs if _memory.on_host(v.aval)]
+    assert turn.first == tuple(dict.fromkeys(state))
+    assert turn.updates[0].loads == turn.first
+    assert turn.updates[0].held == fused[0].component.gradients
     monkeypatch.undo()
     monkeypatch.setattr(_compat, "STORES_OVERLAP", True)
     step, scan, fused = planned(params_at_rest=True)
-    found = order_of(step, scan, fused, late=False)
-    assert found.moves_in_turn
-    assert not found.loads_first
+    assert ordering.moves_in_turn(step, scan, fused)
+    assert not for_tpu(step, scan, Work(fused, ())).first
 
 
 def test_a_window_that_was_asked_for_is_kept_on_a_tpu(monkeypatch):
@@ -291,4 +289,4 @@ def test_a_window_that_was_asked_for_is_kept_on_a_tpu(monkeypatch):
     step, scan, fused = planned(wrap=wrap)
     monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
     assert not ordering.loads_first(step, scan, fused)
-    assert not order_of(step, scan, fused, late=False).loads_first
+    assert not for_tpu(step, scan, Work(fused, ())).first
