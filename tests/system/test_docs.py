@@ -73,7 +73,7 @@ def check_printed(expected, printed, numbers_vary):
         ahead = r"^(scan of \d+ iterations:\n)?  on a [GT]PU.*\n"
         expected = re.sub(ahead, "", expected, flags=re.M)
         if "backward scan" in expected:  # The rest is what is loaded ahead.
-            expected = expected.removesuffix("...\n")
+            expected = re.sub(r"^\.\.\.\n", "", expected, flags=re.M)
     if numbers_vary:
         number = r"[\d.]+ (?:B|[KMG]iB|s\b)"
         expected, printed = (re.sub(number, "N", x) for x in (expected, printed))
