@@ -15,6 +15,7 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Format
 from jax.sharding import (
     AxisType,
     Mesh,
@@ -384,6 +385,21 @@ def struct(x: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type
     )
+
+
+def as_placed(tree: T) -> T:
+    """A tree whose structs are all traced as living where their shardings say (F28)."""
+
+    def placed(x: Any) -> Any:
+        is_struct = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
+        believed = is_struct and isinstance(x.sharding, NamedSharding)
+        if not is_struct or believed or memory_kind_of(x) == "device":
+            return x
+        sharding = on_mesh(x.sharding, x.sharding.memory_kind)
+        layout = x.format.layout
+        return x.update(sharding=Format(layout, sharding) if layout else sharding)
+
+    return jax.tree.map(placed, tree)
 
 
 def on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:

@@ -187,6 +187,7 @@ class _Offloading:
 
     def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
         """The schedule of an update."""
+        params, extra_args = _memory.as_placed((params, extra_args))
         dynamic, static = split(
             extra_args, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
         )

@@ -83,7 +83,8 @@ class Result:
 
 def trace(fn: Callable[..., Any], args: Sequence[Any]) -> Result:
     """Traces ``fn(*args)``."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    given = _memory.as_placed(tuple(args))
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*given)
     paths = [path for path, _ in _trees.leaves_with_paths(shapes)]
     return Result(shapes, paths, list(closed.out_avals))
 

@@ -229,7 +229,7 @@ class _Jitted(Generic[P, R]):
         """Traces the function for arguments, as the method that `jax.jit` gives."""
         token = _ahead.set(True)
         try:
-            return self._trace(args, kwargs)
+            return self._trace(*_memory.as_placed((args, kwargs)))
         finally:
             _ahead.reset(token)
 
