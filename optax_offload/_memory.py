@@ -391,13 +391,14 @@ def as_placed(tree: T) -> T:
     """A tree whose structs are all traced as living where their shardings say (F28)."""
 
     def placed(x: Any) -> Any:
-        is_struct = isinstance(x, jax.ShapeDtypeStruct) and x.sharding is not None
-        believed = is_struct and isinstance(x.sharding, NamedSharding)
-        if not is_struct or believed or memory_kind_of(x) == "device":
+        sharding = x.sharding if isinstance(x, jax.ShapeDtypeStruct) else None
+        kind = memory_kind_of(sharding)
+        if sharding is None or kind in (None, "device"):
             return x
-        sharding = on_mesh(x.sharding, x.sharding.memory_kind)
-        layout = x.format.layout
-        return x.update(sharding=Format(layout, sharding) if layout else sharding)
+        if isinstance(sharding, NamedSharding):
+            return x  # It is believed.
+        there, layout = on_mesh(sharding, kind), x.format.layout
+        return x.update(sharding=Format(layout, there) if layout else there)
 
     return jax.tree.map(placed, tree)
 
