@@ -269,7 +269,8 @@ def _called(
         called = _called(fn, args, args[1] if has_state else (), asked)
         return called or fn(*args)
 
-    caller = Caller(asked.config.window_bytes, placed.check, again)
+    paths = {i: placed.paths[i] for i in placed.planned}
+    caller = Caller(asked.config.window_bytes, placed.check, again, paths)
     return call_update(update, args, structure, caller)
 
 

@@ -41,7 +41,7 @@ _KIND = "mhlo.memory_kind"
 _SHARDING = ("sdy.sharding", "mhlo.sharding")
 
 
-def pair(args: Any, traced: jax.stages.Traced) -> Any:
+def pair(args: Any, traced: jax.stages.Traced, plan: FusedStep) -> Any:
     """The arguments of a call; when they are lowered, those donated are paired anew.
 
     First of all, since what the function does may look at the pairs (`check_pairs`).
@@ -49,6 +49,7 @@ def pair(args: Any, traced: jax.stages.Traced) -> Any:
     Args:
       args: Positional and keyword arguments of the call, as they are being traced.
       traced: The same call.
+      plan: The plan of its step.
     """
     # What is not traced is static.
     leaves = [x for x in jax.tree.leaves(args) if isinstance(x, jax.core.Tracer)]
@@ -57,6 +58,10 @@ def pair(args: Any, traced: jax.stages.Traced) -> Any:
     found = [
         (x, info.donated) for x, info, u in zip(leaves, infos, used, strict=True) if u
     ]
+    invars = plan.step.program.invars[: len(leaves)]
+    planned = {
+        id(x): v in plan.step.planned for x, v in zip(leaves, invars, strict=True)
+    }
     if not any(donated for _, donated in found):
         return args
     # JAX's own pairs say which keys are donated. Any argument will do besides that is
@@ -64,7 +69,11 @@ def pair(args: Any, traced: jax.stages.Traced) -> Any:
     numbers = [(x, donated) for x, donated in found if not _is_key(x)]
     of_donated = [x for x, donated in numbers if donated]
     operands = of_donated or [x for x, _ in (numbers or found)[:1]]
-    first = _pair_donations.bind(*operands, donated=bool(of_donated))
+    first = _pair_donations.bind(
+        *operands,
+        donated=bool(of_donated),
+        planned=tuple(planned[id(x)] for x in operands),
+    )
     if (
         not numbers
     ):  # Nothing was drawn from it, whatever `debug_key_reuse` takes it for.
@@ -157,7 +166,12 @@ def pairs_by_kind(
     return Pairs(aliases, frozenset(donors), frozenset(unusable))
 
 
-def _pair_in(ctx: mlir.LoweringRuleContext, *operands: Any, donated: bool) -> list[Any]:
+def _pair_in(
+    ctx: mlir.LoweringRuleContext,
+    *operands: Any,
+    donated: bool,
+    planned: tuple[bool, ...],
+) -> list[Any]:
     """Lowers `pair_donations`: to nothing, but for the main function's attributes."""
     module = ctx.module_context.module
     main: Any = ctx.module_context.symbol_table["main"]
@@ -183,13 +197,23 @@ def _pair_in(ctx: mlir.LoweringRuleContext, *operands: Any, donated: bool) -> li
     keys = set(crossing).difference(kinds)
     kinds |= {i: arguments[i].kind for i in keys}
     taken = {j for i, j in given.items() if i not in kinds}
+    # State that should be on the host comes last. Its update tells of it, and what to
+    # do: a warning that it is not donated would come before that error.
+    misplaced = {
+        _position(main, x)
+        for x, is_planned in zip(operands, planned, strict=True)
+        if is_planned
+    }
+    misplaced = {i for i in misplaced if arguments[i].kind == "device"}
+    order = [*sorted(kinds.keys() - misplaced), *sorted(kinds.keys() & misplaced)]
     pairs = pairs_by_kind(
-        [arguments[i] for i in sorted(kinds)],
+        [arguments[i] for i in order],
         [r for r in results if r.position not in taken],
         _partitions(module) > 1,
     )
     said = [attributes[i] for i in sorted(kinds)]
-    _warn_of_unusable(pairs.unusable, said, arguments, bool(keys & pairs.unusable))
+    unusable = pairs.unusable - misplaced
+    _warn_of_unusable(unusable, said, arguments, bool(keys & unusable))
     for i in kinds:
         attributes[i].pop(_ALIAS, None)
         attributes[i].pop(_DONOR, None)

@@ -397,7 +397,7 @@ class _Variants:
                     _one_memory.warn_if_one_memory()
                 check_new_state(plan, traced.out_info)
                 donation.check_returned(traced, plan)
-                args, kwargs = donation.pair((args, kwargs), traced)
+                args, kwargs = donation.pair((args, kwargs), traced, plan)
             warn_of_refusals(plan, traced.out_info)
             if is_as_it_was(plan):
                 return self._tracer(*args, **kwargs)

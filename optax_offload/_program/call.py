@@ -42,11 +42,13 @@ class Caller:
         not as it should be.
       again: Calls another function in the same way, given its arguments: the update of
         a whole population.
+      planned: Paths of the state that rules put in host memory, by position.
     """
 
     window_bytes: int | None
     check: Callable[[Mapping[int, Argument], Collection[int]], None]
     again: Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
+    planned: Mapping[int, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -140,6 +140,24 @@ class Step:
                     found[v] = found[a]
         return found
 
+    @functools.cached_property
+    def planned(self) -> Mapping[jex.Var, str]:
+        """Paths of the state that rules put in host memory, as updates take it."""
+        calls = [(called(e), e.invars) for e in self.program.equations]
+        calls += [(x.what, x.operands) for x in self.inlined_updates]
+        of_host = (
+            (operands[i], path)
+            for what, operands in calls
+            for i, path in (what.caller.planned.items() if what else ())
+        )
+        return {a: path for a, path in of_host if isinstance(a, jex.Var)}
+
+    @property
+    def misplaced(self) -> Sequence[str]:
+        """Paths of such state with types of the device, which may be wrong (F28)."""
+        planned = self.planned.items()
+        return [path for v, path in planned if not _memory.on_host(v.aval)]
+
     @property
     def moves_rows(self) -> bool:
         """Returns whether scans of it load or store rows of what rests on the host."""

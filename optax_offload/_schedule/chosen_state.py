@@ -423,7 +423,7 @@ class _Search:
         others = [0] * (len(takes) - len(some))
         what = Call(
             update,
-            dataclasses.replace(caller, check=lambda *_: None),
+            dataclasses.replace(caller, check=lambda *_: None, planned={}),
             jax.tree.structure(((), paths, others)),
             jax.tree.structure(((), paths)),
             Places({}),

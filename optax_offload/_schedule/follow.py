@@ -263,6 +263,8 @@ class _Walk:
             self._sums.append(Sum(i, tuple(operands)))
             self.late.update(e.outvars)
             return []
+        if called(e):
+            return self._unfused(roots, _STATE_ON_DEVICE)
         if holds_update(e):
             return self._unfused(roots, f"the update is in a {e.primitive.name}")
         try:
@@ -306,6 +308,9 @@ class _Walk:
         positions = tuple(s.position for s in self._sums)
         late = frozenset(self.late)
         return RowUses(rows, tuple(components), late, positions, tuple(unfused))
+
+
+_STATE_ON_DEVICE = "the state of its update is typed as on the device"
 
 
 def holds_update(e: jex.JaxprEqn) -> bool:

@@ -224,7 +224,7 @@ class FusedStep(Printed):
         )
 
     def __str__(self) -> str:
-        lines = list(_at_rest(self))
+        lines = [*_misplaced(self.step), *_at_rest(self)]
         for each in self.streaming:
             found = list(_of_turns(self, each, 0))
             lines += [f"scan of {each.scan.length} iterations:"] * bool(found) + found
@@ -254,6 +254,17 @@ _HIDES_NOTHING = (
     "xla_gpu_enable_latency_hiding_scheduler=False; jax.jit takes that in "
     "compiler_options"
 )
+
+
+def _misplaced(step: Step) -> Iterator[str]:
+    """A line on the state that is not where its update wants it."""
+    if step.misplaced:
+        yield (
+            "state planned for pinned_host comes to its update on the device: "
+            f"{_trees.listed(step.misplaced)}. A call raises "
+            "MemoryKindError, or moves it with on_misplaced='move'. A template of "
+            "jax.eval_shape may say no memory: use optax_offload.eval_shape"
+        )
 
 
 def _at_rest(plan: FusedStep) -> Iterator[str]:
