@@ -149,10 +149,10 @@ def reload_states(
 
     Raises:
       OffloadError: As for `offload_states`; also if a file is missing or damaged.
-      ValueError: All chosen leaves are in host memory and `offload_states` moved none
-        of them; a pattern matches no leaf; a leaf was donated or deleted before, or
-        all of its state is back from disk; the
-        directory's manifest is damaged, or does not fit the template.
+      ValueError: `offload_states` never moved any of the chosen leaves, and some of
+        them are in host memory; a pattern matches no leaf; a leaf was donated or
+        deleted before, or all of its state is back from disk; the directory's manifest
+        is damaged, or does not fit the template.
       TypeError: It is called under jit, or a leaf is a struct and no directory is
         given.
       FileNotFoundError: The directory holds no complete state.
@@ -185,10 +185,12 @@ def reload_states(
     on_host = [
         i for i in staying if _memory.memory_kind_of(leaves.leaves[i]) != "device"
     ]
-    if on_host and on_host == staying and not found:
+    # Leaves that came back before are known: then there is nothing left to do.
+    known = found or any(records.record_of(leaves.leaves[i]) for i in chosen)
+    if on_host and not known:
         raise ValueError(
-            "all leaves that include chooses are in host memory, and offload_states "
-            f"moved none of them: {leaves.named(on_host)}. offload keeps them there, "
+            "nothing to bring back: offload_states moved none of these leaves, which "
+            f"are in host memory: {leaves.named(on_host)}. offload keeps them there, "
             "or they were copied, restored or computed since. To put them on the "
             'device in any case: optax_offload.set_memory_kind(tree, pattern, "device")'
         )

@@ -195,18 +195,20 @@ def test_under_jit():
 
 
 def test_host_leaves_that_are_not_known(caplog):
-    """All that was chosen: an error, for nothing would be done. Some: in the log."""
+    """Where nothing would be done: an error. Beside leaves that return: in the log."""
     there = oo.offload_states({"w": jnp.ones(3), "x": jnp.ones(3)})
     copies = jax.tree.map(lambda x: jax.device_put(np.asarray(x), x.sharding), there)
     message = (
-        r"offload_states moved none of them: 'w', 'x'\. .* "
+        r"moved none of these leaves, which are in host memory: 'w', 'x'\. .* "
         r'optax_offload.set_memory_kind\(tree, pattern, "device"\)'
     )
-    with pytest.raises(ValueError, match=message):
-        oo.reload_states(copies)
+    for unknown in (copies, copies | {"here": jnp.ones(3)}):
+        with pytest.raises(ValueError, match=message):
+            oo.reload_states(unknown)
     caplog.set_level(logging.DEBUG, "optax_offload")
     back = oo.reload_states({"w": there["w"], "x": copies["x"]})
-    assert kinds(back) == {"w": "device", "x": "pinned_host"}
+    again = oo.reload_states(back)  # Nothing is left to do.
+    assert kinds(again) == kinds(back) == {"w": "device", "x": "pinned_host"}
     assert "reload_states leaves 'x' in place" in caplog.text
 
 
