@@ -93,6 +93,8 @@ def stream(
     Raises:
       TypeError: when called, the step changes objects of Flax NNX in place, does not
         return them, and anything in it is streamed.
+      ValueError: when called, the step computes with a value in host memory that it
+        closes over, or reads from a static argument.
       ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
 
     Example:
@@ -238,6 +240,9 @@ def traced_at_rest(
 
     Returns:
       The traced step, and whether it was traced as typed.
+
+    Raises:
+      ValueError: The step computes with a value on the host that is no argument.
     """
     given, named = on_the_device((args, kwargs)) if moved else (args, kwargs)
 
@@ -255,7 +260,21 @@ def traced_at_rest(
         try:
             return second()
         except Exception:
+            _refuse_host_values(error)
             raise error from None
+
+
+def _refuse_host_values(error: Exception) -> None:
+    """Raises where JAX's error is that a step computes with values in host memory."""
+    if "memory_space of all inputs" in str(error):
+        raise ValueError(
+            "the step computes with a value in host memory that is not one of its "
+            "arguments. Arguments alone are used as if they were on the device. Give "
+            "it what it closes over, or reads from a static argument such as self, as "
+            "an argument: oo.jit(lambda params, x: ...)(params, x). Or load it in the "
+            "step, all at once: optax_offload.set_memory_kind(x, '.*', 'device'). JAX "
+            f"says: {error}"
+        ) from error
 
 
 def is_array(x: Any) -> bool:

@@ -149,7 +149,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       TypeError: when called, the function changes objects of Flax NNX in place and does
         not return them: JAX gives it copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
-        memory: JAX would move it to the device.
+        memory: JAX would move it to the device. Or the function computes with a value
+        in host memory that it closes over, or reads from a static argument.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
