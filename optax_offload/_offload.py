@@ -191,15 +191,25 @@ class _Offloading:
         dynamic, static = split(
             extra_args, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
         )
-        found: list[Schedule] = []
+        found: list[tuple[Update, Schedule]] = []
+        config = self._asked.config
 
         def update(*args: Any) -> None:
-            traced, _ = trace(self._fn(static), self._asked.config, args, args[1])
-            found.append(schedule(traced, self._asked.config.window_bytes))
+            traced, _ = trace(self._fn(static), config, args, args[1])
+            found.append((traced, schedule(traced, config.window_bytes)))
 
         state = _templates.eval_shape(self.init, params)
         jax.eval_shape(update, params, state, params, dynamic)
-        return found[0]
+        ((traced, planned),) = found
+        if traced.loads or traced.stores:
+            return planned
+        sizes = [
+            (path, _memory.movable_nbytes(x))
+            for path, x in _trees.leaves_with_paths(state)
+        ]
+        placements = _rules.place(config.made_lenient(), sizes)
+        why = _rules.why_nothing_moves((p.memory_kind, p.why) for p in placements)
+        return dataclasses.replace(planned.straights()[0], why_nothing_moves=why)
 
     def _traced_init(self, params: optax.Params) -> optax.OptState:
         def plain(params: optax.Params) -> tuple[Any, Any]:

@@ -19,14 +19,14 @@ from optax_offload._units import MIB, size_text
 THE_TREE_ITSELF = "(the tree itself)"
 
 
-def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], host: str) -> str:
+def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str) -> str:
     """The tables of a report, one below the other.
 
     Args:
       rows: The leaves. Those whose paths differ in numbers only, and that are alike in
         all else, share a line.
       totals: Cells of the second table: subtree, kind, and the size of each column.
-      host: The text about the host's memory; no text if it is empty.
+      below: What is said below the tables; no text if it is empty.
     """
     groups = _alike(rows)
     header = ["path", "shape", "dtype", "size", "size/device"]
@@ -42,7 +42,7 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], host: str) -> str
         table(leaves, right=(len(leaves[0]) - 5, len(leaves[0]) - 4)),
         table(sums, right=(2, 3, 4)),
     ]
-    return "\n\n".join([*tables, host] if host else tables)
+    return "\n\n".join([*tables, below] if below else tables)
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:

@@ -170,7 +170,8 @@ class MemoryReport(Printed):
         kinds = [f"{size_text(n)} {kind}" for kind, n in self._kinds().items()]
         wrong = sum(row.misplaced for row in self.rows)
         misplaced = [f"{wrong} not where planned"] if wrong else []
-        return ", ".join([f"{len(self.rows)} leaves", *kinds, *misplaced])
+        nothing = ["none planned for the host"] if self._why_nothing_moves() else []
+        return ", ".join([f"{len(self.rows)} leaves", *kinds, *misplaced, *nothing])
 
     def __str__(self) -> str:
         parts = self.subtrees()
@@ -180,7 +181,13 @@ class MemoryReport(Printed):
             for name, part in named
             for kind, columns in part._totals_as_dict().items()
         ]
-        return rendering.text(self.rows, totals, str(self.host))
+        below = [self._why_nothing_moves(), str(self.host)]
+        return rendering.text(self.rows, totals, "\n\n".join(filter(None, below)))
+
+    def _why_nothing_moves(self) -> str:
+        """A line on rules that leave all on the device, as of a small model."""
+        planned = [(row.planned, row.why) for row in self.rows if row.planned]
+        return _rules.why_nothing_moves(planned)
 
 
 def memory_report(

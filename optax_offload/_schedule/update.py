@@ -60,12 +60,14 @@ class Straight(Printed):
       scalars: The inputs that are loaded before all groups, as positions.
       shared: The equations that are evaluated whole before all groups, as positions.
       window: The bytes that may be on each device at once.
+      why_nothing_moves: The reason why the rules move nothing; "" if they do.
     """
 
     stages: tuple[Alone | Loop, ...]
     scalars: tuple[int, ...]
     shared: tuple[int, ...]
     window: Window
+    why_nothing_moves: str = ""
 
     @property
     def loops(self) -> tuple[Loop, ...]:
@@ -122,6 +124,8 @@ class Straight(Printed):
                     )
 
     def __str__(self) -> str:
+        if self.why_nothing_moves:
+            return self.why_nothing_moves
         sizes = [group.nbytes for group in self.groups]
         lines = [
             f"{_groups(len(sizes))} of {size_text(sum(sizes))} in all, the largest of "

@@ -277,3 +277,27 @@ def test_a_branch_has_a_schedule_for_each_version():
         schedule
     )
     assert "print it" in repr(schedule)
+
+
+def test_an_update_that_moves_nothing_says_why():
+    """By reason; the report of its state says the same."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((100, 100), jnp.float32) for i in range(3)}
+    tx = oo.offload(optax.adam(1e-3))
+    expected = (
+        "nothing moves to host memory. 7 leaves: under 64.00 KiB (rule 0 '.*'). "
+        "Rule(pattern, min_bytes=...) moves smaller leaves"
+    )
+    assert str(tx.schedule(params)) == expected
+    state = oo.eval_shape(tx.init, params)
+    report = oo.memory_report(state, ".*").check()
+    assert str(report).endswith(f"\n\n{expected}")
+    assert "device, none planned for the host; print" in repr(report)
+    for rules in (oo.Rule(".*", min_bytes=1000), None):
+        assert "nothing moves" not in str(oo.memory_report(state, rules))
+    tx = oo.offload(optax.adam(1e-3), [oo.Rule(".*mu.*", "device"), ".*/w0"])
+    assert str(tx.schedule(params)).startswith(
+        "nothing moves to host memory. 3 leaves: no rule matches; 3 leaves: rule 0 "
+        "'.*mu.*'; 1 leaf: under 64.00 KiB (rule 1 '.*/w0'). Rule"
+    )
+    tx = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=1000))
+    assert str(tx.schedule(params)).startswith("3 groups of")
