@@ -254,6 +254,11 @@ def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
         rules = Rule(rules)
     if isinstance(rules, Rule):
         rules = (rules,)
+    if hasattr(rules, "init") and hasattr(rules, "update"):
+        raise TypeError(
+            "rules is an optimizer. Give the rules that offload was given: '.*' if it "
+            "was given none"
+        )
     if isinstance(rules, OffloadConfig):
         config = rules
     elif isinstance(rules, Sequence):

@@ -213,7 +213,7 @@ def memory_report(
 
     Raises:
       TypeError, ValueError: the rules are wrong, or match nothing, as in `offload`;
-        or no leaf is ``under`` the path.
+        no leaf is ``under`` the path; or a leaf is a function.
 
     Warns:
       OffloadWarning: there is not enough host memory; it gives the line that helps.
@@ -226,6 +226,13 @@ def memory_report(
       {'pinned_host': 131072}
     """
     leaves = _trees.leaves_with_paths(tree)
+    functions = [path for path, x in leaves if callable(x) and not hasattr(x, "dtype")]
+    if functions:
+        raise TypeError(
+            f"the tree has functions at {_trees.listed(functions)}. Give it arrays: of "
+            "an optimizer its state, memory_report(tx.init(params), rules), and of an "
+            "Equinox model equinox.filter(model, equinox.is_array)"
+        )
     placements = _placements(leaves, rules, under)
     formats = encoded_parts(tree)
     named = _in_other_forms(tree, rules, under)

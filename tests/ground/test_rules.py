@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -175,6 +176,7 @@ def test_bad_rule(arguments, error, message):
             r"rules\[0\] is 3; it must be an optax_offload.Rule or a regex",
         ),
         ([], ValueError, "rules is empty, so nothing would be offloaded"),
+        (oo.offload(optax.sgd(1.0)), TypeError, r"is an optimizer\. Give the rules th"),
     ],
 )
 def test_bad_rules(rules, error, message):

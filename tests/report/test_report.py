@@ -369,3 +369,10 @@ def test_copies_on_a_host(spec, copies, abstract):
     )
     assert (said in str(alone)) == (copies > 1)
     assert alone.host.as_dict()["copies"] == {"pinned_host": copies}
+
+
+def test_functions_are_no_leaves():
+    """As of the optimizer itself, given for its state."""
+    message = r"functions at 'init', 'update'\. .* memory_report\(tx\.init\(params\), r"
+    with pytest.raises(TypeError, match=message):
+        oo.memory_report(oo.offload(optax.adam(1e-3)))
