@@ -61,7 +61,9 @@ def refuse(lost: Collection[str]) -> None:
         raise TypeError(
             "the step changes objects of Flax NNX in place, and optax_offload's jit "
             "and stream lose what is not returned, so that it would train nothing: "
-            f"{_trees.listed([*lost])}. {_LINES}"
+            f"{_trees.listed([*lost])}. {_LINES}. If the step only evaluates, call "
+            "model.eval() before it: then statistics and random streams stay as they "
+            "are"
         )
 
 

@@ -187,6 +187,25 @@ def test_what_changes_nothing_takes_objects():
     assert oo.stream(NoPytree(nnx.Rngs(0)).__call__)(X).shape == (4, 8)
 
 
+def test_a_model_in_training_mode_is_not_for_evaluation():
+    """The error says how to change it, and then it works."""
+    norm, dropout = (
+        nnx.BatchNorm(8, rngs=nnx.Rngs(0)),
+        nnx.Dropout(0.5, rngs=nnx.Rngs(0)),
+    )
+    model = nnx.Sequential(norm, dropout)
+
+    def loss_fn(model, x):
+        return jnp.mean(model(x) ** 2)
+
+    message = f"{LOST}.*/mean.*only evaluates.* model.eval\\(\\) before"
+    jitted = oo.jit(loss_fn)
+    with pytest.raises(TypeError, match=f"(?s){message}"):
+        jitted(model, X)
+    model.eval()
+    np.testing.assert_allclose(jitted(model, X), loss_fn(model, X), rtol=1e-6)
+
+
 def test_other_changes():
     """Of variables, random streams, statistics, what is sown, Python's numbers."""
 
