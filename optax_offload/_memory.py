@@ -400,7 +400,11 @@ def as_placed(tree: T) -> T:
         there, layout = on_mesh(sharding, kind), x.format.layout
         return x.update(sharding=Format(layout, there) if layout else there)
 
-    return jax.tree.map(placed, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    typed = list(map(placed, leaves))
+    # What is static is the same object where it has no such struct in it.
+    same = all(a is b for a, b in zip(leaves, typed, strict=True))
+    return tree if same else jax.tree.unflatten(structure, typed)
 
 
 def on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:

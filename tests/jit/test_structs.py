@@ -98,5 +98,7 @@ def test_structs_keep_what_else_they_say():
     assert a.format == Format(host.format.layout, a.sharding)
     assert b.weak_type
     assert c is plain
+    tree = {"x": plain, "y": (host, None, 3)}
+    assert _memory.as_placed(tree) is tree
     assert _memory.on_host(a)
     assert _memory.on_host(b)
