@@ -13,8 +13,8 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._program import Program, bound, variables
-from optax_offload._rows import SUMMED_BY, Sum
+from optax_offload._program import Program, bound, facts, variables
+from optax_offload._rows import Sum
 
 _ADD = {
     "add": lax.add,
@@ -26,11 +26,17 @@ _ADD = {
 }
 
 
+def _by(e: jex.JaxprEqn) -> str:
+    by = facts(e).summed_by
+    assert by is not None
+    return by
+
+
 def identity(program: Program, s: Sum) -> Any:
     """Returns a reduction's neutral element, in the dtype of the running total."""
     e = _widened(program.equations[s.position])
     aval: Any = e.outvars[0].aval
-    by = SUMMED_BY[e.primitive.name]
+    by = _by(e)
     value: Any = {"add": 0, "mul": 1, "and": -1, "or": 0}.get(by)
     if by in ("max", "min"):
         least = by == "max"
@@ -73,7 +79,7 @@ def added(
 
     values = [value(v, inside.aval) for inside, v in free.items()]
     (part,) = jax.core.eval_jaxpr(one, (), *values)
-    return _ADD[SUMMED_BY[e.primitive.name]](total, part)
+    return _ADD[_by(e)](total, part)
 
 
 def finished(program: Program, s: Sum, total: Any) -> Any:
@@ -91,7 +97,7 @@ def _widened(e: jex.JaxprEqn) -> jex.JaxprEqn:
     """
     aval: Any = e.outvars[0].aval
     if (
-        SUMMED_BY[e.primitive.name] not in ("add", "mul")
+        _by(e) not in ("add", "mul")
         or not jnp.issubdtype(aval.dtype, jnp.floating)
         or jnp.finfo(aval.dtype).bits >= 32
     ):

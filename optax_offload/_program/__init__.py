@@ -48,16 +48,20 @@ from optax_offload._program.graph import (
     within,
 )
 from optax_offload._program.keys import Places, key_data
+from optax_offload._program.primitives import (
+    LAYOUT,
+    facts,
+    handed_on,
+    is_store,
+    is_transfer,
+)
 from optax_offload._program.remats import scans
 from optax_offload._program.step import (
     InlinedUpdate,
     Step,
     apart,
     constrained,
-    handed_on,
     in_equations,
-    is_store,
-    is_transfer,
     of_values,
     take_apart,
 )
@@ -65,6 +69,7 @@ from optax_offload._program.update import Input, Output, Update, trace
 from optax_offload._program.wanted import has_update
 
 __all__ = [
+    "LAYOUT",
     "AtRest",
     "Atom",
     "Body",
@@ -97,6 +102,7 @@ __all__ = [
     "entered",
     "equation_of",
     "evaluate",
+    "facts",
     "find_branches",
     "flatten",
     "handed_on",

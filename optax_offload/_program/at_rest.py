@@ -26,10 +26,10 @@ from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.graph import bound, in_pairs, read, variables
+from optax_offload._program.primitives import facts
 from optax_offload._program.replaced import returning
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 from optax_offload._program.wanted import (
-    HAND_ON,
     Wanted,
     has_update,
     inside,
@@ -261,7 +261,7 @@ class _Walk:
         name = e.primitive.name
         if name == "scan":
             return self._scan(e, values, stored)
-        if name in HAND_ON:
+        if facts(e).hands_on == "value":
             return _bound(jaxpr, e, list(map(_load_rows, values)))
         wanted = inside(e)
         kept = wanted.rows | wanted.updated

@@ -12,19 +12,7 @@ from jax.extend import core as jex
 
 from optax_offload._program.bodies import of_call
 from optax_offload._program.graph import Atom, Program, bound
-
-# Enough to know a predicate, and what a selection is multiplied with. By NumPy: when a
-# program is lowered, JAX's own would be evaluated on devices that may not be here.
-_FOLDED: Mapping[str, Callable[..., Any]] = {
-    "add": np.add,
-    "and": np.bitwise_and,
-    "convert_element_type": lambda x: x,
-    "mul": np.multiply,
-    "ne": np.not_equal,
-    "not": np.bitwise_not,
-    "or": np.bitwise_or,
-    "sub": np.subtract,
-}
+from optax_offload._program.primitives import facts
 
 
 class Builder:
@@ -87,11 +75,14 @@ class Builder:
         self.equations.append(
             e.replace(invars=operands, outvars=outvars, params=changed)
         )
-        if e.primitive.name in _FOLDED:
+        # Enough to know a predicate, and what a selection is multiplied with.
+        if facts(e).folded is not None:
             self._fold(e, operands, outvars[0])
 
     def _fold(self, e: jex.JaxprEqn, operands: Sequence[Atom], result: jex.Var) -> None:
         """Knows the value of a result, if those of all operands are known."""
+        fold = facts(e).folded
+        assert fold is not None
         values = [self.value(a) for a in operands]
         if any(v is None for v in values):
             return
@@ -99,7 +90,7 @@ class Builder:
         *given, made = (t.dtype for t in types)
         arrays = [np.asarray(v, dtype) for v, dtype in zip(values, given, strict=True)]
         with np.errstate(all="ignore"):
-            self._known[result] = np.asarray(_FOLDED[e.primitive.name](*arrays), made)
+            self._known[result] = np.asarray(fold(*arrays), made)
 
     def inline(self, closed: jex.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
         """Adds the equations of a jaxpr, with variables of its own each time.

@@ -21,22 +21,11 @@ from optax_offload._program.graph import (
     shape,
     variables,
 )
+from optax_offload._program.primitives import facts
 
-# What leads from an argument to what replaces it: most add something to it.
-_ADDING = {
-    "add",
-    "add_any",
-    "clamp",
-    "convert_element_type",
-    "copy",
-    "max",
-    "min",
-    "reshard",
-    "select_n",
-    "sharding_constraint",
-    "sub",
-}
-_STEPS = _ADDING | {"mul"}
+# Most of what replaces an argument adds something to it.
+_ADDS = {"adds"}
+_LEADS = {"adds", "scales"}
 
 
 def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
@@ -62,10 +51,10 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
     found: list[tuple[bool, bool, int, int, jex.Var]] = []
     for k, a in enumerate(program.outvars):
         if isinstance(a, jex.Var) and a not in resting:
-            adding = _leading_to(program, a, resting, _ADDING)
-            all_steps = _leading_to(program, a, resting, _STEPS)
+            adding = _leading_to(program, a, resting, _ADDS)
+            all_steps = _leading_to(program, a, resting, _LEADS)
             own = min(
-                _leading_to(program, a, others, _STEPS).values(), default=math.inf
+                _leading_to(program, a, others, _LEADS).values(), default=math.inf
             )
             found += [
                 (v not in adding, own <= n, n, k, v) for v, n in all_steps.items()
@@ -99,7 +88,7 @@ def _leading_to(
     program: Program,
     result: jex.Var,
     resting: Collection[jex.Var],
-    steps: Collection[str],
+    ways: Collection[str],
 ) -> Mapping[jex.Var, int]:
     """The arguments that lead to a result of their type, and in how many equations."""
     of: Any = result.aval
@@ -112,7 +101,7 @@ def _leading_to(
             x
             for v in front
             if v in program.producers
-            for x in _before(program.equations[program.producers[v]], v, steps)
+            for x in _before(program.equations[program.producers[v]], v, ways)
             if shape(x) == of.shape
         ]
         front = [v for v in dict.fromkeys(before) if v not in reached]
@@ -120,12 +109,12 @@ def _leading_to(
     return found
 
 
-def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var]:
+def _before(e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]) -> list[jex.Var]:
     """Returns the operands of which a result is made, number by number."""
-    if e.primitive.name in steps:
+    if facts(e).leads in ways:
         return variables(e.invars)
     if e.primitive.name in ("cond", "shard_map"):
-        return _before_inside(e, v, steps)
+        return _before_inside(e, v, ways)
     if e.primitive.name not in ("scan", "while"):
         return []
     (body,) = entered(e)
@@ -135,9 +124,7 @@ def _before(e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]) -> list[jex.Var
     return variables(e.invars[i] for i in [passed_on(body).get(v)] if i is not None)
 
 
-def _before_inside(
-    e: jex.JaxprEqn, v: jex.Var, steps: Collection[str]
-) -> list[jex.Var]:
+def _before_inside(e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]) -> list[jex.Var]:
     """Returns the operands of which a body makes a result, in any of the branches."""
     found: list[jex.Var] = []
     k = e.outvars.index(v)
@@ -145,7 +132,7 @@ def _before_inside(
         program = flatten(body.closed)
         a = program.outvars[k]
         if isinstance(a, jex.Var):
-            for x in _leading_to(program, a, program.invars, steps):
+            for x in _leading_to(program, a, program.invars, ways):
                 i = body.operands[program.invars.index(x)]
                 if shard_maps.shards_alike(e, i, k):
                     found += variables([e.invars[i]])

@@ -15,6 +15,7 @@ from optax_offload import _memory
 from optax_offload._program.bodies import Body
 from optax_offload._program.build import flatten
 from optax_offload._program.graph import Program, passed_on, variables
+from optax_offload._program.primitives import facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,19 +47,6 @@ def rests(x: Any) -> bool:
     return isinstance(x, RowValue) or (
         isinstance(x, jax.core.Tracer) and _memory.on_host(x)
     )
-
-
-# What is cheaper to compute again than to keep.
-_AGAIN = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "mul",
-    "neg",
-    "reshape",
-    "squeeze",
-    "transpose",
-}
 
 
 def made_of_rows(
@@ -110,7 +98,7 @@ def _of_rows(
         if v in source:
             continue
         i = program.producers.get(v)
-        if i is None or program.equations[i].primitive.name not in _AGAIN:
+        if i is None or not facts(program.equations[i]).again:
             return None
         if i not in found:
             found.add(i)

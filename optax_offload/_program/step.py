@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
+from optax_offload._program.primitives import handed_on
 from optax_offload._program.update import Update
 
 
@@ -403,25 +404,6 @@ def _is_key(a: Atom) -> bool:
     return _memory.movable_nbytes(a.aval) is None
 
 
-# What gives back what it takes: in another memory, sharding or dtype, or as it was.
-_HANDS_ON = {
-    "convert_element_type",
-    "copy",
-    "device_put",
-    "optimization_barrier",
-    "reshard",
-    "sharding_constraint",
-}
-
-
-def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
-    """Yields each variable that an equation only hands on, with the result for it."""
-    if e.primitive.name in _HANDS_ON:
-        for a, v in in_pairs(e):
-            if isinstance(a, jex.Var):
-                yield a, v
-
-
 def constrained(program: Program, v: jex.Var, x: Any) -> Any:
     """The value of a result that was made row by row, sharded as the step has it.
 
@@ -440,17 +422,3 @@ def constrained(program: Program, v: jex.Var, x: Any) -> Any:
         x,
     )
     return x
-
-
-def is_transfer(e: jex.JaxprEqn) -> bool:
-    """Returns whether an equation moves one value between memories, or keeps it."""
-    return e.primitive.name == "device_put" and any(
-        _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
-    )
-
-
-def is_store(e: jex.JaxprEqn) -> bool:
-    """Returns whether an equation moves one value from the device to the host."""
-    return (
-        is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.invars[0].aval)
-    )

@@ -13,9 +13,7 @@ from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.call import called
 from optax_offload._program.graph import described, in_pairs, variables, within
-
-# What gives a value back as it is, wherever that rests.
-HAND_ON = {"device_put", "optimization_barrier", "reshard", "sharding_constraint"}
+from optax_offload._program.primitives import facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +41,7 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
         if what is not None:
             updated.update(variables(e.invars[i] for i in what.update.loads))
             continue
-        if e.primitive.name in HAND_ON:
+        if facts(e).hands_on == "value":
             for a, v in in_pairs(e):
                 for some in (updated, rows):
                     if v in some:

@@ -6,10 +6,9 @@ from optax_offload._rows.proof import analyze, analyze_made
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
 from optax_offload._rows.small_rows import whole_stacks, with_whole_stacks
 from optax_offload._rows.stacks import made_by_rows
-from optax_offload._rows.sums import SUMMED_BY, Sum, summed
+from optax_offload._rows.sums import Sum, summed
 
 __all__ = [
-    "SUMMED_BY",
     "Analysis",
     "Kernel",
     "NotRowLocalError",

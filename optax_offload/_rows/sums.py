@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload._program import variables
+from optax_offload._program import facts, variables
 
 
 class Sum(NamedTuple):
@@ -22,22 +22,10 @@ class Sum(NamedTuple):
     operands: tuple[jex.Var, ...]
 
 
-# What a reduction over rows is summed up with.
-SUMMED_BY = {
-    "reduce_sum": "add",
-    "dot_general": "add",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "mul",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
-
-
 def summed(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:
     """The operands with rows of an equation that reduces over them."""
     known = [v for v in variables(e.invars) if v in axes]
-    if e.primitive.name not in SUMMED_BY or not known:
+    if facts(e).summed_by is None or not known:
         return []
     if e.primitive.name == "dot_general":
         return _contracted(e, axes)

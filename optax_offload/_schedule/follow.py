@@ -11,6 +11,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload._program import (
+    LAYOUT,
     Body,
     Components,
     Program,
@@ -182,19 +183,6 @@ def without(gradients: Iterable[jex.Var], unfused: Iterable[Unfused]) -> list[je
     return [v for v in gradients if v not in whole]
 
 
-# What decodes state, beside arithmetic: else it would be decoded whole, before a scan.
-LAYOUT = {
-    "bitcast_convert_type",
-    "broadcast_in_dim",
-    "concatenate",
-    "reshape",
-    "slice",
-    "squeeze",
-    "stack",
-    "transpose",
-}
-
-
 class _Walk:
     """Follows gradients from equation to equation.
 
@@ -217,6 +205,7 @@ class _Walk:
             RowCount(scan.length), program.equations, program.producers
         )
         self._analysis.whole = set(variables(program.outvars))
+        # What decodes state: else it would be decoded whole, before a scan.
         self._analysis.follow = LAYOUT
         for v in gradients:
             self._analysis.mark(v, 0)

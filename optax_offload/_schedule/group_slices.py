@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from jax.extend import core as jex
 
 from optax_offload import _compat, _tpu_layout
-from optax_offload._program import Atom, Program, Update, shape, variables
+from optax_offload._program import Atom, Program, Update, facts, shape, variables
 from optax_offload._rows import (
-    SUMMED_BY,
     NotRowLocalError,
     RowLocal,
     Sum,
@@ -102,7 +101,7 @@ def _sums(program: Program, group: Group) -> dict[int, Sum]:
     for k in group.outputs:
         i = program.producers[_var(program, k)]
         e = program.equations[i]
-        if e.primitive.name not in SUMMED_BY or shape(e.outvars[0]):
+        if facts(e).summed_by is None or shape(e.outvars[0]):
             return {}
         found[k] = Sum(i, tuple(variables(e.invars)))
     return found

@@ -14,6 +14,7 @@ from optax_offload._program import (
     Output,
     called,
     entered,
+    facts,
     handed_on,
     variables,
 )
@@ -71,7 +72,6 @@ def returned(
 
 def stays(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation hands on state as it is, and where it is."""
-    name = e.primitive.name
-    return name in ("optimization_barrier", "reshard", "sharding_constraint") or (
-        name == "device_put" and any(_memory.on_host(v.aval) for v in e.outvars)
-    )
+    to_host = any(_memory.on_host(v.aval) for v in e.outvars)
+    moved = e.primitive.name == "device_put" and not to_host
+    return facts(e).hands_on == "value" and not moved

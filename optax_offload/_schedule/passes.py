@@ -19,11 +19,11 @@ from optax_offload._program import (
     Update,
     ancestors,
     dependents,
+    facts,
     live,
     shape,
     variables,
 )
-from optax_offload._rows import SUMMED_BY
 from optax_offload._schedule.groups import Grouping, group
 
 
@@ -78,7 +78,7 @@ def _sums(update: Update, loads: Collection[int]) -> list[jex.Var]:
         if not late.isdisjoint(used):
             late.update(e.outvars)
         elif (
-            e.primitive.name in SUMMED_BY
+            facts(e).summed_by is not None
             and not any(map(shape, e.outvars))
             and any(v in loaded and shape(v) for v in used)
         ):

@@ -17,7 +17,7 @@ from optax_offload import _compat, _memory
 from optax_offload._program import at_rest
 from optax_offload._program.bodies import entered, of_platforms
 from optax_offload._program.graph import in_pairs
-from optax_offload._program.step import handed_on
+from optax_offload._program.primitives import handed_on
 from optax_offload._schedule import order
 from optax_offload._units import size_text
 
