@@ -22,6 +22,7 @@ from optax_offload._jit.kinds import (
     argument_types,
     check_effects,
     check_on_device,
+    warn_of_types,
 )
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
@@ -211,6 +212,13 @@ class _Jitted(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
         variants = self._nested if _compat.tracing() else self._outermost
+        before = variants.planned
+        results = self._called(variants, args, kwargs)
+        if variants.planned is not before:
+            warn_of_types((args, kwargs), variants.planned)
+        return results
+
+    def _called(self, variants: _Variants, args: Any, kwargs: Any) -> Any:
         try:
             return variants.current(*args, **kwargs)
         except _OtherVariant as other:
@@ -281,6 +289,7 @@ class _Variants:
 
     Attributes:
       current: The one that was called last.
+      planned: The paths of state that rules put in host memory, in the last trace.
     """
 
     def __init__(
@@ -303,6 +312,7 @@ class _Variants:
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
             self._given["in_shardings"] = tuple(self._given["in_shardings"])
         self._jitted: dict[Hashable, Any] = {}
+        self.planned: list[str] = []
         self.current = self._variant(self._given)
         # What is traced for devices that are not attached, is not what is called here.
         self._of_target: dict[machine.Machine, Any] = {}
@@ -391,6 +401,7 @@ class _Variants:
             other = hiding != wanted.latency_hiding and machine.may_be_a_gpu()
             if not fits or other:
                 raise _OtherVariant(wanted)
+            self.planned = [*plan.step.planned.values()]
             if not self._is_nested:
                 check_effects(traced, plan)
                 arrays = filter(is_array, jax.tree.leaves((args, kwargs)))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.core
 
-from optax_offload import _compat, _trees
+from optax_offload import _compat, _memory, _trees
+from optax_offload._errors import warn
 from optax_offload._jit import shardings
 from optax_offload._schedule import FusedStep
 
@@ -111,3 +113,28 @@ def _on_host(traced: jax.stages.Traced, plan: FusedStep) -> list[str]:
         for path, kind in _trees.leaves_with_paths(tree)
         if kind != "device"
     ]
+
+
+def warn_of_types(call: Any, planned: Collection[str]) -> None:
+    """Warns of arguments in host memory that JAX types as on the device (F28).
+
+    Args:
+      call: The arguments.
+      planned: The paths of state, which is taken from where it is, whatever its type.
+    """
+    found = [
+        path
+        for path, x in _trees.leaves_with_paths(call)
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+        if x.sharding.memory_kind == "pinned_host" and not _memory.on_host(x)
+        # Of random keys JAX's own warning tells.
+        if _memory.movable_nbytes(x) is not None and not path.endswith(tuple(planned))
+    ]
+    if found:
+        warn(
+            f"arguments {_trees.listed(found)} are in host memory, and JAX types them "
+            "as on the device, as it does arrays with a SingleDeviceSharding that "
+            "jit(..., out_shardings=...) or make_array_from_callback made. The step "
+            "loads them whole, and returns on the device what replaces them. "
+            "oo.place(tree, tree) types them as they are"
+        )

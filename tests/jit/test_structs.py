@@ -102,3 +102,30 @@ def test_structs_keep_what_else_they_say():
     assert _memory.as_placed(tree) is tree
     assert _memory.on_host(a)
     assert _memory.on_host(b)
+
+
+def test_arrays_that_jax_types_wrongly():
+    """A call says that they do not stay on the host, once, and what to do (F28).
+
+    State is taken from where it is, whatever its type.
+    """
+    params, state, x = arguments("layers")
+
+    def wrong(x):
+        if x.sharding.memory_kind != "pinned_host":
+            return x
+        (device,), kept = x.devices(), np.asarray(x)
+        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        return jax.make_array_from_callback(x.shape, host, lambda index: kept[index])
+
+    given = jax.tree.map(wrong, params)
+    assert not _memory.on_host(given["layers"])
+    jitted = oo.jit(step)
+    with pytest.warns(oo.OffloadWarning, match=r"arguments '0/0/layers' are in host"):
+        new, _, _ = jitted(given, jax.tree.map(wrong, state), x)
+    assert new["layers"].sharding.memory_kind == "device"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jitted(given, jax.tree.map(wrong, state), x)
+        new, _, _ = jitted(oo.place(given, given), state, x)
+    assert new["layers"].sharding.memory_kind == "pinned_host"
