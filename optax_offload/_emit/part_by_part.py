@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.core
 from jax import lax
 from jax.extend import core as jex
@@ -75,8 +76,8 @@ def _with_part(place: Place, x: Any, part: Any, row: Any, offset: int) -> Any:
     assert place.part is not None
     rows, at = _as_rows(place, x, row, offset, part.shape[place.part])
     shape = (*rows.shape[: place.rows], 1, *rows.shape[place.rows + 1 :])
-    rows = with_rows(rows, lax.reshape(part, shape), at, place.rows)
-    return lax.reshape(rows, x.shape)
+    rows = with_rows(rows, _reshaped(part, shape, rows), at, place.rows)
+    return _reshaped(rows, x.shape, x)
 
 
 def _as_rows(place: Place, x: Any, row: Any, offset: int, size: int) -> tuple[Any, Any]:
@@ -93,4 +94,12 @@ def _as_rows(place: Place, x: Any, row: Any, offset: int, size: int) -> tuple[An
         size,
         *x.shape[place.part + 1 :],
     )
-    return lax.reshape(x, shape), row * count + offset // size
+    return _reshaped(x, shape, x), row * count + offset // size
+
+
+def _reshaped(x: Any, shape: Sequence[int], like: Any) -> Any:
+    """A value in another shape, its axes sharded as those of another value are."""
+    sharding = jax.typeof(like).sharding
+    if not any(sharding.spec):
+        return lax.reshape(x, shape)
+    return lax.reshape(x, shape, out_sharding=sharding)

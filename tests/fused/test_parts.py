@@ -6,6 +6,8 @@ import optax
 import pytest
 from harness import EVERYTHING
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from program import emitted
 from scanned_models import (
     BATCH,
@@ -66,6 +68,42 @@ def test_values_and_kinds(inner, late_gradients):
     bound = 32 if late_gradients == "recompute" else 16
     assert ulps(got, train(jax.jit(make_step(inner), **DONATED), inner)) <= bound
     oo.memory_report(got[1], EVERYTHING).check()
+
+
+def test_parts_of_rows_whose_type_has_a_sharding():
+    """In Explicit mode a part is sharded as its row is."""
+    mesh = jax.make_mesh((2,), "x", axis_types=(AxisType.Explicit,))
+    sharding = NamedSharding(mesh, P(None, None, "x"))
+    layers = jax.device_put(jnp.ones((4, 16, 64)) / 8, sharding)
+    x = jax.device_put(
+        jnp.linspace(-1, 1, 16 * 64).reshape(16, 64), NamedSharding(mesh, P(None, "x"))
+    )
+
+    def trained(tx, jit):
+        def loss(layers, x):
+            out, _ = lax.scan(lambda h, w: (jnp.tanh(h * w + x), None), x, layers)
+            return jnp.mean(out**2)
+
+        def step(layers, state, x):
+            grads = jax.grad(loss)(layers, x)
+            updates, state = tx.update(grads, state, layers)
+            return optax.apply_updates(layers, updates), state
+
+        given = jnp.copy(layers)
+        state = tx.init(given)
+        text = str(oo.jit(step).schedule(given, state, x))
+        jitted = jit(step, donate_argnums=(0, 1))
+        for _ in range(3):
+            given, state = jitted(given, state, x)
+        return given, text
+
+    with jax.set_mesh(mesh):
+        tx = oo.offload(optax.adam(1e-2), EVERYTHING, window_bytes=WINDOW)
+        got, text = trained(tx, oo.jit)
+        want, _ = trained(optax.adam(1e-2), jax.jit)
+    assert "a row in 2 parts" in text
+    assert got.sharding.spec == sharding.spec
+    assert ulps(got, want) <= 16
 
 
 def test_parts_are_within_the_window():
