@@ -15,6 +15,7 @@ LEFT = "tests/fused/test_left_outside.py"
 LATE = "tests/fused/test_delayed_rows.py"
 STREAM = "tests/emit/test_stream.py"
 PASSES = "tests/schedule/test_passes.py"
+PIPELINE = "tests/schedule/test_pipeline.py"
 
 IN_ENGINE = {
     # Rows in the scan.
@@ -83,6 +84,31 @@ IN_ENGINE = {
         "tied = together(given)",
         "tied = given",
         (f"{LATE}::test_late_rows_with_every_jax",),
+    ),
+    # What waits for what in a turn.
+    "updates of a GPU in no turn": Mutant(
+        "_schedule/pipeline.py",
+        "            before = leaving[:1]",
+        "            before = ()",
+        (f"{LATE}::test_updates_are_in_turn",),
+    ),
+    "what is stored before its buffer is read": Mutant(
+        "_schedule/pipeline.py",
+        "if v in replaced or v in beside)",
+        "if v in beside)",
+        (PIPELINE,),
+    ),
+    "rows ahead that are copied where something is stored": Mutant(
+        "_schedule/pipeline.py",
+        "if begins and v not in replaced)",
+        "if begins and v in replaced)",
+        (PIPELINE,),
+    ),
+    "rows that are printed and not moved": Mutant(
+        "_schedule/pipeline.py",
+        "_rows_text(self.delayed, length)",
+        "_rows_text(self.delayed[1:], length)",
+        (PIPELINE,),
     ),
     # Positions.
     "rows copied as an older compiler reads positions": Mutant(

@@ -33,15 +33,15 @@ def every_row(monkeypatch):
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
 
 
-def traced(optimizer, **options):
-    """A step of layers at rest, traced, and what its schedule prints."""
+def planned(optimizer, **options):
+    """The plan of a step of layers at rest, and the step, traced."""
     params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), WORKLOAD.params)
     params = oo.set_memory_kind(committed(params), "layers/.*", "pinned_host")
     offloading = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
     tx = optax.chain(optimizer, offloading)
     args = params, tx.init(params), jnp.zeros(WORKLOAD.x.shape, WORKLOAD.x.dtype)
     step = oo.jit(train_step(WORKLOAD, tx), **options)
-    return step.trace(*args), str(step.schedule(*args))
+    return step.schedule(*args), step.trace(*args)
 
 
 def moved(body):
@@ -79,8 +79,8 @@ def test_what_is_printed_is_what_is_emitted(
 ):
     """Rows ahead and behind of each scan, by their number and their bytes."""
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
-    step, text = traced(optax.identity(), residuals=residuals)
-    jaxpr = emitted(step.jaxpr, on_tpu=chip == "TPU")
+    plan, step = planned(optax.identity(), residuals=residuals)
+    jaxpr, text = emitted(step.jaxpr, on_tpu=chip == "TPU"), str(plan)
     loops = [moved(body) for e in jaxpr.eqns for body in entered(e)]
     # The first iterations, and the last, are loops of their own.
     want = []
@@ -90,3 +90,25 @@ def test_what_is_printed_is_what_is_emitted(
     got = [part for line in lines for part in line.split("; ")]
     assert [x for x in got if x.endswith(("ahead", "behind"))] == want
     assert want or not computes_longer
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_nothing_is_stored_before_its_buffer_is_read(chip, monkeypatch):
+    """What replaces a row that is loaded ahead waits for it, or what leads to it does.
+
+    On a TPU rows that nothing is stored in place of, as residuals, are copied.
+    """
+    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0)
+    plan, _ = planned(optax.identity(), residuals="host")
+    (each,) = plan.scans
+    turn = plan.turns(each, 0, on_tpu=chip == "TPU").turn
+    replaced = {v for u in turn.updates for v in u.fused.replaced.values()}
+    read = [v for v in turn.ahead if v in replaced]
+    assert len(read) == 6
+    for u in turn.updates:
+        own = {v for v in read if v in u.fused.replaced.values()}
+        assert own <= set(u.loads)
+        assert u.held
+    others = [v for v in turn.ahead if v not in replaced]
+    assert len(others) == 1
+    assert list(turn.copied) == (others if chip == "TPU" else [])
