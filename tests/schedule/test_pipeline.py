@@ -101,7 +101,9 @@ def test_nothing_is_stored_before_its_buffer_is_read(chip, monkeypatch):
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0)
     plan, _ = planned(optax.identity(), residuals="host")
     (each,) = plan.scans
-    turn = plan.turns(each, 0, on_tpu=chip == "TPU").turn
+    turns = plan.turns(each, 0, on_tpu=chip == "TPU")
+    assert turns is not None
+    turn = turns.turn
     replaced = {v for u in turn.updates for v in u.fused.replaced.values()}
     read = [v for v in turn.ahead if v in replaced]
     assert len(read) == 6
