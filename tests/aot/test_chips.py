@@ -18,7 +18,8 @@ def test_figures_are_plausible_and_have_sources(chip):
     """Each is of the right size for its unit, and says where it is from."""
     assert 2**34 - 2**30 <= chip.memory_bytes < 2**38
     assert 1e10 < chip.link.bytes_per_second < 1e12
-    assert chip.link.latency_seconds == LINK.latency_seconds
+    if not chip.link_source.startswith("measured"):
+        assert chip.link.latency_seconds == LINK.latency_seconds
     assert 1e14 < chip.flops_per_second < 1e16
     assert 1e13 < chip.float32_flops_per_second <= chip.flops_per_second
     assert 1e11 < chip.memory_bytes_per_second < 1e13
