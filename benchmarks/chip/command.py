@@ -19,6 +19,7 @@ from benchmarks.chip.largest import LARGEST
 from benchmarks.chip.link import LINK, bytes_per_second, constants
 from benchmarks.chip.machine import ROOT
 from benchmarks.chip.others import OTHERS
+from benchmarks.chip.overlap import OVERLAP
 from benchmarks.chip.peaks import PEAKS
 from benchmarks.chip.setting import Part, Setting
 from benchmarks.chip.time import TIME
@@ -26,7 +27,9 @@ from benchmarks.chip.values import VALUES
 from optax_offload import aot
 
 # Most valuable first.
-PARTS = {part.name: part for part in (VALUES, PEAKS, LINK, TIME, LARGEST, OTHERS)}
+PARTS = {
+    part.name: part for part in (VALUES, PEAKS, LINK, OVERLAP, TIME, LARGEST, OTHERS)
+}
 MINUTES = 25.0
 RESULTS = ROOT / "benchmarks" / "results" / "chips"
 # What the package takes of it.

@@ -39,27 +39,29 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 Way = Callable[[Any, Any, Any], Any]
 
 
-def _row(rows: jax.Array, i: Any) -> jax.Array:
+def row_at(rows: jax.Array, i: Any) -> jax.Array:
+    """A row of a host array, on the device."""
     # No part of a load may be left out because a part of its result is not used.
     return lax.optimization_barrier(
         jax.device_put(lax.dynamic_index_in_dim(rows, i, 0, keepdims=False), DEVICE)
     )
 
 
-def _with_row(rows: jax.Array, row: jax.Array, i: Any) -> jax.Array:
+def with_row(rows: jax.Array, row: jax.Array, i: Any) -> jax.Array:
+    """A host array with a row of the device's."""
     return lax.dynamic_update_index_in_dim(rows, jax.device_put(row, HOST), i, 0)
 
 
 def load(source: Any, sink: Any, row: Any) -> Any:
     """All rows of a host array, one after the other."""
-    return sink, lax.fori_loop(0, source.shape[0], lambda i, _: _row(source, i), row)
+    return sink, lax.fori_loop(0, source.shape[0], lambda i, _: row_at(source, i), row)
 
 
 def store(source: Any, sink: Any, row: Any) -> Any:
     """A row of the device into all rows of a host array."""
     del source
     return lax.fori_loop(
-        0, sink.shape[0], lambda i, sink: _with_row(sink, row, i), sink
+        0, sink.shape[0], lambda i, sink: with_row(sink, row, i), sink
     ), row
 
 
@@ -68,7 +70,7 @@ def both(source: Any, sink: Any, row: Any) -> Any:
 
     def move(i: Any, carry: Any) -> Any:
         sink, _ = carry
-        return _with_row(sink, row, i), _row(source, i)
+        return with_row(sink, row, i), row_at(source, i)
 
     return lax.fori_loop(0, source.shape[0], move, (sink, row))
 
@@ -76,7 +78,7 @@ def both(source: Any, sink: Any, row: Any) -> Any:
 def load_by_kernel(source: Any, sink: Any, row: Any) -> Any:
     """Rows at positions that are constants."""
     for i in range(KERNEL_ROWS):
-        row = _row(source, i) + 0 * row[:1]
+        row = row_at(source, i) + 0 * row[:1]
     return sink, row
 
 
@@ -84,7 +86,7 @@ def store_by_kernel(source: Any, sink: Any, row: Any) -> Any:
     """The same, the other way."""
     del source
     for i in range(KERNEL_ROWS):
-        sink = _with_row(sink, row + i, i)
+        sink = with_row(sink, row + i, i)
     return sink, row
 
 

@@ -30,13 +30,14 @@ and Flax, and nothing else:
 make accelerator   # or: python -m benchmarks.chip
 ```
 
-It takes at most 25 minutes and has six parts of at most 8:
+It takes at most 25 minutes and has seven parts of at most 8:
 
 | part | measures |
 | --- | --- |
 | `values` | the results of every form of step against those of the plain step |
 | `peaks` | the memory that steps take of the device and of the host |
 | `link` | the bandwidth between them |
+| `overlap` | whether loads, stores and products of one loop run side by side |
 | `time` | the time of steps, in turns with the plain step |
 | `largest` | the largest models that take a step |
 | `others` | what users of PyTorch would use instead, if PyTorch is installed |
@@ -213,6 +214,33 @@ def moved_by(rows: Iterable[Table], way: str) -> list[str]:
     return sorted({name for r in rows if r["way"] == way for name in r["done"]})
 
 
+def overlap(cases: Mapping[str, Table]) -> list[str]:
+    """Pieces of a turn, alone and together."""
+    header: list[str] = ["form"]
+    rows = []
+    for name, f in done(cases).items():
+        alone = {
+            r["pieces"][0]: number(".2f", r["seconds"], 1e3)
+            for r in f["rows"]
+            if len(r["pieces"]) == 1
+        }
+        header = ["form", *alone, *f["together"]]
+        header[1] += ", ms"
+        ratios = [
+            f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
+            for over in f["together"].values()
+        ]
+        rows.append((name, *alone.values(), *ratios))
+    said = (
+        "Each turn of a loop loads 64 MiB, stores 64 MiB, or multiplies matrices, or "
+        "does several of these. Of several: their time over that of the longest of "
+        "them, and over their sum. They run side by side where the first is 1, and "
+        "in turn where the second is 1. "
+        "[F78](compiler-findings.md#f78) says what the options change."
+    )
+    return [said, "", *grid(header, rows)]
+
+
 def time(cases: Mapping[str, Table]) -> list[str]:
     """Steps."""
     rows = [
@@ -300,6 +328,7 @@ PARTS: dict[str, Callable[[Mapping[str, Table]], list[str]]] = {
     "values": values,
     "peaks": peaks,
     "link": link,
+    "overlap": overlap,
     "time": time,
     "largest": largest,
     "others": others,
@@ -308,6 +337,7 @@ TITLES = {
     "values": "Values",
     "peaks": "Peaks",
     "link": "Link",
+    "overlap": "Overlap",
     "time": "Time",
     "largest": "Largest models",
     "others": "PyTorch",

@@ -11,7 +11,7 @@ import time
 import jax
 import pytest
 
-from benchmarks.chip import command, largest, link, machine, record, running
+from benchmarks.chip import command, largest, link, machine, overlap, record, running
 from benchmarks.chip.setting import Part, Setting, SkippedError
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -234,6 +234,26 @@ def test_a_link_is_fitted():
     assert link.bytes_per_second({}) is None
 
 
+def test_pieces_together_are_beside_their_longest_and_their_sum():
+    """What is side by side takes as long as its longest, what is in turn as the sum."""
+    seconds = {"load": 1.0, "store": 2.0, "product": 4.0}
+    rows = [
+        {
+            "pieces": pieces,
+            "seconds": max(alone) if "product" in pieces else sum(alone),
+        }
+        for pieces in overlap.TOGETHER
+        for alone in [[seconds[piece] for piece in pieces]]
+    ]
+    found = overlap.together(rows)
+    assert found == {
+        "load + store": {"over_longest": 1.5, "over_sum": 1.0},
+        "load + product": {"over_longest": 1.0, "over_sum": 0.8},
+        "store + product": {"over_longest": 1.0, "over_sum": 4 / 6},
+        "load + store + product": {"over_longest": 1.0, "over_sum": 4 / 7},
+    }
+
+
 @pytest.mark.parametrize("fits", [1, 37, 80, 100, 107, 150])
 def test_the_largest_is_bisected(fits, monkeypatch):
     """From a prediction of 100 layers: what is found took a step, and is near."""
@@ -279,7 +299,7 @@ def test_unknown_parts_and_no_accelerator():
 def test_parts_fit_their_time():
     """Each at most 8 minutes, the most valuable first."""
     assert list(command.PARTS) == [
-        *("values", "peaks", "link", "time", "largest", "others")
+        *("values", "peaks", "link", "overlap", "time", "largest", "others")
     ]
     assert all(part.minutes <= 8 for part in command.PARTS.values())
 
@@ -363,6 +383,10 @@ def test_dry(tmp_path):
     assert all(found["seconds"] > 0 for found in figures["time"].values())
     assert figures["largest"]["six bytes"]["layers"] > 0
     assert figures["link"]["any node"]["fit"]["both"]["bytes_per_second"] > 0
+    for found in figures["overlap"].values():
+        assert all(row["seconds"] > 0 for row in found["rows"])
+        assert all(over["over_sum"] > 0 for over in found["together"].values())
     page = (tmp_path / "on-a-chip.md").read_text()
     assert "these figures mean nothing" in page
     assert "| residuals on the host |" in page
+    assert "| slices, copies outside of graphs |" in page
