@@ -27,8 +27,8 @@ STORES_OVERLAP = jax.__version_info__ >= (0, 11)
 # JAX 0.11.1 it takes every function of a loop's counter for the counter itself (U10).
 # JAX takes no plugin of a version other than its own.
 COPIES_AT_POSITIONS = jax.__version_info__ >= (0, 11, 1)
-# Whether the CUDA graph of a loop's turn keeps copies beside kernels. XLA makes it; before
-# JAX 0.12 its nodes are a chain, in the order in which they start (F78).
+# Whether XLA's CUDA graph of a loop's turn has copies beside kernels. Before JAX 0.12
+# its nodes are a chain, in the order in which they start (F79).
 GRAPHS_OVERLAP = jax.__version_info__ >= (0, 12)
 # What has a nested jit be inlined when it is traced, as ``inline=True`` did before JAX
 # 0.12: there it is inlined when it is lowered, and by then its operands are not seen to

@@ -3,7 +3,7 @@
 A turn loads 64 MiB, stores as much, and multiplies matrices for about as long, and none
 of these waits for another. They are timed alone and together, as steps move rows and as
 they move whole leaves, and with XLA's options that change what a GPU does with the
-schedule (F78).
+schedule (F79).
 """
 
 from __future__ import annotations

@@ -216,21 +216,20 @@ def moved_by(rows: Iterable[Table], way: str) -> list[str]:
 
 def overlap(cases: Mapping[str, Table]) -> list[str]:
     """Pieces of a turn, alone and together."""
-    header: list[str] = ["form"]
-    rows = []
+    header, rows = ["form"], []
     for name, f in done(cases).items():
         alone = {
-            r["pieces"][0]: number(".2f", r["seconds"], 1e3)
-            for r in f["rows"]
-            if len(r["pieces"]) == 1
+            row["pieces"][0]: number(".2f", row["seconds"], 1e3)
+            for row in f["rows"]
+            if len(row["pieces"]) == 1
         }
-        header = ["form", *alone, *f["together"]]
-        header[1] += ", ms"
-        ratios = [
-            f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
-            for over in f["together"].values()
-        ]
-        rows.append((name, *alone.values(), *ratios))
+        ratios = {
+            pieces: f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
+            for pieces, over in f["together"].items()
+        }
+        header = ["form", *alone, *ratios]
+        rows.append((name, *alone.values(), *ratios.values()))
+    header[1:2] = [f"{first}, ms" for first in header[1:2]]
     said = (
         "Each turn of a loop loads 64 MiB, stores 64 MiB, or multiplies matrices, or "
         "does several of these. Of several: their time over that of the longest of "

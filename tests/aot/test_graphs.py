@@ -1,4 +1,4 @@
-"""What an XLA:GPU program does with the copies of a loop's turn: finding F78.
+"""What an XLA:GPU program does with the copies of a loop's turn: finding F79.
 
 A test that fails has found a compiler that does otherwise.
 """

@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-from benchmarks.chip import command, link, page
+from benchmarks.chip import command, link, overlap, page
 from optax_offload import aot
 from optax_offload.aot import chips
 
@@ -93,7 +93,7 @@ def test_what_was_not_run_says_so():
     assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
     assert "| plain | 8.10 (by the device) | not run yet |" in text
     assert "| six bytes | as many as the host holds | not run yet |" in text
-    assert text.count("\nNot run yet.\n") == 3
+    assert text.count("\nNot run yet.\n") == 4
     assert page.text([]).endswith("No chip: not run yet.\n")
 
 
@@ -130,6 +130,25 @@ def test_measured_beside_predicted():
     assert "- broken: failed: `it is 'broken'`" in text
     assert "| gated | fused | 1024.0 | 1025.0 | 512.0 | not counted |" in text
     assert "| 4096 tokens | 1.3 | fused | 250 | 300 | 1.20 | 13653 | 75% |" in text
+
+
+def test_pieces_of_a_turn_are_in_milliseconds_alone_and_in_ratios_together():
+    """A column for each; what failed is left out, with its reason."""
+    rows = [
+        {"pieces": ["load"], "seconds": 1e-3},
+        {"pieces": ["product"], "seconds": 2e-3},
+        {"pieces": ["load", "product"], "seconds": 3e-3},
+    ]
+    parts = {
+        "overlap": {
+            "slices, as compiled": done(rows=rows, together=overlap.together(rows)),
+            "slices, no graphs": {"outcome": "failed", "reason": "no such option"},
+        }
+    }
+    text = page.text([{**HEAD, "parts": parts}])
+    assert "| form | load, ms | product | load + product |" in text
+    assert "| slices, as compiled | 1.00 | 2.00 | 1.50 / 1.00 |" in text
+    assert "- slices, no graphs: failed: `no such option`" in text
 
 
 def test_toys_are_for_no_page(tmp_path):
