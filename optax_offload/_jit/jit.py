@@ -360,31 +360,31 @@ class _Variants:
         # Specs mean a mesh only when they are used, other entries bring their own.
         specs = any(map(shardings.names_partition_specs, self._given.values()))
         mesh = wanted.kinds.mesh if wanted is not None and specs else None
-        hiding: LatencyHiding = "auto" if wanted is None else wanted.latency_hiding
-        of_compiler = self._compiler_options(hiding, call)
-        told = machine.SCHEDULER in of_compiler.get("compiler_options", ())
-        key = (tuple(leaves), treedef, mesh, hiding, told, machine.target())
+        told = {} if wanted is None else wanted.told
+        of_compiler = self._compiler_options(told, call)
+        options = tuple(of_compiler.get("compiler_options", {}).items())
+        key = (tuple(leaves), treedef, mesh, *told.items(), options, machine.target())
         if key not in self._jitted:
             if wanted is not None and "out_shardings" in self._given:
                 kinds = wanted.kinds.of["out_shardings"]
                 _warn_of_host(self._given["out_shardings"], kinds)
             options = {**self._options, **given, **of_compiler}
-            staged = self._staged(given, mesh, hiding)
+            staged = self._staged(given, mesh, told)
             self._jitted[key] = jax.jit(staged, **options)
         return self._jitted[key]
 
-    def _compiler_options(self, hiding: LatencyHiding, call: Any) -> dict[str, Any]:
+    def _compiler_options(self, told: Mapping[str, Any], call: Any) -> dict[str, Any]:
         """The options of the compiler for a call, where they are not those given."""
-        if self._is_nested or hiding == "auto":
+        if self._is_nested or not told:
             return {}
         given = self._options.get("compiler_options")
         where = machine.machine_of((call, self._given))
         asked = self._asked.latency_hiding
-        found = machine.compiler_options(given, asked, hiding, where)
+        found = machine.compiler_options(given, asked, told, where)
         return {} if found is None else {"compiler_options": found}
 
     def _staged(
-        self, given: Mapping[str, Any], mesh: Any, hiding: LatencyHiding
+        self, given: Mapping[str, Any], mesh: Any, told: Mapping[str, Any]
     ) -> Callable[..., Any]:
         """The function as it is traced for one variant."""
         on_one_device = any(self._options.get(k) for k in ("device", "backend"))
@@ -396,9 +396,9 @@ class _Variants:
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
-            wanted = _Wanted(Kinds.of_call(traced, plan), self._latency_hiding(plan))
+            wanted = _Wanted(Kinds.of_call(traced, plan), self._told(plan))
             fits = wanted.kinds.fit(given) and mesh in (None, wanted.kinds.mesh)
-            other = hiding != wanted.latency_hiding and machine.may_be_a_gpu()
+            other = told != wanted.told and machine.may_be_a_gpu()
             if not fits or other:
                 raise _OtherVariant(wanted)
             self.planned = [*plan.step.planned.values()]
@@ -421,10 +421,10 @@ class _Variants:
         staged.__name__ = _name_of(self._fun)
         return staged
 
-    def _latency_hiding(self, plan: FusedStep) -> LatencyHiding:
+    def _told(self, plan: FusedStep) -> Mapping[str, Any]:
         if self._is_nested:  # The function around says it.
-            return "auto"
-        return machine.latency_hiding(self._asked.latency_hiding, plan)
+            return {}
+        return machine.told(self._asked.latency_hiding, plan)
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
         """Describes the updates of a call that are fused."""
@@ -466,11 +466,11 @@ class _Wanted(NamedTuple):
 
     Attributes:
       kinds: The memory kinds of arguments and results.
-      latency_hiding: What a GPU's compiler is told.
+      told: What a GPU's compiler is told.
     """
 
     kinds: Kinds
-    latency_hiding: LatencyHiding
+    told: Mapping[str, Any]
 
 
 class _OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)

@@ -12,6 +12,7 @@ import jax
 from jax.extend import backend
 from jax.sharding import Sharding
 
+from optax_offload import _compat
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import LatencyHiding
 
@@ -20,6 +21,10 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 ON = {SCHEDULER: True}
 # For the estimator's sake JAX 0.10's compiler turns its scheduler on again (F01).
 OFF = {SCHEDULER: False, "xla_gpu_enable_analytical_sol_latency_estimator": False}
+# What CUDA graphs may hold: all that they may by default, but no slices. Before JAX
+# 0.12 a graph has its nodes in turn, and no copy in it overlaps anything (F79).
+GRAPHS = "xla_gpu_enable_command_buffer"
+NO_COPIES = {GRAPHS: "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL"}
 _GPUS = ("gpu", "cuda", "rocm")
 
 
@@ -95,20 +100,25 @@ def _devices_of(sharding: Sharding) -> list[Any]:
         return []
 
 
-def latency_hiding(asked: LatencyHiding, plan: FusedStep) -> LatencyHiding:
-    """What a compiler for one GPU is told.
+def told(asked: LatencyHiding, plan: FusedStep) -> dict[str, Any]:
+    """What a compiler for one GPU is told of a step.
 
     Args:
       asked: What was asked for.
       plan: The plan of the step.
     """
-    return "off" if asked == "auto" and plan.hides_nothing else asked
+    found: dict[str, Any] = {}
+    if asked != "auto" or plan.hides_nothing:
+        found |= ON if asked == "on" else OFF
+    if plan.step.at_rest is not None and not _compat.GRAPHS_OVERLAP:
+        found |= NO_COPIES
+    return found
 
 
 def compiler_options(
     given: Mapping[str, Any] | None,
     asked: LatencyHiding,
-    found: LatencyHiding,
+    found: Mapping[str, Any],
     machine: Machine,
 ) -> dict[str, Any] | None:
     """The options of a compiler, or None for those that were given.
@@ -116,14 +126,18 @@ def compiler_options(
     Args:
       given: Those that the user gave, which stand.
       asked: What the user asked for.
-      found: What `latency_hiding` says.
+      found: What `told` says.
       machine: The machine.
     """
-    given = dict(given or {})
-    if machine.platform not in _GPUS or found == "auto" or SCHEDULER in given:
+    given, found = dict(given or {}), dict(found)
+    if machine.platform not in _GPUS:
         return None
+    flags = os.environ.get("XLA_FLAGS", "")
     # On several GPUs it hides collectives, so that there it is a choice.
-    its_own = machine.devices > 1 or SCHEDULER in os.environ.get("XLA_FLAGS", "")
-    if its_own and asked == "auto":
-        return None
-    return (ON if found == "on" else OFF) | given
+    its_own = machine.devices > 1 or SCHEDULER in flags
+    if SCHEDULER in given or (its_own and asked == "auto"):
+        found = {k: x for k, x in found.items() if k not in OFF}
+    if GRAPHS in flags:
+        found.pop(GRAPHS, None)
+    found = {k: x for k, x in found.items() if k not in given}
+    return found | given if found else None

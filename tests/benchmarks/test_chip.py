@@ -234,6 +234,14 @@ def test_a_link_is_fitted():
     assert link.bytes_per_second({}) is None
 
 
+@pytest.mark.parametrize(("both", "each"), [(27e9, 53e9), (40e9, 40e9), (52e9, 52e9)])
+def test_ways_that_take_turns_say_nothing_of_a_link(both, each):
+    """Before JAX 0.12 a turn's copies are a chain, and share what one way has (F79)."""
+    rates = {"load": 55e9, "store": 53e9, "both": both}
+    fits = {way: {"bytes_per_second": rate} for way, rate in rates.items()}
+    assert link.bytes_per_second({"any node": {"fit": fits}}) == each
+
+
 def test_pieces_together_are_beside_their_longest_and_their_sum():
     """What is side by side takes as long as its longest, what is in turn as the sum."""
     seconds = {"load": 1.0, "store": 2.0, "product": 4.0}

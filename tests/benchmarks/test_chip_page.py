@@ -49,7 +49,10 @@ def test_what_the_package_takes_is_current():
 def test_a_measured_link_is_the_chips():
     """In place of the documented one; with several nodes, the best; never on paper."""
     fits = [{"bytes_per_second": b, "latency_seconds": 2e-5} for b in (20e9, 55e9)]
-    nodes = {f"node {i}": done(fit={"both": fit}) for i, fit in enumerate(fits)}
+    nodes = {
+        f"node {i}": done(fit=dict.fromkeys(["load", "store", "both"], fit))
+        for i, fit in enumerate(fits)
+    }
     found = link.constants(
         [
             {**HEAD, "parts": {"link": nodes}},

@@ -1,4 +1,4 @@
-"""What compilers for GPUs are told of XLA's latency-hiding scheduler, and which are."""
+"""What compilers for GPUs are told of a scheduler and of graphs, and which are."""
 
 import functools
 
@@ -12,9 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import aot
+from optax_offload import _compat, aot
 from optax_offload._jit import machine
 from optax_offload._jit.machine import (
+    GRAPHS,
+    NO_COPIES,
     OFF,
     SCHEDULER,
     Machine,
@@ -137,7 +139,8 @@ def test_options_of_the_user_stand(monkeypatch):
     jitted = oo.jit(step, compiler_options=others)
     with compiling_for("gpu", 1):
         lowered = jitted.trace(*args).lower()
-    assert aot.compilers.own_options(lowered) == others | OFF
+    found = aot.compilers.own_options(lowered)
+    assert {k: x for k, x in found.items() if k != GRAPHS} == others | OFF
     for asked in ("auto", "off"):
         given = {SCHEDULER: True}
         jitted = oo.jit(step, compiler_options=given, latency_hiding=asked)
@@ -170,6 +173,7 @@ def test_calls_on_a_gpu(monkeypatch):
     """A call is compiled with the option, once, and inside another jit without."""
     monkeypatch.setattr(machine, "may_be_a_gpu", lambda: True)
     monkeypatch.setattr(machine, "_GPUS", ("cpu",))
+    monkeypatch.setattr(_compat, "GRAPHS_OVERLAP", True)
     step, args = args_of(unrolled)
     traces = []
 
@@ -227,9 +231,41 @@ def test_what_a_user_gives_stands():
     """Each option that is given, beside those that are not."""
     gpu, estimator = Machine("cuda", 1), next(x for x in OFF if x != SCHEDULER)
     given = {estimator: True, "xla_another": 1}
-    found = machine.compiler_options(given, "off", "off", gpu)
+    found = machine.compiler_options(given, "off", OFF, gpu)
     assert found == {SCHEDULER: False, **given}
     given = {SCHEDULER: True}
-    assert machine.compiler_options(given, "off", "off", gpu) is None
+    assert machine.compiler_options(given, "off", OFF, gpu) is None
+    given = {GRAPHS: ""}
+    assert machine.compiler_options(given, "auto", NO_COPIES, gpu) is None
     tpu = Machine("tpu", 1)
-    assert machine.compiler_options(None, "off", "off", tpu) is None
+    assert machine.compiler_options(None, "off", OFF, tpu) is None
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("loss", [unrolled, scanned])
+def test_copies_are_in_no_graph_that_is_a_chain(monkeypatch, loss, devices):
+    """Before JAX 0.12, where anything rests on the host (F79)."""
+    for overlap, at_rest in [(False, True), (True, True), (False, False)]:
+        monkeypatch.setattr(_compat, "GRAPHS_OVERLAP", overlap)
+        step, args = args_of(loss, at_rest)
+        if not at_rest:
+            step, args = loss, (args[0], args[2])
+        with compiling_for("gpu", devices):
+            lowered = oo.jit(step).trace(*args).lower()
+        found = aot.compilers.own_options(lowered) or {}
+        expected = NO_COPIES if at_rest and not overlap else {}
+        assert {k: x for k, x in found.items() if k == GRAPHS} == expected
+
+
+def test_graphs_that_a_user_asks_for_stand(monkeypatch):
+    """In XLA's flags, or among the options of the function."""
+    monkeypatch.setattr(_compat, "GRAPHS_OVERLAP", False)
+    step, args = args_of(scanned)
+    given = {GRAPHS: "FUSION"}
+    with compiling_for("gpu", 1):
+        lowered = oo.jit(step, compiler_options=given).trace(*args).lower()
+    assert aot.compilers.own_options(lowered) == given
+    monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=-FUSION")
+    with compiling_for("gpu", 1):
+        lowered = oo.jit(step).trace(*args).lower()
+    assert GRAPHS not in (aot.compilers.own_options(lowered) or {})

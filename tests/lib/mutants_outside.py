@@ -189,8 +189,8 @@ OUTSIDE = {
     ),
     "options before those that a user gives": Mutant(
         "_jit/machine.py",
-        'return (ON if found == "on" else OFF) | given',
-        'return given | (ON if found == "on" else OFF)',
+        "return found | given if found else None",
+        "return {**given, **dict(OFF)} if found else None",
         ("tests/jit/test_latency_hiding.py::test_what_a_user_gives_stands",),
     ),
     # States on disk.
