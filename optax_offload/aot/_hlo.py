@@ -9,9 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 # Memory spaces, by the numbers that XLA prints as `S(n)`.
 DEVICE_SPACE, HOST_SPACE = 0, 5
@@ -178,6 +180,16 @@ class Instruction:
         """A convolution's axes: of its input, its kernel and its output."""
         match = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", self.attributes)
         return (match[1], match[2], match[3]) if match else None
+
+    @property
+    def backend_config(self) -> Mapping[str, Any]:
+        """The compiler's own configuration of it; empty if it has none in JSON."""
+        text = self.attributes.partition("backend_config=")[2]
+        try:
+            found, _ = json.JSONDecoder().raw_decode(text)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def integers(self, attribute: str) -> tuple[int, ...]:
         """The numbers of an attribute, such as `lhs_contracting_dims={1,2}`."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
-from optax_offload.aot._hlo import Computation, Instruction, Module
+from optax_offload.aot._hlo import Array, Computation, Instruction, Module
 
 _NARROW_BYTES = 2
 
@@ -38,7 +39,11 @@ class Flops(NamedTuple):
 
 
 def flops(module: Module, computation: Computation, i: Instruction) -> Flops:
-    """The multiply-adds, two operations each, of matrix products and convolutions."""
+    """The multiply-adds, two operations each, of matrix products and convolutions.
+
+    Also of those that cuBLAS and cuDNN do. Calls whose text does not say what they
+    multiply count nothing: kernels of Pallas, grouped products of cuBLAS.
+    """
     inner = module.called(i)
     if inner is not None:
         found = [flops(module, inner, j) for j in inner]
@@ -54,31 +59,63 @@ def flops(module: Module, computation: Computation, i: Instruction) -> Flops:
 
 
 def _flops(computation: Computation, i: Instruction) -> int:
+    if i.opcode not in ("dot", "convolution", "custom-call"):
+        return 0
+    operands = [computation.instructions[o].arrays for o in i.operands]
     if i.opcode == "dot":
-        left = computation.instructions[i.operands[0]].arrays[0]
         contracted = i.integers("lhs_contracting_dims")
-        return 2 * i.arrays[0].size * math.prod(left.dimensions[n] for n in contracted)
-    if i.opcode == "convolution":
-        return _convolution_flops(computation, i)
-    if i.opcode == "custom-call" and "gemm" in (i.named("custom_call_target") or ""):
-        # (m, k) by (k, n) is (m, n), whichever of them are transposed.
-        m_k, k_n = (computation.instructions[o].arrays[0].size for o in i.operands[:2])
-        m_n = i.arrays[0].size
-        return 2 * math.isqrt(m_k * k_n * m_n)
+        return _product_flops(operands[0][0], contracted, i.arrays[0])
+    target = i.named("custom_call_target") or ""
+    if i.opcode == "convolution" or target.startswith("__cudnn$conv"):
+        first, second, result = operands[0][0], operands[1][0], i.arrays[0]
+        # A gradient has the labels and the window of its convolution.
+        if target == "__cudnn$convBackwardInput":
+            return _convolution_flops(result, second, first, i)
+        if target == "__cudnn$convBackwardFilter":
+            return _convolution_flops(first, result, second, i)
+        return _convolution_flops(first, second, result, i)
+    if config := i.backend_config.get("cudnn_fmha_backend_config"):
+        return _attention_flops(operands[0][0], operands[2][0], config)
+    if numbers := i.backend_config.get("gemm_backend_config", {}).get(
+        "dot_dimension_numbers"
+    ):
+        contracted = map(int, numbers["lhs_contracting_dimensions"])
+        return _product_flops(operands[0][0], contracted, i.arrays[0])
     return 0
 
 
-def _convolution_flops(computation: Computation, i: Instruction) -> int:
+def _product_flops(left: Array, contracted: Iterable[int], result: Array) -> int:
+    return 2 * result.size * math.prod(left.dimensions[n] for n in contracted)
+
+
+def _attention_flops(query: Array, value: Array, config: Mapping[str, Any]) -> int:
+    """The products of cuDNN's attention, of a causal mask half of them.
+
+    Its configuration names those of the forward or of the backward pass. The backward
+    pass computes the scores again beside these.
+    """
+    scores = math.prod(map(int, config["intermediate_tensor_shape"]["dimensions"]))
+    products = [name[:4] for name in config if name.endswith("dimension_numbers")]
+    if "bmm1_grad_gemm1_dot_dimension_numbers" in config:
+        products.append("bmm1")
+    of_scores = products.count("bmm1") * query.dimensions[-1]
+    of_values = products.count("bmm2") * value.dimensions[-1]
+    share = 2 if "CAUSAL" in config["mask_type"] else 1
+    return 2 * scores * (of_scores + of_values) // share
+
+
+def _convolution_flops(
+    left: Array, kernel: Array, output: Array, i: Instruction
+) -> int:
     """As XLA counts them: positions of the window that fall into padding are free.
 
     A TPU's batched matrix product is a convolution that is dilated such that all but
     the diagonal falls into it.
     """
-    left, kernel = (computation.instructions[o].arrays[0] for o in i.operands[:2])
     if i.dim_labels is None:
         return 0
     left_labels, kernel_labels, output_labels = i.dim_labels
-    output, window = i.arrays[0], i.window
+    window = i.window
     positions = 1
     for axis in sorted(c for c in output_labels if c.isdigit()):
         at = int(axis)

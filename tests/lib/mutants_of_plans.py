@@ -345,6 +345,24 @@ IN_PLANS = {
             f"{PRODUCTS}::test_products_of_both_widths_take_their_time_one_after_the_other",
         ),
     ),
+    "a batch of products for the axis that they contract": Mutant(
+        "aot/_products.py",
+        'map(int, numbers["lhs_contracting_dimensions"])',
+        'map(int, numbers["lhs_batch_dimensions"])',
+        (f"{PRODUCTS}::test_batched_products_of_cublas",),
+    ),
+    "a gradient of a convolution by the axes of another": Mutant(
+        "aot/_products.py",
+        "return _convolution_flops(result, second, first, i)",
+        "return _convolution_flops(first, second, result, i)",
+        (f"{PRODUCTS}::test_convolutions_of_cudnn",),
+    ),
+    "scores that a backward pass keeps": Mutant(
+        "aot/_products.py",
+        '        products.append("bmm1")\n',
+        "        pass\n",
+        (f"{PRODUCTS}::test_attention_of_cudnn",),
+    ),
     "padding on the other side": Mutant(
         "aot/_products.py",
         "start = output * axis.stride - axis.padding",
