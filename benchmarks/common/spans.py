@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from optax_offload.aot._spans import Span, length
+from optax_offload.aot._timeline import Span, length
 
 
 def of_profile(log_dir: Path) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ Run:
     python -m benchmarks.link.census --workloads=leaves --targets=h100 --modes=ours
     python -m benchmarks.link.census --hlo=program.txt --targets=h100
 
-The model is that of `optax_offload.aot.step_time` (`optax_offload/aot/step_times.py`).
+The model is that of `optax_offload.aot.step_time` (`optax_offload/aot/_timeline.py`).
 The bandwidth and the latency of the link are those of the target's chip where no flag
 gives others. "done by" counts transfers by copy engines and by kernels, beside which
 nothing else is computed; under "as copies" stands what the model says if copy engines
@@ -38,6 +38,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -46,8 +47,7 @@ from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
 from optax_offload._units import MIB
-from optax_offload.aot._census import Census, census
-from optax_offload.aot._model import model_of
+from optax_offload.aot._timeline import Model, Timeline
 
 FLAGS = flags.FLAGS
 
@@ -58,7 +58,7 @@ workload         target    mode      load store sync copy kernel   least median 
 most ld/st/both between  ciency   ways      ms      ms   floor   effic.    step"""
 
 
-def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None:
+def print_census(names: Sequence[str], found: Timeline, as_copies: Timeline) -> None:
     """Prints a row, and under it one for each place that has transfers.
 
     Args:
@@ -76,7 +76,7 @@ def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None
         f"{size / MIB:7.2f}"
         for size in (
             min(sizes, default=0),
-            found.median_bytes or 0,
+            statistics.median(sizes) if sizes else 0,
             max(sizes, default=0),
         )
     )
@@ -103,7 +103,7 @@ def print_census(names: Sequence[str], found: Census, as_copies: Census) -> None
         listed = ", ".join(f"{n} {form}" for form, n in forms.items())
         times = "?" if place.trip_count is None else place.trip_count
         what = f"{place.kind} {place.name}, {times} times" * (place.kind != "top level")
-        flight = f"{place.most_loads}/{place.most_stores}/{place.most_together}"
+        flight = "/".join(map(str, place.most_in_flight))
         print(
             f"    {what or place.kind}: {listed}; in flight {flight}; "
             f"{place.seconds * 1e3:.2f} ms, of which the least link time is "
@@ -117,13 +117,59 @@ def _number(value: float | None) -> str:
     return "      -" if value is None else f"{value:7.2f}"
 
 
-def both_ways_of(text: str, target: str) -> tuple[Census, Census]:
+def summary(found: Timeline) -> dict[str, Any]:
+    """The values of a row of the table, for JSON."""
+    row: dict[str, Any] = {"model": dataclasses.asdict(found.model)}
+    for direction in found.spans:
+        sizes = found.sizes(direction)
+        between = [t.between for t in found.moves(direction)]
+        row[direction] = {
+            "count": len(sizes),
+            "bytes": sum(sizes),
+            "least_bytes": min(sizes, default=None),
+            "median_bytes": statistics.median(sizes) if sizes else None,
+            "most_bytes": max(sizes, default=None),
+            "median_between": statistics.median(between) if between else None,
+            "forms": dict(Counter(t.how for t in found.moves(direction))),
+        }
+    sizes = found.sizes("load") + found.sizes("store")
+    row["median_bytes"] = statistics.median(sizes) if sizes else None
+    figures = ["most_in_flight", "synchronous", "copies", "kernels", "efficiency"]
+    figures += ["both_ways", "over_floor", "seconds", "compute_seconds"]
+    figures += ["exposed_seconds", "least_seconds", "link_seconds"]
+    row |= {name: getattr(found, name) for name in figures}
+    ends = [end for spans in found.spans.values() for span in spans for end in span]
+    row["span_seconds"] = max(ends) - min(ends) if ends else 0.0
+    most = ("most_loads", "most_stores", "most_together")
+    row["places"] = [
+        {
+            "name": p.name,
+            "kind": p.kind,
+            "trip_count": p.trip_count,
+            "runs": p.runs,
+            **dict(zip(most, p.most_in_flight, strict=True)),
+            "seconds": p.seconds,
+            "efficiency": p.efficiency(found.model),
+            "transfers": dict(Counter(t.how for t in p.moves)),
+        }
+        for p in found.places
+    ]
+    return row
+
+
+def both_ways_of(text: str, target: str) -> tuple[Timeline, Timeline]:
     """The census where kernels occupy the device, and with copies in their place."""
-    model = model_of(aot.Target(target), FLAGS.bandwidth_gbps, FLAGS.latency_us)
-    found = census(text, model)
+    gbps, us = FLAGS.bandwidth_gbps, FLAGS.latency_us
+    model = Model.of(
+        aot.Target(target),
+        bytes_per_second=None if gbps is None else gbps * 1e9,
+        latency_seconds=None if us is None else us / 1e6,
+    )
+    found = Timeline.of(text, model)
     if not found.kernels:
         return found, found
-    return found, census(text, dataclasses.replace(model, kernels_occupy_device=False))
+    copies = dataclasses.replace(model, kernels_occupy_device=False)
+    return found, Timeline.of(text, copies)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -156,9 +202,7 @@ def main(argv: Sequence[str]) -> None:
                     file.write_text(text)
                 found, as_copies = both_ways_of(text, target)
                 print_census((name, target, mode), found, as_copies)
-                rows.append(
-                    names | found.summary() | {"as_copies": as_copies.summary()}
-                )
+                rows.append(names | summary(found) | {"as_copies": summary(as_copies)})
     out = Path(FLAGS.out).with_suffix(".json")
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1) + "\n")

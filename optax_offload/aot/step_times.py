@@ -1,21 +1,4 @@
-"""The time that a compiled step takes, by a model of the chip and of its link.
-
-The model is deliberately simple:
-
-- A transfer takes a latency and its bytes over the bandwidth of the link. Loads wait
-  for loads and stores for stores, in the order in which they are started; a load and a
-  store do not disturb each other. A copy within host memory occupies both directions.
-- A transfer that a kernel does, and no copy engine, occupies the device: nothing else
-  is computed beside it.
-- The device carries out the schedule in order. A `-start` begins a transfer and goes
-  on, its `-done` waits. A transfer without them is waited for at once.
-- Any other operation takes the longer of its matrix products over the chip's peak rate
-  for what they multiply, and the bytes it touches in device memory over its bandwidth.
-  Moves within the device that have a `-start`, and VMEM, are free; collectives count as
-  the bytes they touch. So computation is a little faster than it is, and hides less.
-- Loops are carried out iteration by iteration. Of the branches of a conditional the one
-  that moves most is taken.
-"""
+"""The time that a compiled step takes, by a model of the chip and of its link."""
 
 from __future__ import annotations
 
@@ -26,8 +9,7 @@ import jax
 
 from optax_offload._link import LINK
 from optax_offload._units import milliseconds, size_text
-from optax_offload.aot._census import Census, census
-from optax_offload.aot._model import model_of
+from optax_offload.aot._timeline import Model, Timeline
 from optax_offload.aot.targets import Target
 
 
@@ -150,13 +132,8 @@ def step_time(
             "0, such as optax_offload.measure_link() returns, or None for the "
             "documented bandwidth of the chip"
         )
-    given = link_bytes_per_second
-    model = model_of(target, None if given is None else given / 1e9)
-    found = census(compiled.as_text() or "", model)
-    return _step_time(found, _assumptions(target, found, given is not None))
-
-
-def _step_time(found: Census, assumptions: tuple[Assumption, ...]) -> StepTime:
+    model = Model.of(target, bytes_per_second=link_bytes_per_second)
+    found = Timeline.of(compiled.as_text() or "", model)
     return StepTime(
         seconds=found.seconds,
         compute_seconds=found.compute_seconds,
@@ -166,40 +143,27 @@ def _step_time(found: Census, assumptions: tuple[Assumption, ...]) -> StepTime:
         load_bytes=sum(found.sizes("load")),
         store_bytes=sum(found.sizes("store")),
         least_link_seconds=found.least_seconds,
-        assumptions=assumptions,
+        assumptions=_assumptions(model, target, link_bytes_per_second is not None),
     )
 
 
 def _assumptions(
-    target: Target, found: Census, link_is_given: bool
+    model: Model, target: Target, link_is_given: bool
 ) -> tuple[Assumption, ...]:
-    chip, model = target.chip, found.model
-    return (
-        Assumption(
-            "link, each way",
-            f"{model.link.bytes_per_second / 1e9:.0f} GB/s",
-            "given" if link_is_given else chip.link_source,
-        ),
-        Assumption(
-            "latency of a transfer",
-            f"{model.link.latency_seconds * 1e6:.0f} us",
-            "assumed"
-            if model.link.latency_seconds == LINK.latency_seconds
-            else chip.link_source,
-        ),
-        Assumption(
-            "matrix products of float32",
-            f"{model.flops_per_second / 1e12:.0f} TFLOP/s",
-            chip.flops_source,
-        ),
-        Assumption(
-            "matrix products of 16 bits",
-            f"{model.narrow_flops_per_second / 1e12:.0f} TFLOP/s",
-            chip.flops_source,
-        ),
-        Assumption(
-            "device memory",
-            f"{model.memory_bytes_per_second / 1e9:.0f} GB/s",
-            chip.memory_bandwidth_source,
-        ),
+    chip, link = target.chip, model.link
+    link_source = "given" if link_is_given else chip.link_source
+    measured = link.latency_seconds != LINK.latency_seconds
+    latency_source = chip.link_source if measured else "assumed"
+    wide, narrow = model.flops_per_second, model.narrow_flops_per_second
+    memory = model.memory_bytes_per_second
+    figures = (
+        ("link, each way", link.bytes_per_second, 1e9, "GB/s", link_source),
+        ("latency of a transfer", link.latency_seconds, 1e-6, "us", latency_source),
+        ("matrix products of float32", wide, 1e12, "TFLOP/s", chip.flops_source),
+        ("matrix products of 16 bits", narrow, 1e12, "TFLOP/s", chip.flops_source),
+        ("device memory", memory, 1e9, "GB/s", chip.memory_bandwidth_source),
+    )
+    return tuple(
+        Assumption(what, f"{value / unit:.0f} {name}", source)
+        for what, value, unit, name, source in figures
     )

@@ -9,8 +9,8 @@ import pytest
 
 from optax_offload import aot
 from optax_offload.aot import _hlo
-from optax_offload.aot._model import Model
 from optax_offload.aot._products import Flops, _Axis, _positions, flops
+from optax_offload.aot._timeline import Model
 
 
 def axis(inputs, kernel, outputs, **changes):

@@ -8,8 +8,7 @@ import pytest
 from hlo_texts import BRANCHES, TOP_LEVEL
 
 from optax_offload import aot
-from optax_offload.aot._census import census
-from optax_offload.aot._model import model_of
+from optax_offload.aot._timeline import Model, Timeline
 
 
 class Program:
@@ -23,10 +22,10 @@ class Program:
         return self.text
 
 
-def test_figures_are_those_of_the_census():
+def test_figures_are_those_of_the_timeline():
     """Two leaves are loaded, computed with and stored, by the figures of a chip."""
     found = aot.step_time(Program(TOP_LEVEL), "v5e:1x1")
-    expected = census(TOP_LEVEL, model_of(aot.Target("v5e:1x1")))
+    expected = Timeline.of(TOP_LEVEL, Model.of(aot.Target("v5e:1x1")))
     assert found.seconds == expected.seconds
     assert found.compute_seconds == expected.compute_seconds
     assert found.load_bytes == found.store_bytes == 2 * 2**22
@@ -53,7 +52,7 @@ def test_loads_are_no_stores():
     assert found.compute_seconds < found.least_link_seconds
     assert found.over_floor == found.seconds / found.least_link_seconds
     assert str(found).splitlines()[1].startswith("loads 8.00 MiB in ")
-    both_ways = census(text, model_of(target)).both_ways
+    both_ways = Timeline.of(text, Model.of(target)).both_ways
     assert both_ways is not None
     # The store begins as the first load ends, and one negation later.
     assert 0.9 < both_ways < 1

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.common.spans import kinds_of, shares
-from optax_offload.aot._spans import length
+from optax_offload.aot._timeline import length
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ RESULT = "tests/plan/test_result.py"
 BUDGET = "tests/plan/test_budget.py"
 LEAST = "tests/plan/test_least_state.py"
 STEP_TIMES = "tests/aot/test_step_times.py"
-CLOCK = "tests/aot/test_clock.py"
+TIMELINE = "tests/aot/test_timeline.py"
 PEAK = "tests/aot/test_peak.py"
 TRANSFERS = "tests/aot/test_transfers.py"
 PRODUCTS = "tests/aot/test_products.py"
@@ -251,46 +251,58 @@ IN_PLANS = {
         (f"{STEP_TIMES}::test_loads_are_no_stores",),
     ),
     "the least time of the direction that moves less": Mutant(
-        "aot/_census.py",
+        "aot/_timeline.py",
         "return self.model.least_seconds(max(sizes))",
         "return self.model.least_seconds(min(sizes))",
         (f"{STEP_TIMES}::test_loads_are_no_stores",),
     ),
     "a transfer that waits for none": Mutant(
-        "aot/_clock.py",
-        "begin = max(self.clock, *(self._free[w] for w in ways))",
-        "begin = self.clock",
-        (f"{CLOCK}::test_loads_wait_for_loads_and_stores_for_stores",),
+        "aot/_timeline.py",
+        "begin = max([self.seconds, *(self._free[w] for w in ways)])",
+        "begin = self.seconds",
+        (f"{TIMELINE}::test_loads_wait_for_loads_and_stores_for_stores",),
     ),
     "a copy within the host beside stores": Mutant(
-        "aot/_clock.py",
-        'ways = ("load", "store") if t.direction == "host copy" else (t.direction,)',
-        'ways = ("load",) if t.direction == "host copy" else (t.direction,)',
-        (f"{CLOCK}::test_a_copy_within_the_host_takes_both_directions",),
+        "aot/_timeline.py",
+        'ways = ("load", "store") if copy else (move.direction,)',
+        'ways = ("load",) if copy else (move.direction,)',
+        (f"{TIMELINE}::test_a_copy_within_the_host_takes_both_directions",),
     ),
     "transfers that end after the step": Mutant(
-        "aot/_clock.py",
-        "self.clock = max(self.clock, *self._free.values())",
-        "self.clock = max(self.clock, min(self._free.values()))",
-        (f"{CLOCK}::test_loads_wait_for_loads_and_stores_for_stores",),
+        "aot/_timeline.py",
+        "self.seconds = max(self.seconds, *self._free.values())",
+        "self.seconds = max(self.seconds, min(self._free.values()))",
+        (f"{TIMELINE}::test_loads_wait_for_loads_and_stores_for_stores",),
     ),
     "a loop's transfers weighed once": Mutant(
-        "aot/_planner.py",
-        "moved += step.times * _weight(step.plan)[0]",
-        "moved += _weight(step.plan)[0]",
-        (f"{CLOCK}::test_a_loop_counts_as_often_as_it_runs",),
+        "aot/_timeline.py",
+        "sum(place.times * place.moved_bytes for place in inner)",
+        "sum(place.moved_bytes for place in inner)",
+        (f"{TIMELINE}::test_a_loop_counts_as_often_as_it_runs",),
+    ),
+    "the branch that moves less": Mutant(
+        "aot/_timeline.py",
+        "taken = max(places, key=",
+        "taken = min(places, key=",
+        (f"{TIMELINE}::test_the_branch_that_moves_more_is_taken",),
+    ),
+    "branches that are all carried out": Mutant(
+        "aot/_timeline.py",
+        "return (self.trip_count or 1) if self.taken else 0",
+        "return self.trip_count or 1",
+        (f"{TIMELINE}::test_the_branch_that_moves_more_is_taken",),
     ),
     "one array of an instruction that moves several": Mutant(
-        "aot/_planner.py",
+        "aot/_timeline.py",
         "found.setdefault(t.direction, move).nbytes += t.nbytes",
         "found.setdefault(t.direction, move).nbytes = t.nbytes",
-        (f"{CLOCK}::test_an_instruction_moves_its_arrays_at_once",),
+        (f"{TIMELINE}::test_an_instruction_moves_its_arrays_at_once",),
     ),
     "time in two spans counted twice": Mutant(
-        "aot/_spans.py",
+        "aot/_timeline.py",
         "reached = max(reached, end)",
         "reached = end",
-        (f"{CLOCK}::test_spans_that_lie_in_others",),
+        (f"{TIMELINE}::test_spans_that_lie_in_others",),
     ),
     "results of the device counted as the host's": Mutant(
         "aot/peak.py",
@@ -338,7 +350,7 @@ IN_PLANS = {
     ),
     # What a program multiplies.
     "products of both widths at once": Mutant(
-        "aot/_model.py",
+        "aot/_timeline.py",
         "wide + narrow)",
         "max(wide, narrow))",
         (

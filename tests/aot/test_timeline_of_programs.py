@@ -1,4 +1,4 @@
-"""The census: transfers in scheduled programs, and the model of the link."""
+"""Programs on a modelled device: their transfers, and the time that these take."""
 
 import dataclasses
 import re
@@ -11,8 +11,7 @@ from jax import lax
 
 from optax_offload import aot
 from optax_offload._link import Link
-from optax_offload.aot._census import census
-from optax_offload.aot._model import Model, model_of
+from optax_offload.aot._timeline import Model, Timeline
 
 # A transfer of 4 MiB takes 1 ms and 0.1 ms of latency, an operation that reads and
 # writes as much 1 ms.
@@ -34,7 +33,7 @@ def test_top_level():
     Loads: 0 to 1.1, 1.1 to 2.2. Computation: 1.1 to 2.1, 2.2 to 3.2. Stores: 2.1 to
     3.2, 3.2 to 4.3.
     """
-    found = census(TOP_LEVEL, MODEL)
+    found = Timeline.of(TOP_LEVEL, MODEL)
     assert found.count("load") == found.count("store") == 2
     assert found.sizes("load") == [2**22, 2**22]
     assert found.synchronous == 0
@@ -57,7 +56,7 @@ def test_waiting_at_once():
     As a copy, in a fusion that reads host memory itself, and within host memory, which
     keeps both directions busy.
     """
-    found = census(WAITING, MODEL)
+    found = Timeline.of(WAITING, MODEL)
     assert {d: found.count(d) for d in ("load", "store", "host copy")} == {
         "load": 1,
         "store": 1,
@@ -74,10 +73,10 @@ def test_waiting_at_once():
 
 def test_loop():
     """One slice after the other, six times: 1.1 ms there, 1 ms, and 1.1 ms back."""
-    found = census(LOOP, MODEL)
+    found = Timeline.of(LOOP, MODEL)
     (loop,) = found.places
     assert (loop.kind, loop.trip_count, loop.runs) == ("loop", 6, 6)
-    assert (loop.most_loads, loop.most_stores, loop.most_together) == (1, 1, 0)
+    assert loop.most_in_flight == (1, 1, 0)
     assert [(t.form, t.runs) for t in loop.moves] == [
         ("dynamic-slice", 6),
         ("dynamic-update-slice", 6),
@@ -91,13 +90,13 @@ def test_loop():
 def test_trip_count_that_the_compiler_noted():
     """It counts, and not what the constants before the loop say."""
     noted = 'body=%body, backend_config={"known_trip_count":{"n":"3"}}'
-    assert census(LOOP.replace("body=%body", noted), MODEL).count("load") == 3
+    assert Timeline.of(LOOP.replace("body=%body", noted), MODEL).count("load") == 3
 
 
 def test_trip_count_that_the_text_does_not_tell():
     """It is modelled as one, and says so."""
     text = LOOP.replace("direction=LT", "direction=NE")
-    found = census(text, MODEL)
+    found = Timeline.of(text, MODEL)
     assert found.places[0].trip_count is None
     assert found.count("load") == 1
 
@@ -121,12 +120,12 @@ def test_kernels_occupy_the_device(position, kernels, seconds):
     )
     beside = f"  %d = {part} parameter(2)\n  %other = {part} sine(%d)\n  %part ="
     text = text.replace("  %part =", beside)
-    found = census(text, MODEL)
+    found = Timeline.of(text, MODEL)
     assert (found.kernels, found.copies) == (kernels, 2 - kernels)
     assert found.compute_seconds == pytest.approx(2e-3, rel=1e-4)
     assert found.seconds == pytest.approx(seconds / 1e3, rel=1e-4)
     pretended = dataclasses.replace(MODEL, kernels_occupy_device=False)
-    as_copies = census(text, pretended)
+    as_copies = Timeline.of(text, pretended)
     assert as_copies.kernels == kernels
     assert as_copies.seconds == pytest.approx(3.2e-3, rel=1e-4)
 
@@ -134,20 +133,20 @@ def test_kernels_occupy_the_device(position, kernels, seconds):
 def test_model_of_a_target():
     """A chip's own link, unless flags give another."""
     target = aot.Target("v5e:2x2")
-    model = model_of(target)
+    model = Model.of(target)
     assert model.link is target.chip.link
     assert model.memory_bytes_per_second == target.chip.memory_bytes_per_second
     assert model.flops_per_second == target.chip.float32_flops_per_second
     assert model.narrow_flops_per_second == target.chip.flops_per_second
-    assert model_of(target, 50.0, 10.0).link == Link(50e9, 1e-5)
-    assert model_of(target, latency_us=20.0).link == Link(
+    assert Model.of(target, 50e9, 1e-5).link == Link(50e9, 1e-5)
+    assert Model.of(target, latency_seconds=2e-5).link == Link(
         target.chip.link.bytes_per_second, 2e-5
     )
 
 
 def test_conditional():
     """The branch that moves more is modelled, both are listed."""
-    found = census(BRANCHES, MODEL)
+    found = Timeline.of(BRANCHES, MODEL)
     assert {p.name: p.runs for p in found.places} == {"out/twin": 0, "out/move": 1}
     assert found.count("host copy") == 0
     assert found.count("load") == found.count("store") == 1
@@ -164,7 +163,9 @@ ENTRY %main (a: f32[512,1024], b: f32[1024,256]) -> f32[512,256] {
 rhs_contracting_dims={0}
 }
 """
-    found = census(text, Model(memory_bytes_per_second=1e18, flops_per_second=1e12))
+    found = Timeline.of(
+        text, Model(memory_bytes_per_second=1e18, flops_per_second=1e12)
+    )
     assert found.seconds == pytest.approx(2 * 512 * 1024 * 256 / 1e12)
     assert found.efficiency is found.both_ways is None
     assert found.places == []
@@ -188,14 +189,14 @@ ENTRY %main (a: {left}[512,1024], b: {right}[1024,256]) -> f32[512,256] {{
 rhs_contracting_dims={{0}}
 }}
 """
-        found = census(text, model)
+        found = Timeline.of(text, model)
         assert found.seconds == pytest.approx(2 * 512 * 1024 * 256 / rate)
 
 
 def test_text_that_is_not_scheduled():
     """It is an error that shows how the text starts."""
     with pytest.raises(ValueError, match=r"is_scheduled=true: 'HloModule jit_f'"):
-        census("HloModule jit_f")
+        Timeline.of("HloModule jit_f")
 
 
 @pytest.mark.parametrize("target", ["h100", "v5e:1x1"])
@@ -213,7 +214,7 @@ def test_compiled_copies(target):
     compiled = aot.compile(
         step, [x, x], target=target, out_shardings=[sharding] * 2, donate_argnums=0
     )
-    found = census(compiled.as_text())
+    found = Timeline.of(compiled.as_text())
     assert found.sizes("load") == found.sizes("store") == [2**20] * 2
     assert found.count("host copy") == found.synchronous == 0
     assert {t.form for t in found.moves("load")} == {"copy"}
@@ -238,7 +239,7 @@ def test_compiled_loop(target):
     compiled = aot.compile(
         step, x, target=target, out_shardings=sharding, donate_argnums=0
     )
-    found = census(compiled.as_text())
+    found = Timeline.of(compiled.as_text())
     (loop,) = found.places
     assert (loop.kind, loop.trip_count) == ("loop", 8)
     assert found.sizes("load") == found.sizes("store") == [2**20] * 8
@@ -259,6 +260,6 @@ def test_compiled_matrix_products():
         compiled = aot.compile(lambda a, b: a @ b, struct, struct, target=target)
         text = compiled.as_text() or ""
         slow = Model(narrow_flops_per_second=1e9)  # such that only the products count
-        products.append(census(text, slow).seconds * 1e9)
+        products.append(Timeline.of(text, slow).seconds * 1e9)
         assert re.search(r"dot\(|convolution\(|gemm", text), text
     assert products == pytest.approx([2 * 8 * 512**3] * 2, rel=0.01)
