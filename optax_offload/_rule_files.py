@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import tomllib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from optax_offload._rules import OffloadConfig, Rule
@@ -98,3 +100,53 @@ def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> Non
             + ", ".join(f"{prefix}{key}" for key in unknown)
             + f"; allowed are {', '.join(allowed)}"
         )
+
+
+def config_text(
+    config: OffloadConfig, head: Sequence[str], comments: Sequence[Sequence[str]]
+) -> str:
+    """The text of a file that `load_config` reads as a configuration.
+
+    Args:
+      config: The configuration.
+      head: Lines of comment on the whole.
+      comments: Lines of comment on each rule of the optimizer's state.
+    """
+    lines = [_commented(line) for line in head]
+    if config.window_bytes is not None:
+        lines += ["", f"window_bytes = {config.window_bytes}"]
+    step = [*_given(config.step, Options())]
+    if step:
+        comment = "What the step is jitted with: oo.jit(train_step, **config.step)."
+        lines += ["", _commented(comment), "[step]", *step]
+    for rule, comment in zip(config.rules, comments, strict=True):
+        lines += ["", *map(_commented, comment), "[[rules]]", *_rule(rule)]
+    for position, rule in enumerate(config.parameters):
+        place = "Parameters: params = oo.place(params, config.parameters)."
+        comment = [] if position else [_commented(place)]
+        lines += ["", *comment, "[[parameters]]", *_rule(rule)]
+    return "\n".join(lines) + "\n"
+
+
+def _commented(line: str) -> str:
+    # TOML allows no control characters, not even there.
+    return "# " + "".join(c if c.isprintable() else "?" for c in line)
+
+
+def _rule(rule: Rule) -> Iterator[str]:
+    # A literal string needs no escapes, but cannot hold these.
+    if rule.regex.isprintable() and "'" not in rule.regex:
+        yield f"pattern = '{rule.regex}'"
+    else:
+        # JSON's escapes are TOML's, but for one character.
+        text = json.dumps(rule.regex, ensure_ascii=False).replace("\x7f", "\\u007f")
+        yield f"pattern = {text}"
+    yield from _given(rule, Rule(rule.pattern))
+
+
+def _given(value: Any, default: Any) -> Iterator[str]:
+    """The fields that are not what they are by default, as keys of a table."""
+    for name in (field.name for field in dataclasses.fields(value)):
+        found = getattr(value, name)
+        if name != "_" and found != getattr(default, name):
+            yield f"{name} = {json.dumps('none' if found is None else found)}"

@@ -1,19 +1,22 @@
 """Choosing how to train a step within a memory budget."""
 
-from optax_offload._plan.alternatives import HEADERS, Alternative, Alternatives
-from optax_offload._plan.budget import checked_budget, default_budget_bytes
-from optax_offload._plan.candidates import (
+from optax_offload._plan.alternatives import (
+    HEADERS,
+    Alternative,
+    Alternatives,
+    NothingFitsError,
+)
+from optax_offload._plan.budget import (
     Asked,
     Budget,
-    CompiledCandidate,
-    Progress,
+    checked_budget,
+    default_budget_bytes,
 )
-from optax_offload._plan.forms import allowed
-from optax_offload._plan.picture import check_can_plot, save_plot
+from optax_offload._plan.candidates import CompiledCandidate, Progress
 from optax_offload._plan.planner import Planner, plan
-from optax_offload._plan.recording import record
-from optax_offload._plan.result import NothingFitsError, Plan
-from optax_offload._plan.step import Step, StepFactory, compile_step
+from optax_offload._plan.result import Plan, check_can_plot, save_plot
+from optax_offload._plan.state import allowed
+from optax_offload._plan.step import Step, StepFactory, compile_step, record
 
 __all__ = [
     "HEADERS",

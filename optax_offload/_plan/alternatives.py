@@ -1,15 +1,22 @@
-"""The table of the ways in which a step can be trained, and why each is not chosen."""
+"""The ways that were tried: a table of them, and the error where none fits."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optax_offload._plan.candidates import Asked, Budget, CompiledCandidate
+from optax_offload._plan.budget import Budget
+from optax_offload._plan.candidates import (
+    STATE_AT_ONCE,
+    THE_REST,
+    CompiledCandidate,
+)
 from optax_offload._plan.search import PassedOver
+from optax_offload._plan.state import REMAINDER, Codecs
 from optax_offload._units import Printed, milliseconds, size_text
-from optax_offload.aot import Assumption, Target
+from optax_offload.aot import Assumption, DoesNotFitError, Target
 
 CHOSEN = "chosen"
 
@@ -110,7 +117,7 @@ HEADERS = (
 def alternatives(
     compiled: Sequence[CompiledCandidate],
     passed_over: Sequence[PassedOver],
-    asked: Asked,
+    budget: Budget,
     target: Target,
     best: CompiledCandidate | None,
 ) -> Alternatives:
@@ -119,65 +126,50 @@ def alternatives(
     Args:
       compiled: The candidates that were compiled; first the step as given.
       passed_over: The ways that were not compiled.
-      asked: Budgets.
+      budget: The memory that a step may take.
       target: The chips.
       best: The chosen one; None where nothing fits.
     """
-    chosen = None if best is None else best.variant
-    nearest = _nearest(compiled, asked.budget) if best is None else None
-    plain = _plain_seconds(compiled)
-    rows = [
-        _row(c, _why(c, best, chosen, nearest, asked.budget, target), plain, target)
-        for c in compiled
-    ]
-    rows.sort(key=lambda row: (-row.used_bytes, row.link_bytes))
+    nearest = _nearest(compiled, budget)
+    plain = compiled[0].time
+
+    def why(found: CompiledCandidate) -> str:
+        if best is not None and found.variant == best.variant:
+            return CHOSEN
+        short = _shortages(found, budget, target)
+        if short:
+            near = best is None and found is nearest
+            return ("nearest: " if near else "") + "; ".join(short)
+        assert best is not None
+        if found.step_seconds > best.step_seconds:
+            return (
+                f"fits; {found.step_seconds / best.step_seconds:.2f} times the chosen"
+            )
+        return "fits; moves more for the same time"
+
+    def row(found: CompiledCandidate) -> Alternative:
+        time = found.time
+        over = None
+        if time is not None and plain is not None and plain.seconds:
+            over = time.seconds / plain.seconds
+        return Alternative(
+            what=found.what,
+            used_bytes=found.used_bytes,
+            host_bytes=found.host_bytes * target.devices_per_host,
+            link_bytes=0 if time is None else time.load_bytes + time.store_bytes,
+            step_seconds=None if time is None else time.seconds,
+            over_plain=over,
+            fits=found.fits,
+            why=why(found),
+        )
+
     timed = [c.time for c in compiled if c.time is not None]
+    rows = sorted(map(row, compiled), key=lambda r: (-r.used_bytes, r.link_bytes))
     return Alternatives(
         rows=tuple(rows),
-        not_compiled=tuple(_not_compiled(passed_over, asked, target)),
+        not_compiled=tuple(_not_compiled(passed_over, budget, target)),
         assumptions=timed[0].assumptions if timed else (),
     )
-
-
-def _row(
-    found: CompiledCandidate, why: str, plain: float | None, target: Target
-) -> Alternative:
-    time = found.time
-    return Alternative(
-        what=found.what,
-        used_bytes=found.used_bytes,
-        host_bytes=found.host_bytes * target.devices_per_host,
-        link_bytes=0 if time is None else time.load_bytes + time.store_bytes,
-        step_seconds=None if time is None else time.seconds,
-        over_plain=None if time is None or not plain else time.seconds / plain,
-        fits=found.fits,
-        why=why,
-    )
-
-
-def _plain_seconds(compiled: Sequence[CompiledCandidate]) -> float | None:
-    """The time of the step as given; None where the compiler refused it."""
-    time = compiled[0].time
-    return None if time is None else time.seconds
-
-
-def _why(  # noqa: PLR0913 - what a line is decided by
-    found: CompiledCandidate,
-    best: CompiledCandidate | None,
-    chosen: Any,
-    nearest: CompiledCandidate | None,
-    budget: Budget,
-    target: Target,
-) -> str:
-    if best is not None and found.variant == chosen:
-        return CHOSEN
-    short = _shortages(found, budget, target)
-    if short:
-        return ("nearest: " if found is nearest else "") + "; ".join(short)
-    assert best is not None
-    if found.step_seconds > best.step_seconds:
-        return f"fits; {found.step_seconds / best.step_seconds:.2f} times the chosen"
-    return "fits; moves more for the same time"
 
 
 def _shortages(found: CompiledCandidate, budget: Budget, target: Target) -> list[str]:
@@ -207,10 +199,9 @@ def _nearest(
 
 
 def _not_compiled(
-    passed_over: Sequence[PassedOver], asked: Asked, target: Target
+    passed_over: Sequence[PassedOver], budget: Budget, target: Target
 ) -> Iterator[str]:
     """A line for each reason, with the one of them that comes nearest."""
-    budget = asked.budget
     for reason in ("failed", "host", "peak", "more", "slower"):
         some = [p for p in passed_over if p.reason == reason]
         if not some:
@@ -240,3 +231,139 @@ def _not_compiled(
                 f"{milliseconds(near.seconds)}"
             )
         yield f"{count} {line} ({near.variant.text()})"
+
+
+class NothingFitsError(DoesNotFitError):
+    """No way of training fits.
+
+    Attributes:
+      alternatives: The table of what was tried, the nearest of them marked.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        budget: Budget,
+        compiled: Sequence[CompiledCandidate],
+        table: Alternatives,
+        codecs: Codecs = (),
+    ):
+        """Says by how much, what takes the memory and what would help.
+
+        Args:
+          target: The chips that the step was compiled for.
+          budget: The memory that the step may take.
+          compiled: All candidates that were compiled.
+          table: The table of these.
+          codecs: The codecs to allow for the least state; nothing if they are allowed.
+        """
+        on_device = [c for c in compiled if c.used_bytes <= budget.device_bytes]
+        if on_device:
+            found = min(on_device, key=lambda c: c.host_bytes)
+            message = _host_is_short(target, budget, found, codecs)
+        else:
+            found = min(compiled, key=lambda c: c.used_bytes)
+            message = _device_is_short(target, budget, found, codecs)
+            message = "\n".join([message, *table.outside])
+        super().__init__(
+            message,
+            used_bytes=found.used_bytes,
+            limit_bytes=budget.device_bytes,
+            peak=found.peak,
+        )
+        self.alternatives = table
+
+
+def _host_is_short(
+    target: Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
+) -> str:
+    devices = target.devices_per_host
+    have, need = (n * devices for n in (budget.host_bytes or 0, least.host_bytes))
+    return (
+        f"host memory is too small: a step that fits {target.name!r} needs at least "
+        f"{size_text(need)} on each host ({least.what}), which has {size_text(have)}. "
+        "What would help:\n"
+        + "\n".join(
+            [
+                *_fewer_bits(codecs),
+                "- a host with more memory, or more hosts that share the state",
+                *[_BFLOAT16] * (REMAINDER not in codecs),
+            ]
+        )
+    )
+
+
+_BFLOAT16 = (
+    "- bfloat16 parameters, if they are float32, with oo.master_weights around the "
+    "optimizer"
+)
+
+
+def _fewer_bits(codecs: Codecs) -> Iterator[str]:
+    """A line that names the codecs to allow, if there are any."""
+    what = {
+        REMAINDER: "master weights as the half that their bfloat16 parameters lack, "
+        "which is exact"
+    }
+    names = ",".join(codecs)
+    means = "; ".join(what.get(c, f"moments as {c}") for c in codecs)
+    if codecs:
+        yield f"- fewer bits: --allow {names} (allow={names!r}): {means}"
+
+
+def _device_is_short(
+    target: Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
+) -> str:
+    budget_bytes = budget.device_bytes
+    short = least.used_bytes - budget_bytes
+    parts = {name: n for name, n in least.parts.items() if n}
+    needs = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items())
+    text = (
+        f"the step does not fit on {target.name!r}, whatever is moved. The smallest "
+        f"way ({least.what}) needs {size_text(least.used_bytes)} on each device, "
+        f"{size_text(short)} more than the budget of {size_text(budget_bytes)}: "
+        f"{needs}."
+    )
+    if budget.host_bytes is not None:
+        text += (
+            " Ways that need more than the "
+            f"{size_text(budget.host_bytes * target.devices_per_host)} of each host "
+            "were not tried."
+        )
+    lines = [*_what_helps(target, budget_bytes, least, short)]
+    if budget.host_bytes is not None:
+        lines = [*_fewer_bits(codecs), *lines]
+    return text + " What would help:\n" + "\n".join(lines)
+
+
+def _what_helps(
+    target: Target, budget_bytes: int, least: CompiledCandidate, short: int
+) -> Iterator[str]:
+    """A line for each part of the peak that is more than what is missing."""
+    parts = least.parts
+    if parts.get("state", 0) > short:
+        yield (
+            f"- rules that also move the {size_text(parts['state'])} of state that "
+            "stays on the device"
+        )
+    at_once = sum(n for name, n in parts.items() if name.startswith(STATE_AT_ONCE))
+    if at_once > short:
+        yield (
+            "- an optimizer that does not join all of its state: "
+            f"{size_text(at_once)} of it is loaded at once, as for a norm of "
+            "accumulated gradients (a warning names the equation, and what to write "
+            "instead)"
+        )
+    temporary = parts.get("residuals", 0) + parts.get(THE_REST, 0)
+    if temporary > short:
+        yield (
+            "- a smaller batch, or remat (jax.checkpoint, nn.remat): residuals and "
+            f"other temporaries would have to shrink to {size_text(temporary - short)}"
+        )
+    if (parts.get("parameters", 0) + parts.get("gradients", 0)) // 2 > short:
+        yield "- bfloat16 parameters, if they are float32: that halves gradients too"
+    more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
+    yield (
+        "- more devices: parameters, gradients and batch sharded over at least "
+        f"{more} (now {target.device_count}), or larger ones"
+    )

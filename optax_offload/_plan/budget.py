@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 
 from optax_offload import _host_memory
-from optax_offload._plan.candidates import Budget
+from optax_offload._plan.state import Codecs
 from optax_offload._units import size_text
 from optax_offload.aot import Target
 
@@ -20,6 +22,41 @@ GPU_DEFAULT_FRACTION = 0.75
 GPU_FRACTION_MARGIN = 0.02
 # More of a GPU than this cannot be asked for: CUDA's own context has to fit beside it.
 GPU_LARGEST_FRACTION = 0.97
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The memory that a step may take.
+
+    Attributes:
+      device_bytes: Device memory, on each device.
+      host_bytes: Host memory, for each device; None where it is not bounded.
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+
+    def holds(self, used_bytes: int, host_bytes: int) -> bool:
+        """Returns whether device and host memory are both within the budget."""
+        on_host = self.host_bytes is None or host_bytes <= self.host_bytes
+        return used_bytes <= self.device_bytes and on_host
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The request to `plan`, beside the step.
+
+    Attributes:
+      budget: The memory that a step may take.
+      allow: The codecs that state may be kept in; see `allowed`.
+      link_bytes_per_second: Bandwidth of the link; None takes the documented one.
+      folder: The folder that keeps figures of compiled programs; None keeps nothing.
+    """
+
+    budget: Budget
+    allow: Codecs = ()
+    link_bytes_per_second: float | None = None
+    folder: str | os.PathLike[str] | None = None
 
 
 def default_budget_bytes(target: Target) -> int:

@@ -1,26 +1,25 @@
-"""Compiling a step in the ways that are asked for, and what is known of each then."""
+"""A step as one variant has it: made, traced, compiled, and what is known then."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
+import functools
+import re
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optax_offload import aot
+import jax
+
+from optax_offload import _flops, _memory, _offload, _trees, aot
 from optax_offload._errors import OffloadWarning
-from optax_offload._plan.prepare import measured, prepared
-from optax_offload._plan.state import Codecs, MovableState
-from optax_offload._plan.step import StepFactory
-from optax_offload._plan.variants import (
-    Facts,
-    Sizes,
-    Variant,
-    host_bytes,
-    late_bytes_left,
-)
+from optax_offload._jit import before_jit, jit
+from optax_offload._plan.budget import Asked
+from optax_offload._plan.state import MovableState
+from optax_offload._plan.step import Step, StepFactory
+from optax_offload._plan.variants import Facts, Sizes, Variant
+from optax_offload._schedule import FusedStep
 from optax_offload._units import milliseconds, seconds_text, size_text
 
 # The name of the part of a peak that is state in host memory, all of it loaded.
@@ -34,6 +33,7 @@ class CompiledCandidate:
     """A step that was compiled in one of the ways in which it can be trained.
 
     Attributes:
+      variant: The way.
       what: A description in a few words.
       moved_bytes: The bytes of each device's state that are in host memory.
       used_bytes: The peak on each device; where the compiler refused, what it says.
@@ -41,30 +41,32 @@ class CompiledCandidate:
       fits: Whether the peak and the host memory are within their budgets.
       seconds: The wall time of tracing and compiling, in seconds.
       parts: The bytes that the peak is made of, by name: see `Plan`.
-      fused: Whether updates are in the backward pass.
       parameter_bytes: The bytes of each device's parameters that are in host memory.
       host_bytes: The host memory that a step needs for each device.
       time: The modelled time of a step; None where the compiler refused.
-      variant: The way; None for one that was compiled by hand.
       outside: The reasons why gradients are left outside of the backward pass; nothing
         where fusing was not tried.
       was_kept: Whether it was compiled before, and read from disk.
     """
 
+    variant: Variant
     moved_bytes: int
     used_bytes: int
     peak: aot.Peak | None
     fits: bool
     seconds: float
     parts: Mapping[str, int]
-    fused: bool = False
     what: str = ""
     parameter_bytes: int = 0
     host_bytes: int = 0
     time: aot.StepTime | None = None
-    variant: Variant | None = None
     outside: tuple[str, ...] = ()
     was_kept: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """True if updates are in the backward pass."""
+        return self.variant.options.fuse
 
     @property
     def step_seconds(self) -> float:
@@ -102,147 +104,61 @@ class CompiledCandidate:
 Progress = Callable[[str | CompiledCandidate], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Budget:
-    """The memory that a step may take.
-
-    Attributes:
-      device_bytes: Device memory, on each device.
-      host_bytes: Host memory, for each device; None where it is not bounded.
-    """
-
-    device_bytes: int
-    host_bytes: int | None = None
-
-    def holds(self, used_bytes: int, host_bytes: int) -> bool:
-        """Returns whether device and host memory are both within the budget."""
-        on_host = self.host_bytes is None or host_bytes <= self.host_bytes
-        return used_bytes <= self.device_bytes and on_host
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """The request to `plan`, beside the step.
-
-    Attributes:
-      budget: The memory that a step may take.
-      allow: The codecs that state may be kept in; see `allowed`.
-      link_bytes_per_second: Bandwidth of the link; None takes the documented one.
-      folder: The folder that keeps figures of compiled programs; None keeps nothing.
-    """
-
-    budget: Budget
-    allow: Codecs = ()
-    link_bytes_per_second: float | None = None
-    folder: str | os.PathLike[str] | None = None
-
-
-class CandidateCompiler:
-    """Compiles a step in ways that are asked for, and keeps the results.
-
-    Attributes:
-      compiled: The candidates that have been compiled, in that order.
-    """
-
-    compiled: list[CompiledCandidate]
-
-    def __init__(
-        self,
-        factory: StepFactory,
-        states: Mapping[Codecs, MovableState],
-        asked: Asked,
-        progress: Progress,
-    ):
-        """Compiles nothing yet.
-
-        Args:
-          factory: Makes the step.
-          states: The state that can be selected, by the codecs that it is kept in.
-          asked: The request to `plan`: budgets, codecs and link.
-          progress: A function that is called with what is being compiled, and then with
-            the result.
-        """
-        self._factory, self._states, self._asked = factory, states, asked
-        self._progress = progress
-        self._started = time.perf_counter()
-        self.compiled = []
-        self._known: dict[Variant, CompiledCandidate] = {}
-
-    def __call__(
-        self, variant: Variant, facts: Facts, sizes: Sizes, left: int = 0
-    ) -> CompiledCandidate:
-        """Compiles a variant, unless it has been compiled.
-
-        Args:
-          variant: The variant.
-          facts: Facts from tracing, for the parts of the peak.
-          sizes: The sizes of the values that the step holds.
-          left: The largest number of variants that may be compiled after it.
-        """
-        if variant not in self._known:
-            self._known[variant] = self._compile(variant, facts, sizes, left)
-            self.compiled.append(self._known[variant])
-            self._progress(self._known[variant])
-        return self._known[variant]
-
-    def with_parts(self, facts: Facts, sizes: Sizes) -> None:
-        """Says anew what fills the device, once more is known of the step."""
-        for variant, found in self._known.items():
-            parts = _parts(variant, facts, sizes, found.peak, found.used_bytes)
-            anew = dataclasses.replace(found, parts=parts)
-            self._known[variant] = anew
-            self.compiled[self.compiled.index(found)] = anew
-
-    def _compile(
-        self, variant: Variant, facts: Facts, sizes: Sizes, left: int
-    ) -> CompiledCandidate:
-        what = variant.text(sizes)
-        so_far = time.perf_counter() - self._started
-        self._progress(
-            f"compiling: {what} ({len(self.compiled)} compiled, at most {left} more, "
-            f"{so_far:.0f} s so far)"
-        )
-        started = time.perf_counter()
-        state = self._states[variant.codecs]
-        with warnings.catch_warnings():  # A table says what each way takes.
-            warnings.simplefilter("ignore", OffloadWarning)
-            found = measured(
-                prepared(self._factory, state, variant),
-                self._factory.target,
-                self._asked.link_bytes_per_second,
-                self._asked.folder,
-            )
-        on_host = (
-            host_bytes(variant, facts, sizes)
-            if found.peak is None
-            else found.peak.host_peak_bytes
-        )
-        return CompiledCandidate(
-            what=what,
-            variant=variant,
-            moved_bytes=sizes.moved_state(variant),
-            parameter_bytes=sizes.parameters[variant.parameters],
-            used_bytes=found.used_bytes,
-            host_bytes=on_host,
-            peak=found.peak,
-            time=found.time,
-            fits=self._asked.budget.holds(found.used_bytes, on_host),
-            seconds=time.perf_counter() - started,
-            parts=_parts(variant, facts, sizes, found.peak, found.used_bytes),
-            fused=variant.options.fuse,
-            outside=facts.outside if variant.options.fuse else (),
-            was_kept=found.was_kept,
-        )
-
-
-def _parts(
+def compiled(
+    factory: StepFactory,
+    state: MovableState,
     variant: Variant,
     facts: Facts,
-    sizes: Sizes,
-    peak: aot.Peak | None,
-    used_bytes: int,
+    asked: Asked,
+) -> CompiledCandidate:
+    """Compiles a step.
+
+    Args:
+      factory: Makes the step.
+      state: The state that can be selected, with moments as the variant keeps them.
+      variant: The variant.
+      facts: What is known of the step, for the parts of its peak.
+      asked: The request to `plan`.
+    """
+    started = time.perf_counter()
+    with warnings.catch_warnings():  # A table says what each way takes.
+        warnings.simplefilter("ignore", OffloadWarning)
+        step, jitted = prepared(factory, state, variant)
+        found = aot.measure(
+            step.fn,
+            *step.args,
+            target=factory.target,
+            donate_argnums=step.donate_argnums,
+            out_shardings=step.out_shardings,
+            jit=jitted or jax.jit,
+            link_bytes_per_second=asked.link_bytes_per_second,
+            folder=asked.folder,
+        )
+    on_host = variant.host_bytes(facts)
+    if found.peak is not None:
+        on_host = found.peak.host_peak_bytes
+    return CompiledCandidate(
+        variant=variant,
+        what=variant.text(facts.sizes),
+        moved_bytes=facts.sizes.moved_state(variant),
+        parameter_bytes=facts.sizes.parameters[variant.parameters],
+        used_bytes=found.used_bytes,
+        host_bytes=on_host,
+        peak=found.peak,
+        time=found.time,
+        fits=asked.budget.holds(found.used_bytes, on_host),
+        seconds=time.perf_counter() - started,
+        parts=parts_of(variant, facts, found.peak, found.used_bytes),
+        outside=facts.outside if variant.options.fuse else (),
+        was_kept=found.was_kept,
+    )
+
+
+def parts_of(
+    variant: Variant, facts: Facts, peak: aot.Peak | None, used_bytes: int
 ) -> dict[str, int]:
     """The bytes on each device by what they hold, such as parameters; see `Plan`."""
+    sizes, at_once = facts.sizes, facts.state_at_once_bytes
     parameters = sizes.all_parameters - sizes.parameters[variant.parameters]
     state = sizes.device_state(variant)
     beside = max(used_bytes - parameters - state, 0)
@@ -250,21 +166,16 @@ def _parts(
     temporary = beside if peak is None else min(peak.temporary_bytes, beside)
     left, found = temporary, {}
     unfused = sizes.all_parameters - facts.gradient_bytes
+    joined = f" (by {facts.joined_by})" if facts.joined_by else ""
     for name, nbytes in (
-        ("gradients", unfused + late_bytes_left(variant, facts)),
-        (
-            "residuals",
-            facts.residual_bytes * (variant.options.residuals == "device"),
-        ),
-        (
-            _at_once(facts),
-            facts.state_at_once_bytes * (sizes.moved_state(variant) > 0),
-        ),
+        ("gradients", unfused + variant.late_bytes_left(facts)),
+        ("residuals", facts.residual_bytes * (variant.options.residuals == "device")),
+        (STATE_AT_ONCE + joined, at_once * (sizes.moved_state(variant) > 0)),
     ):
-        found[name] = min(max(nbytes, 0), left)
-        left -= found[name]
-    if not found[_at_once(facts)]:
-        del found[_at_once(facts)]
+        size = min(max(nbytes, 0), left)
+        if size or not name.startswith(STATE_AT_ONCE):
+            found[name] = size
+        left -= size
     return {
         "parameters": parameters,
         "state": state,
@@ -274,6 +185,119 @@ def _parts(
     }
 
 
-def _at_once(facts: Facts) -> str:
-    joined = f" (by {facts.joined_by})" if facts.joined_by else ""
-    return STATE_AT_ONCE + joined
+def prepared(
+    factory: StepFactory, state: MovableState, variant: Variant
+) -> tuple[Step, Callable[..., Any] | None]:
+    """Makes the step of a variant, whose arguments rest where it says.
+
+    Args:
+      factory: Makes the step.
+      state: The state that can be selected, with moments as the variant keeps them.
+      variant: The variant.
+
+    Returns:
+      The step, and the function that jits it; None for a step that is jitted.
+    """
+    if state.changes_any(variant.state) or variant.window_bytes:
+        config = variant.config(state)
+        step = factory.step(lambda inner: _offload.offload(inner, config))
+    else:
+        step = factory.plain_step()
+    step = unjitted(step)
+    if hasattr(step.fn, "trace"):
+        return step, None
+    paths = [x.argument for x in state.resting(variant.parameters)]
+    if paths:
+        pattern = "|".join(map(re.escape, paths))
+        args = _memory.set_memory_kind(step.args, pattern, "pinned_host")
+        step = step._replace(args=args)
+    elif variant.is_plain and not state.changes_any(variant.state):
+        return step, jax.jit
+    return step, functools.partial(jit, **variant.options)
+
+
+def unjitted(step: Step) -> Step:
+    """A step of `jit` as if it were not jitted; any other as it is."""
+    found = before_jit(step.fn)
+    if found is None:
+        return step
+    fn, options = found
+    known = {"donate_argnums", "out_shardings"}
+    if not options.keys() <= known:
+        return step
+    return step._replace(fn=fn, **options)
+
+
+def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
+    """Traces a step with all values moved that can move, and returns facts about it.
+
+    Args:
+      factory: Makes the step.
+      state: The state that can be selected.
+      variant: The one that moves most.
+    """
+    step, jitted = prepared(factory, state, variant)
+    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, factory.target)):
+        if jitted is None:
+            return _of_jitted(step, state)
+        donated = step.donate_argnums or ()
+        streamed = jit(step.fn, donate_argnums=donated, **variant.options)
+        found = streamed.schedule(*step.args)
+    late = [f for each in found.scans for f in each.late]
+    rest = found.step.at_rest
+    leaves = [path for path, _ in _trees.leaves_with_paths(step.args)]
+    by_rows = {leaves[x.position] for x in rest.arguments if x.scans} if rest else set()
+    at_once, joined = _at_once(found)
+    return Facts(
+        sizes=Sizes.of({(): state}),
+        gradient_bytes=found.gradient_bytes,
+        late_bytes=sum(f.gradient_bytes for f in late),
+        flops=_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,
+        flops_again=found.flops_again,
+        residual_bytes=rest.residual_bytes if rest else 0,
+        row_arguments=frozenset(by_rows),
+        outside=found.reasons(),
+        state_at_once_bytes=at_once,
+        joined_by=joined,
+        on_gpus=factory.target.platform == "gpu" and factory.target.device_count > 1,
+    )
+
+
+def _of_jitted(step: Step, state: MovableState) -> Facts:
+    """Facts about a step that is compiled as it is, such as the state it joins."""
+    schedule = getattr(step.fn, "schedule", None)
+    if schedule is None:
+        why = (
+            "jax.jit jitted this step, so it is compiled as it is and only its state "
+            "is moved. Give oo.Step the function itself, or jit it with oo.jit"
+        )
+        schedule = jit(step.fn, fuse=False).schedule
+    else:
+        why = (
+            "the step was jitted with options that a plan does not know, so only its "
+            "state is moved. Give oo.Step the function itself"
+        )
+    at_once, joined = _at_once(schedule(*step.args))
+    return Facts(
+        sizes=Sizes.of({(): state}),
+        outside=(why,),
+        state_at_once_bytes=at_once,
+        joined_by=joined,
+        can_stream=False,
+    )
+
+
+def _at_once(found: FusedStep) -> tuple[int, str]:
+    """The most state that something joins, in bytes, and what that is."""
+    over = [
+        o
+        for each in found.schedules()
+        for straight in each.straights()
+        for o in straight.over_window(None)
+    ]
+    if not over:
+        return 0, ""
+    most = max(over, key=lambda o: o.nbytes)
+    joined = most.reason.partition(" takes the state")[0]
+    # Without the files and lines, which a warning has.
+    return most.nbytes, re.sub(r" \([^()]*\)", "", joined)

@@ -5,37 +5,36 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from optax_offload import _rules, aot
-from optax_offload._plan.alternatives import Alternatives, alternatives
-from optax_offload._plan.budget import checked_budget, environment
+from optax_offload._plan.alternatives import (
+    Alternatives,
+    NothingFitsError,
+    alternatives,
+)
+from optax_offload._plan.budget import Asked, checked_budget, environment
 from optax_offload._plan.candidates import (
-    Asked,
-    CandidateCompiler,
     CompiledCandidate,
     Progress,
+    compiled,
+    parts_of,
+    traced,
 )
-from optax_offload._plan.forms import (
-    allowed,
-    check_remainder,
-    forms,
-    worth_allowing,
-)
-from optax_offload._plan.least_state import smallest_that_fits
-from optax_offload._plan.prepare import facts
-from optax_offload._plan.recording import record
-from optax_offload._plan.result import NothingFitsError, Plan
-from optax_offload._plan.search import Failed, Search
+from optax_offload._plan.result import Plan
+from optax_offload._plan.search import Search, smallest_that_fits
 from optax_offload._plan.state import (
     Codecs,
     MovableState,
-    Parameters,
     Selection,
+    allowed,
+    forms,
     movable_state,
+    worth_allowing,
 )
-from optax_offload._plan.step import Step, StepFactory
+from optax_offload._plan.step import Step, StepFactory, check_remainder, record
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
     Facts,
@@ -175,19 +174,20 @@ class Planner:
             progress(what)
 
         self._factory, self._asked, self._given = factory, asked, given
+        self._progress = tell
+        self._started = time.perf_counter()
         self._states: dict[Codecs, MovableState] = {(): self._movable(())}
         check_remainder(asked.allow, self._states[()].optimizers, factory)
-        self._facts = Facts()
-        self._sizes = _sizes(self._states)
-        self._compiler = CandidateCompiler(factory, self._states, asked, tell)
+        self._facts = Facts(Sizes.of(self._states))
+        self._known: dict[Variant, CompiledCandidate] = {}
         self._search: Search | None = None
 
     def run(self) -> None:
         """Looks for the fastest way that fits."""
-        plain = self._compile(Variant())
+        plain = self._known[Variant()] = self._compile(Variant())
         if not plain.fits:
             self._trace()
-            self._search = search = self._searching(plain)
+            self._search = search = self._searching()
             search.run()
             self._move_less()
             least = search.least()
@@ -201,7 +201,7 @@ class Planner:
     @property
     def compiled(self) -> tuple[CompiledCandidate, ...]:
         """The candidates that were compiled so far; the first is the step as given."""
-        return tuple(self._compiler.compiled)
+        return tuple(self._known.values())
 
     @property
     def best(self) -> CompiledCandidate | None:
@@ -214,9 +214,8 @@ class Planner:
     def alternatives(self) -> Alternatives:
         """The table of what was looked at by now."""
         passed = () if self._search is None else tuple(self._search.passed_over())
-        return alternatives(
-            self.compiled, passed, self._asked, self._factory.target, self.best
-        )
+        budget, target = self._asked.budget, self._factory.target
+        return alternatives(self.compiled, passed, budget, target, self.best)
 
     def plan(self) -> Plan:
         """The best that was found by now.
@@ -224,59 +223,44 @@ class Planner:
         Raises:
           aot.DoesNotFitError: Nothing that was compiled fits.
         """
-        best = self.best
-        self._compiler.with_parts(self._facts, self._sizes)
-        compiled = self.compiled
         target, asked = self._factory.target, self._asked
+        best, compiled = self.best, self.compiled
         if best is None:
             table = dataclasses.replace(self.alternatives, outside=self._facts.outside)
             codecs = worth_allowing(asked.allow, self._states[()].optimizers)
             raise NothingFitsError(target, asked.budget, compiled, table, codecs)
-        after = next(c for c in compiled if c.variant == best.variant)
-        assert after.variant is not None
+        state, on_host = self._states[best.variant.codecs], asked.budget.host_bytes
         return Plan(
             target=target,
             budget_bytes=asked.budget.device_bytes,
-            host_memory_bytes=None
-            if asked.budget.host_bytes is None
-            else asked.budget.host_bytes * target.devices_per_host,
-            config=self._config(after.variant),
-            moved=self._states[after.variant.codecs].selected(after.variant.state),
-            encoded=self._states[after.variant.codecs].encoded,
+            host_memory_bytes=on_host and on_host * target.devices_per_host,
+            config=best.variant.config(state),
+            moved=state.selected(best.variant.state),
+            encoded=state.encoded,
             before=compiled[0],
-            after=after,
+            after=best,
             compiled=compiled,
             alternatives=self.alternatives,
-            environment=environment(target, after.used_bytes, after.host_bytes),
+            environment=environment(target, best.used_bytes, best.host_bytes),
             outside=self._facts.outside,
             tokens=self._factory.plain_step().tokens,
             complete=self.complete,
         )
-
-    def _config(self, variant: Variant) -> _rules.OffloadConfig:
-        state = self._states[variant.codecs]
-        config = state.training(variant.state, variant.parameters, variant.options)
-        if variant.window_bytes is None:
-            return config
-        return dataclasses.replace(config, window_bytes=variant.window_bytes)
 
     def _movable(self, codecs: Codecs) -> MovableState:
         recorded = record(self._factory, self._given, codecs)
         return movable_state(recorded, self._given, self._factory.target.device_count)
 
     def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
-        return self._compiler(variant, self._facts, self._sizes, left)
-
-    def _try(self, variant: Variant, left: int) -> CompiledCandidate | Failed:
-        """A way, which may be none of a step that is right as it is.
-
-        As of one that does with its parameters what cannot be done by rows: the error
-        says what, and other ways may do.
-        """
-        try:
-            return self._compile(variant, left)
-        except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-            return Failed(f"{type(error).__name__}: {error}".partition("\n")[0])
+        so_far = time.perf_counter() - self._started
+        self._progress(
+            f"compiling: {variant.text(self._facts.sizes)} ({len(self._known)} "
+            f"compiled, at most {left} more, {so_far:.0f} s so far)"
+        )
+        state = self._states[variant.codecs]
+        found = compiled(self._factory, state, variant, self._facts, self._asked)
+        self._progress(found)
+        return found
 
     def _trace(self) -> None:
         """Notes what can move, and what tracing the step with all of it moved tells."""
@@ -284,25 +268,28 @@ class Planner:
             self._states[codecs] = self._movable(codecs)
         state = self._states[()]
         options = Options(late_gradients="recompute", residuals="host")
-        most = Variant(state.everything, (), "all", options)
-        self._facts = facts(self._factory, state, most)
+        facts = traced(
+            self._factory, state, Variant(state.everything, (), "all", options)
+        )
         for codecs, each in self._states.items():
-            self._states[codecs] = each.with_rows(self._facts.row_arguments)
-        self._sizes = _sizes(self._states)
+            self._states[codecs] = each.with_rows(facts.row_arguments)
+        self._facts = dataclasses.replace(facts, sizes=Sizes.of(self._states))
+        # Now it can be told what fills the device where the step is as given.
+        for variant, found in self._known.items():
+            parts = parts_of(variant, self._facts, found.peak, found.used_bytes)
+            self._known[variant] = dataclasses.replace(found, parts=parts)
 
-    def _searching(self, plain: CompiledCandidate) -> Search:
-        chip = self._factory.target.chip
+    def _searching(self) -> Search:
+        plain, chip = self._known[Variant()], self._factory.target.chip
         link = self._asked.link_bytes_per_second or chip.link.bytes_per_second
         computed = self._facts.flops / chip.flops_per_second
         if plain.time is not None:
             computed = plain.time.compute_seconds
-        self._outlook = Outlook(
-            self._facts, self._sizes, plain.used_bytes, computed, link
-        )
-        found = variants(self._facts, self._sizes)
-        found += [less for v in found if (less := self._within_host(v)) is not None]
-        search = Search(found, self._outlook, self._try, self._asked.budget)
-        search.ask(Variant())
+        self._outlook = Outlook(self._facts, plain.used_bytes, computed, link)
+        ways = variants(self._facts)
+        ways += [less for v in ways if (less := self._within_host(v)) is not None]
+        budget = self._asked.budget
+        search = Search(ways, self._outlook, self._compile, budget, self._known)
         if self._facts.can_stream and self._facts.on_gpus:
             # What it takes of any way, nothing but a program tells.
             search.ask(Variant(options=WITHOUT_HIDING))
@@ -316,7 +303,7 @@ class Planner:
         left = host_bytes - self._outlook(variant).host_bytes
         if left >= 0:
             return None
-        sizes = self._sizes.patterns[variant.codecs]
+        sizes = self._facts.sizes.patterns[variant.codecs]
         left += sum(sizes[i] for i in variant.state)
         kept: set[int] = set()
         for i in sorted(variant.state):
@@ -329,7 +316,7 @@ class Planner:
         """Moves less of the state where that can be faster."""
         assert self._search is not None
         search, best = self._search, self._search.best
-        if best is None or best.variant is None or not best.variant.state:
+        if best is None or not best.variant.state:
             return
         whole = best.variant
         budget_bytes = self._asked.budget.device_bytes
@@ -351,25 +338,8 @@ class Planner:
             return budget_bytes + 1 if found is None else found.used_bytes
 
         smallest_that_fits(
-            [self._sizes.patterns[whole.codecs][i] for i in positions],
+            [self._facts.sizes.patterns[whole.codecs][i] for i in positions],
             used,
             budget_bytes,
             LESS_STATE_ATTEMPTS if best.seconds > QUICK_SECONDS else None,
         )
-
-
-def _sizes(states: dict[Codecs, MovableState]) -> Sizes:
-    plain = states[()]
-
-    which: tuple[Parameters, ...] = ("device", "rows", "all")
-    return Sizes(
-        state={e: s.state_bytes for e, s in states.items()},
-        given_state={e: s.moved_bytes(frozenset()) for e, s in states.items()},
-        patterns={
-            e: tuple(p.nbytes_per_device for p in s.patterns) for e, s in states.items()
-        },
-        parameters={
-            w: sum(x.leaf.nbytes_per_device for x in plain.resting(w)) for w in which
-        },
-        all_parameters=plain.parameter_bytes,
-    )

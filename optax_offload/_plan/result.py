@@ -1,25 +1,30 @@
-"""A plan: its rules, peaks and times; as a file; and the error where none fits."""
+"""A plan: its rules, peaks and times; as a text, a file and a picture."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from optax_offload import _offload, _rules, aot
+from optax_offload import _offload, _rule_files, _rules, aot
 from optax_offload._plan.alternatives import Alternatives
 from optax_offload._plan.candidates import (
     STATE_AT_ONCE,
     THE_REST,
-    Budget,
     CompiledCandidate,
 )
-from optax_offload._plan.state import REMAINDER, Codecs, LeafPattern
-from optax_offload._step_options import Options
-from optax_offload._units import Printed, milliseconds, seconds_text, size_text
+from optax_offload._plan.state import REMAINDER, LeafPattern
+from optax_offload._units import (
+    GIB,
+    Printed,
+    milliseconds,
+    seconds_text,
+    size_text,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -98,8 +103,18 @@ class Plan(Printed):
 
     def rule_file(self) -> str:
         """The text that `save` writes."""
+        head = "Rules for optax_offload.offload, found by `optax-offload fit`:"
         kept = [p for p in self.encoded if p not in self.moved]
-        return rule_file_text(self.config, self.moved, kept, self._summary())
+        given = len(self.config.rules) - len(self.moved) - len(kept)
+        comments = [["Given."] if len(self.config.rules) > 1 else []] * given
+        if not self.moved and self.config.rules == (_rules.Rule(".*", "device"),):
+            comments = [["Everything fits: all state stays on the device."]]
+        comments += [_comment(pattern) for pattern in self.moved]
+        comments += [
+            [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
+            for p in kept
+        ]
+        return _rule_files.config_text(self.config, [head, *self._summary()], comments)
 
     @property
     def host_bytes(self) -> int:
@@ -258,62 +273,6 @@ _NUMBERS = (
 )
 
 
-def rule_file_text(
-    config: _rules.OffloadConfig,
-    moved: Sequence[LeafPattern],
-    kept: Sequence[LeafPattern],
-    summary: Sequence[str],
-) -> str:
-    """The text of a rule file.
-
-    Args:
-      config: The rules: those given, of what is moved, of what is encoded where it is.
-      moved: The leaves that the rules after those given move, in their order.
-      kept: The leaves that the last rules encode and do not move.
-      summary: Lines about the whole, for the head of the file.
-    """
-    head = ["Rules for optax_offload.offload, found by `optax-offload fit`:", *summary]
-    lines = [_commented(line) for line in head]
-    if config.window_bytes is not None:
-        lines += ["", f"window_bytes = {config.window_bytes}"]
-    lines += _step(config.step)
-    given = len(config.rules) - len(moved) - len(kept)
-    comments = [["Given."] if moved or len(config.rules) > 1 else []] * given
-    if not moved and config.rules == (_rules.Rule(".*", "device"),):
-        comments = [["Everything fits: all state stays on the device."]]
-    comments += [_comment(pattern) for pattern in moved]
-    comments += [
-        [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
-        for p in kept
-    ]
-    for rule, comment in zip(config.rules, comments, strict=True):
-        lines += ["", *map(_commented, comment), "[[rules]]", *_keys(rule)]
-    for position, rule in enumerate(config.parameters):
-        comment = [] if position else [_commented(_PLACE)]
-        lines += ["", *comment, "[[parameters]]", *_keys(rule)]
-    return "\n".join(lines) + "\n"
-
-
-_PLACE = "Parameters: params = oo.place(params, config.parameters)."
-
-
-def _step(options: Options) -> list[str]:
-    """The table of what a step is jitted with, where that is not what `jit` does."""
-    default = Options()
-    given = [
-        f"{name} = {_value(options[name])}"
-        for name in options.keys()  # noqa: SIM118 (it is no mapping but for `**`)
-        if options[name] != default[name]
-    ]
-    comment = "# What the step is jitted with: oo.jit(train_step, **config.step)."
-    return ["", comment, "[step]", *given] if given else []
-
-
-def _commented(line: str) -> str:
-    # TOML allows no control characters, not even there.
-    return "# " + "".join(c if c.isprintable() else "?" for c in line)
-
-
 def _comment(pattern: LeafPattern) -> list[str]:
     why = {
         (True, True): "stacked layers, updated in slices, so all of it leaves the peak",
@@ -334,161 +293,90 @@ def _leaves(pattern: LeafPattern) -> str:
     return f"{which} {pattern.leaves[0].path}"
 
 
-def _keys(rule: _rules.Rule) -> list[str]:
-    default = _rules.Rule(rule.pattern)
-    names = [f.name for f in dataclasses.fields(rule) if f.name not in ("pattern", "_")]
-    given = {
-        n: getattr(rule, n) for n in names if getattr(rule, n) != getattr(default, n)
-    }
-    return [f"pattern = {_pattern(rule.regex)}"] + [
-        f"{name} = {_value(value)}" for name, value in given.items()
-    ]
+COLORS = {
+    "parameters": "#4269d0",
+    "state": "#ff725c",
+    "gradients": "#efb118",
+    "residuals": "#6cc5b0",
+    STATE_AT_ONCE: "#a463f2",
+    THE_REST: "#97bbf5",
+    "other arguments and results": "#9c9c9c",
+}
 
 
-def _pattern(regex: str) -> str:
-    # A literal string needs no escapes, but cannot hold these.
-    plain = regex.isprintable() and "'" not in regex
-    if plain:
-        return f"'{regex}'"
-    # JSON's escapes are TOML's, but for one character.
-    return json.dumps(regex, ensure_ascii=False).replace("\x7f", "\\u007f")
+def check_can_plot() -> type[Figure]:
+    """Returns the class that draws a figure. Call it before the work that takes long.
 
-
-def _value(value: Any) -> str:
-    return json.dumps("none" if value is None else value)
-
-
-class NothingFitsError(aot.DoesNotFitError):
-    """No way of training fits.
-
-    Attributes:
-      alternatives: The table of what was tried, the nearest of them marked.
+    Raises:
+      ImportError: matplotlib is not installed.
     """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "a plan is drawn with matplotlib: pip install 'optax-offload[plot]'"
+        ) from error
+    return Figure
 
-    def __init__(
-        self,
-        target: aot.Target,
-        budget: Budget,
-        compiled: Sequence[CompiledCandidate],
-        table: Alternatives,
-        codecs: Codecs = (),
-    ):
-        """Says by how much, what takes the memory and what would help.
 
-        Args:
-          target: The chips that the step was compiled for.
-          budget: The memory that the step may take.
-          compiled: All candidates that were compiled.
-          table: The table of these.
-          codecs: The codecs to allow for the least state; nothing if they are allowed.
-        """
-        on_device = [c for c in compiled if c.used_bytes <= budget.device_bytes]
-        if on_device:
-            found = min(on_device, key=lambda c: c.host_bytes)
-            message = _host_is_short(target, budget, found, codecs)
-        else:
-            found = min(compiled, key=lambda c: c.used_bytes)
-            message = _device_is_short(target, budget, found, codecs)
-            message = "\n".join([message, *table.outside])
-        super().__init__(
-            message,
-            used_bytes=found.used_bytes,
-            limit_bytes=budget.device_bytes,
-            peak=found.peak,
+def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draws a plan, as PNG or whatever the path's ending says.
+
+    On the left the peaks before and after as stacked bars, beside the budget; on the
+    right all that was compiled, the modelled time of a step against its peak.
+
+    Args:
+      plan: The plan.
+      path: The picture.
+
+    Raises:
+      ImportError: matplotlib is not installed.
+    """
+    figure_class = check_can_plot()
+    figure = figure_class(figsize=(10, 4.5), layout="constrained")
+    bars, times = figure.subplots(1, 2)
+    _draw_parts(plan, bars)
+    _draw_times(plan, times)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_parts(plan: Plan, axes: Any) -> None:
+    bars = {"as given": plan.before.parts, "with the plan": plan.after.parts}
+    bottoms = [0.0] * len(bars)
+    for part, color in COLORS.items():
+        heights = [
+            sum(n for name, n in parts.items() if name.partition(" (")[0] == part) / GIB
+            for parts in bars.values()
+        ]
+        if part == STATE_AT_ONCE and not any(heights):
+            continue
+        axes.bar(list(bars), heights, 0.6, bottoms, label=part, color=color)
+        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
+    for x, total in enumerate(bottoms):
+        axes.annotate(f"{total:.1f}", (x, total), ha="center", va="bottom")
+    budget = plan.budget_bytes / GIB
+    axes.axhline(budget, color="black", linestyle="--", linewidth=1, label="budget")
+    axes.set(ylabel="peak of each device (GiB)", title=plan.target.name)
+    axes.set_ylim(0, 1.1 * max(*bottoms, budget))
+    axes.legend(loc="upper right", fontsize="small")
+
+
+def _draw_times(plan: Plan, axes: Any) -> None:
+    """A point for each way that has a modelled time; the chosen one is filled."""
+    rows = [row for row in plan.alternatives.rows if row.step_seconds is not None]
+    for row in rows:
+        peak, seconds = row.used_bytes / GIB, row.step_seconds or 0.0
+        color = "#3ca951" if row.fits else "#ff725c"
+        face = color if row.chosen else "none"
+        axes.scatter(peak, seconds * 1e3, edgecolors=color, facecolors=face, zorder=3)
+        axes.annotate(
+            row.what,
+            (peak, seconds * 1e3),
+            fontsize="x-small",
+            xytext=(4, 4),
+            textcoords="offset points",
         )
-        self.alternatives = table
-
-
-def _host_is_short(
-    target: aot.Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
-) -> str:
-    devices = target.devices_per_host
-    have, need = (n * devices for n in (budget.host_bytes or 0, least.host_bytes))
-    return (
-        f"host memory is too small: a step that fits {target.name!r} needs at least "
-        f"{size_text(need)} on each host ({least.what}), which has {size_text(have)}. "
-        "What would help:\n"
-        + "\n".join(
-            [
-                *_fewer_bits(codecs),
-                "- a host with more memory, or more hosts that share the state",
-                *[_BFLOAT16] * (REMAINDER not in codecs),
-            ]
-        )
-    )
-
-
-_BFLOAT16 = (
-    "- bfloat16 parameters, if they are float32, with oo.master_weights around the "
-    "optimizer"
-)
-
-
-def _fewer_bits(codecs: Codecs) -> Iterator[str]:
-    """A line that names the codecs to allow, if there are any."""
-    what = {
-        REMAINDER: "master weights as the half that their bfloat16 parameters lack, "
-        "which is exact"
-    }
-    names = ",".join(codecs)
-    means = "; ".join(what.get(c, f"moments as {c}") for c in codecs)
-    if codecs:
-        yield f"- fewer bits: --allow {names} (allow={names!r}): {means}"
-
-
-def _device_is_short(
-    target: aot.Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
-) -> str:
-    budget_bytes = budget.device_bytes
-    short = least.used_bytes - budget_bytes
-    parts = {name: n for name, n in least.parts.items() if n}
-    needs = ", ".join(f"{name} {size_text(n)}" for name, n in parts.items())
-    text = (
-        f"the step does not fit on {target.name!r}, whatever is moved. The smallest "
-        f"way ({least.what}) needs {size_text(least.used_bytes)} on each device, "
-        f"{size_text(short)} more than the budget of {size_text(budget_bytes)}: "
-        f"{needs}."
-    )
-    if budget.host_bytes is not None:
-        text += (
-            " Ways that need more than the "
-            f"{size_text(budget.host_bytes * target.devices_per_host)} of each host "
-            "were not tried."
-        )
-    lines = [*_what_helps(target, budget_bytes, least, short)]
-    if budget.host_bytes is not None:
-        lines = [*_fewer_bits(codecs), *lines]
-    return text + " What would help:\n" + "\n".join(lines)
-
-
-def _what_helps(
-    target: aot.Target, budget_bytes: int, least: CompiledCandidate, short: int
-) -> Iterator[str]:
-    """A line for each part of the peak that is more than what is missing."""
-    parts = least.parts
-    if parts.get("state", 0) > short:
-        yield (
-            f"- rules that also move the {size_text(parts['state'])} of state that "
-            "stays on the device"
-        )
-    at_once = sum(n for name, n in parts.items() if name.startswith(STATE_AT_ONCE))
-    if at_once > short:
-        yield (
-            "- an optimizer that does not join all of its state: "
-            f"{size_text(at_once)} of it is loaded at once, as for a norm of "
-            "accumulated gradients (a warning names the equation, and what to write "
-            "instead)"
-        )
-    temporary = parts.get("residuals", 0) + parts.get(THE_REST, 0)
-    if temporary > short:
-        yield (
-            "- a smaller batch, or remat (jax.checkpoint, nn.remat): residuals and "
-            f"other temporaries would have to shrink to {size_text(temporary - short)}"
-        )
-    if (parts.get("parameters", 0) + parts.get("gradients", 0)) // 2 > short:
-        yield "- bfloat16 parameters, if they are float32: that halves gradients too"
-    more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
-    yield (
-        "- more devices: parameters, gradients and batch sharded over at least "
-        f"{more} (now {target.device_count}), or larger ones"
-    )
+    axes.axvline(plan.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
+    axes.set(xlabel="peak of each device (GiB)", ylabel="modelled step (ms)")
+    axes.set(title="filled: chosen; green: fits", ylim=(0, None))
+    axes.margins(x=0.2)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from optax_offload import _rules
-from optax_offload._step_options import Options
 
 # Positions of patterns.
 Selection = frozenset[int]
@@ -42,6 +41,8 @@ class Leaf:
 Codecs = tuple[_rules.CodecName, ...]
 # The one that changes no number: it is for master weights, the others are for moments.
 REMAINDER: _rules.CodecName = "bfloat16-remainder"
+# The codec of moments that is named where one would help.
+USUAL: _rules.CodecName = "int8"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,16 +261,6 @@ class MovableState:
             self.given and self.given.window_bytes,
         )
 
-    def training(
-        self, selection: Selection, which: Parameters, options: Options
-    ) -> _rules.OffloadConfig:
-        """The rules of `config`, with those of parameters and the step's options."""
-        return dataclasses.replace(
-            self.config(selection),
-            parameters=self.parameter_rules(which),
-            step=options,
-        )
-
     def _rule(self, pattern: LeafPattern) -> _rules.Rule:
         # What the library would find by itself need not be written: on one device, and
         # for stacked leaves on several, the leading axis.
@@ -339,3 +330,47 @@ def _parameters(
 
 def _sizes(leaves: Sequence[Leaf]) -> list[tuple[str, int | None]]:
     return [(x.path, x.nbytes) for x in leaves]
+
+
+def allowed(allow: str | Sequence[str] | None) -> Codecs:
+    """The codecs that a user allows, each once.
+
+    Args:
+      allow: A name, several with commas between them, or a sequence of these.
+
+    Raises:
+      ValueError: A name is none of a codec.
+    """
+    texts = [allow] if isinstance(allow, str) else list(allow or ())
+    names = [name.strip() for text in texts for name in text.split(",")]
+    unknown = [name for name in names if name not in _rules.CODEC_NAMES]
+    if unknown:
+        raise ValueError(
+            f"allow has {', '.join(map(repr, unknown))}; each must be one of "
+            + ", ".join(map(repr, _rules.CODEC_NAMES))
+        )
+    return cast("Codecs", tuple(dict.fromkeys(names)))
+
+
+def forms(allow: Codecs) -> list[Codecs]:
+    """The codecs that state can be kept in together: one of moments, that of masters.
+
+    Example:
+      >>> forms(("int8", "bfloat16-remainder"))
+      [('int8',), ('bfloat16-remainder',), ('int8', 'bfloat16-remainder')]
+    """
+    of_moments: list[Codecs] = [(name,) for name in allow if name != REMAINDER]
+    if REMAINDER not in allow:
+        return of_moments
+    return [*of_moments, (REMAINDER,), *((*each, REMAINDER) for each in of_moments)]
+
+
+def worth_allowing(allow: Codecs, optimizers: Sequence[RecordedOptimizer]) -> Codecs:
+    """The codecs to allow for the least state; nothing if they are allowed already."""
+    of_moments: list[_rules.CodecName]
+    of_moments = [name for name in allow if name != REMAINDER]
+    if not of_moments and any(o.moments for o in optimizers):
+        of_moments = [USUAL]
+    halves = any(o.halves for o in optimizers)
+    found: Codecs = (*of_moments, REMAINDER) if halves else tuple(of_moments)
+    return () if {*found} <= {*allow} else found

@@ -1,14 +1,27 @@
-"""The input of `plan`: a train step, and the function that makes it."""
+"""The train step that a plan is for: what makes it, and which state it has."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Sharding
 
-from optax_offload import aot
+from optax_offload import _memory, _offload, _rules, _trees, aot
+from optax_offload._low_bit import encoded_parts, low_bit, master_paths, moments
+from optax_offload._plan.state import (
+    REMAINDER,
+    Codecs,
+    Leaf,
+    Parameter,
+    RecordedOptimizer,
+    pattern_of,
+)
 
 
 class Step(NamedTuple):
@@ -79,4 +92,226 @@ def compile_step(step: Step, target: aot.Target) -> jax.stages.Compiled:
         target=target,
         donate_argnums=step.donate_argnums,
         out_shardings=step.out_shardings,
+    )
+
+
+class _Call(NamedTuple):
+    """An optimizer's initialisation.
+
+    Attributes:
+      params: The types of the parameters, by path.
+      state: The types of the state, by path.
+      formats: The formats of the parts of encoded leaves, by path.
+      moments: The paths of moments.
+      halves: The paths of master weights of bfloat16 parameters.
+    """
+
+    params: list[tuple[str, Any]]
+    state: list[tuple[str, Any]]
+    formats: Mapping[str, str]
+    moments: set[str]
+    halves: set[str]
+
+
+def record(
+    factory: StepFactory,
+    given: _rules.OffloadConfig | None = None,
+    codecs: Codecs = (),
+) -> tuple[RecordedOptimizer, ...]:
+    """Calls a step factory, and notes the state of each optimizer.
+
+    Args:
+      factory: Makes the step.
+      given: The rules that the user gave, some of which may have a codec.
+      codecs: The formats for leaves of which no given rule decides: one of moments,
+        that of master weights, both or none.
+
+    Raises:
+      TypeError: the factory returns something else than a `Step`.
+      ValueError: the factory gives no optimizer to ``offload``, or does not initialise
+        it.
+    """
+    calls: list[_Call | None] = []
+
+    def offload(inner: Any) -> Any:
+        wrapped = _offload.check_inner(inner)
+        position = len(calls)
+        calls.append(None)
+
+        def init(params: Any) -> Any:
+            state = wrapped.init(params)
+            of = moments(state), _halves(state, params)
+            rules = _codec_rules(given, codecs, *of)
+            if rules is not None:
+                state = low_bit(wrapped, rules, codec=None).init(params)
+            formats = encoded_parts(state) if codecs else {}
+            calls[position] = _Call(_types(params), _types(state), formats, *of)
+            return state
+
+        return optax.GradientTransformationExtraArgs(init, wrapped.update)
+
+    step = factory.step(offload)
+    if not calls or None in calls:
+        missing = "init of the optimizer returned by" if calls else "offload,"
+        raise ValueError(
+            f"{factory.make_step!r} does not call {missing} its first argument. "
+            "Write tx = optax.chain(..., offload(optimizer)), and give the "
+            "step's args the state of oo.eval_shape(tx.init, params)"
+        )
+    # By the ends of their paths; the first of those that are alike.
+    arguments: dict[tuple[str, tuple[int, ...]], Any] = {}
+    for path, x in _trees.leaves_with_paths(step.args):
+        for end in _trees.tails(path):
+            arguments.setdefault((end, getattr(x, "shape", ())), x)
+    made = [call for call in calls if call is not None]
+    state_paths = {path for call in made for path, _ in call.state}
+    free = _no_state(_trees.leaves_with_paths(step.args), state_paths)
+    recorded = []
+    for call in made:
+        leaves = [_leaf(path, x, arguments, factory.target) for path, x in call.state]
+        leaves = _joined(leaves, call.formats)
+        weights = [_leaf(path, x, arguments, factory.target) for path, x in call.params]
+        nbytes = sum(leaf.nbytes_per_device for leaf in weights)
+        types = [x for _, x in call.params]
+        found = [
+            Parameter(leaf, at)
+            for leaf, x in zip(weights, types, strict=True)
+            if (at := _argument_of(leaf.path, x, free)) is not None
+        ]
+        dtypes = tuple(sorted({str(x.dtype) for x in types}))
+        recorded.append(
+            RecordedOptimizer(
+                *(tuple(leaves), nbytes, tuple(found)),
+                *(frozenset(call.moments), frozenset(call.halves), dtypes),
+            )
+        )
+    return tuple(recorded)
+
+
+def _no_state(
+    arguments: Sequence[tuple[str, Any]], state_paths: set[str]
+) -> dict[tuple[str, tuple[int, ...], Any], str]:
+    """The arguments that are no state: the path of each, by its ends, shape and dtype.
+
+    The first of those that are alike.
+    """
+    found: dict[tuple[str, tuple[int, ...], Any], str] = {}
+    for path, x in arguments:
+        ends = _trees.tails(path)
+        if state_paths.intersection(ends):
+            continue
+        for end in ends:
+            key = end, getattr(x, "shape", ()), getattr(x, "dtype", None)
+            found.setdefault(key, path)
+    return found
+
+
+def _argument_of(
+    path: str, aval: Any, free: Mapping[tuple[str, tuple[int, ...], Any], str]
+) -> str | None:
+    return free.get((path, aval.shape, aval.dtype))
+
+
+def _codec_rules(
+    given: _rules.OffloadConfig | None,
+    codecs: Codecs,
+    of_moments: Collection[str],
+    halves: Collection[str],
+) -> _rules.OffloadConfig | None:
+    """The rules with a codec: those given, then one for each format of what is left."""
+    rules = list(given.made_lenient().rules) if given else []
+    for codec in codecs:
+        paths = halves if codec == REMAINDER else of_moments
+        patterns = sorted({pattern_of(path) for path in paths})
+        if patterns:
+            rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
+    return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
+
+
+def _halves(state: Any, params: Any) -> set[str]:
+    """The paths of master weights whose other half a bfloat16 parameter has."""
+    short = {
+        path
+        for path, x in _trees.leaves_with_paths(params)
+        if getattr(x, "dtype", None) == jnp.bfloat16
+    }
+    return {p for p in master_paths(state) if short.intersection(_trees.tails(p))}
+
+
+def _joined(leaves: Sequence[Leaf], formats: Mapping[str, str]) -> list[Leaf]:
+    """With codes and scales as one leaf again, which one rule moves."""
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
+        path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
+        codec: Any = formats.get(leaf.path, "").partition(" of ")[0]
+        if path is None:
+            found[leaf.path] = leaf
+        elif path not in found:
+            found[path] = dataclasses.replace(leaf, path=path, codec=codec)
+        else:
+            whole = found[path]
+            found[path] = dataclasses.replace(
+                whole,
+                nbytes=(whole.nbytes or 0) + (leaf.nbytes or 0),
+                nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,
+            )
+    return list(found.values())
+
+
+def _types(tree: Any) -> list[tuple[str, Any]]:
+    return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
+
+
+def _leaf(
+    path: str,
+    aval: Any,
+    arguments: Mapping[tuple[str, tuple[int, ...]], Any],
+    target: aot.Target,
+) -> Leaf:
+    """A leaf, with the sharding of the step's argument that it is.
+
+    That is the one of its shape whose path ends in the leaf's. Where none is, it counts
+    as a type does that says no more.
+    """
+    like = arguments.get((path, aval.shape))
+    nbytes = _memory.nbytes(aval)
+    sharding = getattr(like, "sharding", None)
+    if isinstance(sharding, Sharding) and aval.ndim:
+        shard = sharding.shard_shape(aval.shape)
+        per_device = math.ceil(
+            nbytes * math.prod(shard) / max(math.prod(aval.shape), 1)
+        )
+        whole = [i for i, n in enumerate(shard) if n == aval.shape[i]]
+        axis = whole[0] if whole else None
+    else:
+        replicated = like is not None or target.device_count == 1
+        per_device = nbytes if replicated else _memory.nbytes_on_each_device(aval)
+        axis = 0 if aval.ndim else None
+    return Leaf(path, _memory.movable_nbytes(aval), per_device, axis, aval.ndim >= 3)
+
+
+def check_remainder(
+    allow: Codecs, optimizers: Sequence[RecordedOptimizer], factory: StepFactory
+) -> None:
+    """Raises a ValueError if remainders are allowed, and no state can be kept so.
+
+    Args:
+      allow: The codecs that are allowed.
+      optimizers: The optimizers of the step.
+      factory: Makes the step.
+    """
+    if REMAINDER not in allow or any(o.halves for o in optimizers):
+        return
+    write = "write offload(oo.master_weights(optimizer))"
+    if master_paths(factory.plain_step().args):
+        fix = f"its master weights are outside of offload; {write}"
+    elif any("bfloat16" in o.parameter_dtypes for o in optimizers):
+        fix = f"its bfloat16 parameters have no such copies; {write}"
+    else:
+        dtypes = ", ".join(sorted({d for o in optimizers for d in o.parameter_dtypes}))
+        fix = f"its parameters are {dtypes}; make them bfloat16, and {write}"
+    raise ValueError(
+        f"allow has {REMAINDER!r}, which is for float32 master weights of bfloat16 "
+        f"parameters, and the state of this step has none: {fix}. Or leave "
+        f"{REMAINDER!r} out"
     )

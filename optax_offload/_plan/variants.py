@@ -6,7 +6,14 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from optax_offload._plan.state import REMAINDER, Codecs, Parameters, Selection
+from optax_offload._plan.state import (
+    REMAINDER,
+    Codecs,
+    MovableState,
+    Parameters,
+    Selection,
+)
+from optax_offload._rules import OffloadConfig
 from optax_offload._step_options import LateGradients, Options, Residuals
 from optax_offload._units import size_text
 
@@ -73,36 +80,44 @@ class Variant:
             parts.append(f"window {size_text(self.window_bytes)}")
         return "; ".join(parts) if not self.is_plain else "as given"
 
+    def config(self, state: MovableState) -> OffloadConfig:
+        """The settings of a train script, of the state as it is kept here."""
+        config = dataclasses.replace(
+            state.config(self.state),
+            parameters=state.parameter_rules(self.parameters),
+            step=self.options,
+        )
+        if self.window_bytes is None:
+            return config
+        return dataclasses.replace(config, window_bytes=self.window_bytes)
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """Facts from tracing a step, before anything is compiled; bytes on each device.
+    def late_bytes_left(self, facts: Facts) -> int:
+        """The bytes of gradients that it leaves on the device, of those it fuses."""
+        if not self.options.fuse:
+            return facts.gradient_bytes
+        waits = self.options.late_gradients in ("host", "recompute")
+        return 0 if waits else facts.late_bytes
 
-    Attributes:
-      gradient_bytes: Gradients that never exist where all that can be fused is.
-      late_bytes: Of these, the gradients whose update needs all of them first.
-      flops: Matrix products of a step, in operations.
-      flops_again: Matrix products of a backward pass that runs a second time.
-      residual_bytes: Residuals that forward scans keep for backward scans.
-      row_arguments: The arguments that scans take row by row, by path.
-      outside: The reasons why gradients are left outside of the backward pass.
-      state_at_once_bytes: State that an equation joins, so that all of it is loaded.
-      joined_by: The equation that joins it; "" where none does.
-      can_stream: Whether the step can be jitted anew, with other options.
-      on_gpus: Whether it is for several GPUs, whose collectives a scheduler hides.
-    """
+    def host_bytes(self, facts: Facts) -> int:
+        """The host memory that it needs for each device."""
+        options = self.options
+        waits = options.fuse and options.late_gradients == "host"
+        late = facts.late_bytes if waits else 0
+        residuals = facts.residual_bytes if options.residuals == "host" else 0
+        moved = facts.sizes.moved_state(self) + facts.sizes.parameters[self.parameters]
+        return moved + late + residuals
 
-    gradient_bytes: int = 0
-    late_bytes: int = 0
-    flops: float = 0.0
-    flops_again: float = 0.0
-    residual_bytes: int = 0
-    row_arguments: frozenset[str] = frozenset()
-    outside: tuple[str, ...] = ()
-    state_at_once_bytes: int = 0
-    joined_by: str = ""
-    can_stream: bool = True
-    on_gpus: bool = False
+    def link_bytes(self, facts: Facts) -> tuple[int, int]:
+        """The bytes that it loads and stores in a step, on each device, at least."""
+        parameters = facts.sizes.parameters[self.parameters]
+        twice = self.backward_twice and facts.late_bytes
+        rest = self.host_bytes(facts) - parameters
+        return rest + (3 if twice else 2) * parameters, rest + parameters
+
+    @property
+    def backward_twice(self) -> bool:
+        """True if the backward pass of a fused step runs a second time."""
+        return self.options.fuse and self.options.late_gradients == "recompute"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +138,25 @@ class Sizes:
     parameters: Mapping[Parameters, int]
     all_parameters: int
 
+    @classmethod
+    def of(cls, states: Mapping[Codecs, MovableState]) -> Sizes:
+        """Those of a step's state, by the codecs that it is kept in."""
+        plain = states[()]
+        which: tuple[Parameters, ...] = ("device", "rows", "all")
+        return cls(
+            state={c: s.state_bytes for c, s in states.items()},
+            given_state={c: s.moved_bytes(frozenset()) for c, s in states.items()},
+            patterns={
+                c: tuple(p.nbytes_per_device for p in s.patterns)
+                for c, s in states.items()
+            },
+            parameters={
+                w: sum(x.leaf.nbytes_per_device for x in plain.resting(w))
+                for w in which
+            },
+            all_parameters=plain.parameter_bytes,
+        )
+
     def moved_state(self, variant: Variant) -> int:
         """The state of a variant that rests on the host."""
         patterns = self.patterns[variant.codecs]
@@ -134,32 +168,39 @@ class Sizes:
         return self.state[variant.codecs] - self.moved_state(variant)
 
 
-def late_bytes_left(variant: Variant, facts: Facts) -> int:
-    """The bytes of gradients that a variant leaves on the device, of those it fuses."""
-    if not variant.options.fuse:
-        return facts.gradient_bytes
-    waits = variant.options.late_gradients in ("host", "recompute")
-    return 0 if waits else facts.late_bytes
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known of a step before it is compiled; bytes on each device.
 
+    All but the sizes comes from tracing it.
 
-def host_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> int:
-    """The host memory that a variant needs for each device."""
-    options = variant.options
-    late = facts.late_bytes if options.fuse and options.late_gradients == "host" else 0
-    residuals = facts.residual_bytes if options.residuals == "host" else 0
-    moved = sizes.moved_state(variant) + sizes.parameters[variant.parameters]
-    return moved + late + residuals
+    Attributes:
+      sizes: The sizes of the values that it holds between its runs.
+      gradient_bytes: Gradients that never exist where all that can be fused is.
+      late_bytes: Of these, the gradients whose update needs all of them first.
+      flops: Matrix products of a step, in operations.
+      flops_again: Matrix products of a backward pass that runs a second time.
+      residual_bytes: Residuals that forward scans keep for backward scans.
+      row_arguments: The arguments that scans take row by row, by path.
+      outside: The reasons why gradients are left outside of the backward pass.
+      state_at_once_bytes: State that an equation joins, so that all of it is loaded.
+      joined_by: The equation that joins it; "" where none does.
+      can_stream: Whether the step can be jitted anew, with other options.
+      on_gpus: Whether it is for several GPUs, whose collectives a scheduler hides.
+    """
 
-
-def link_bytes(variant: Variant, facts: Facts, sizes: Sizes) -> tuple[int, int]:
-    """The bytes that a variant loads and stores in a step, on each device, at least."""
-    options = variant.options
-    state = sizes.moved_state(variant)
-    parameters = sizes.parameters[variant.parameters]
-    twice = options.fuse and options.late_gradients == "recompute" and facts.late_bytes
-    rest = host_bytes(variant, facts, sizes) - state - parameters
-    passes = 3 if twice else 2
-    return state + passes * parameters + rest, state + parameters + rest
+    sizes: Sizes
+    gradient_bytes: int = 0
+    late_bytes: int = 0
+    flops: float = 0.0
+    flops_again: float = 0.0
+    residual_bytes: int = 0
+    row_arguments: frozenset[str] = frozenset()
+    outside: tuple[str, ...] = ()
+    state_at_once_bytes: int = 0
+    joined_by: str = ""
+    can_stream: bool = True
+    on_gpus: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +212,14 @@ class Expectation:
       serial_seconds: The time if nothing were computed beside a transfer.
       device_bytes: Its peak on each device, if what it moves is all gone from it.
       host_bytes: The host memory that it needs for each device.
-      moved_bytes: The bytes that cross the link in a step, both ways together.
+      link_bytes: The bytes that cross the link in a step, both ways together.
     """
 
     seconds: float
     serial_seconds: float
     device_bytes: int
     host_bytes: int
-    moved_bytes: int
+    link_bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,41 +227,38 @@ class Outlook:
     """Predicts the time and memory of variants.
 
     Attributes:
-      facts: The facts from tracing.
-      sizes: The sizes of the values that the step holds.
+      facts: What is known of the step.
       plain_bytes: The peak of the step as given.
       compute_seconds: The time of its computation.
       link_bytes_per_second: Bandwidth of the link, each way.
     """
 
     facts: Facts
-    sizes: Sizes
     plain_bytes: int
     compute_seconds: float
     link_bytes_per_second: float
 
     def __call__(self, variant: Variant) -> Expectation:
         """Returns the predictions for a variant."""
-        facts, sizes, options = self.facts, self.sizes, variant.options
-        loaded, stored = link_bytes(variant, facts, sizes)
+        facts, sizes, options = self.facts, self.facts.sizes, variant.options
+        loaded, stored = variant.link_bytes(facts)
         gone = sizes.state[()] - sizes.device_state(variant)
         gone -= sizes.given_state[()]
         gone += sizes.parameters[variant.parameters]
-        gone += facts.gradient_bytes - late_bytes_left(variant, facts)
+        gone += facts.gradient_bytes - variant.late_bytes_left(facts)
         gone += facts.residual_bytes * (options.residuals == "host")
         return Expectation(
             seconds=self._seconds(variant, loaded, stored),
             serial_seconds=self.least_seconds(variant)
             + (loaded + stored) / self.link_bytes_per_second,
             device_bytes=max(self.plain_bytes - gone, 0),
-            host_bytes=host_bytes(variant, facts, sizes),
-            moved_bytes=loaded + stored,
+            host_bytes=variant.host_bytes(facts),
+            link_bytes=loaded + stored,
         )
 
     def least_seconds(self, variant: Variant) -> float:
         """The time of a variant if its transfers took none."""
-        facts, options = self.facts, variant.options
-        again = options.fuse and options.late_gradients == "recompute"
+        facts, again = self.facts, variant.backward_twice
         share = facts.flops_again / facts.flops if facts.flops and again else 0.0
         return self.compute_seconds * (1 + share)
 
@@ -234,25 +272,20 @@ class Outlook:
         return max(compute, link - late) + late
 
 
-def variants(facts: Facts, sizes: Sizes) -> list[Variant]:
-    """All ways, with all of the state moved or none of it; the plain one is first.
-
-    Args:
-      facts: The facts from tracing.
-      sizes: The sizes of the values that the step holds, in each form of its state.
-    """
+def variants(facts: Facts) -> list[Variant]:
+    """All ways, with all of the state moved or none of it; the plain one is first."""
     found: list[Variant] = [Variant()]
-    for codecs, patterns in sizes.patterns.items():
+    for codecs, patterns in facts.sizes.patterns.items():
         every = frozenset(range(len(patterns)))
         states = [frozenset[int](), every] if every else [every]
         for state, parameters, options in itertools.product(
-            states, _parameters(facts, sizes), _options(facts)
+            states, _parameters(facts), _options(facts)
         ):
             # Of each parameter more state leaves the device for fewer bytes moved.
             if parameters != "device" and every and not state:
                 continue
             # What scans load row by row has to be hidden.
-            by_rows = parameters != "device" and sizes.parameters["rows"]
+            by_rows = parameters != "device" and facts.sizes.parameters["rows"]
             if options == WITHOUT_HIDING and by_rows:
                 continue
             found.append(Variant(state, codecs, parameters, options))
@@ -264,13 +297,13 @@ def small_windows(variant: Variant) -> list[Variant]:
     return [dataclasses.replace(variant, window_bytes=n) for n in SMALL_WINDOWS]
 
 
-def _parameters(facts: Facts, sizes: Sizes) -> Iterator[Parameters]:
+def _parameters(facts: Facts) -> Iterator[Parameters]:
     yield "device"
-    if facts.can_stream:
-        if sizes.parameters["rows"]:
-            yield "rows"
-        if sizes.parameters["all"] > sizes.parameters["rows"]:
-            yield "all"
+    nbytes = facts.sizes.parameters
+    if facts.can_stream and nbytes["rows"]:
+        yield "rows"
+    if facts.can_stream and nbytes["all"] > nbytes["rows"]:
+        yield "all"
 
 
 def _options(facts: Facts) -> Iterator[Options]:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import optax_offload as oo
 from optax_offload import _plan, aot
 from optax_offload._plan.alternatives import Alternatives
+from optax_offload._plan.variants import Variant
 from optax_offload.aot import targets
 from optax_offload.cli import command as cli
 from optax_offload.cli import interrupts
@@ -367,7 +368,9 @@ def test_bad_input(invoke, args, message, checkpoint, rules):
 
 def given_plan(monkeypatch, prepare=lambda: None):
     """Puts a plan in the place of planning, which takes long."""
-    compiled = _plan.CompiledCandidate(0, 5, None, True, 1.0, {"parameters": 5})
+    compiled = _plan.CompiledCandidate(
+        Variant(), 0, 5, None, True, 1.0, {"parameters": 5}
+    )
     plan = oo.Plan(
         target=aot.Target("h100"),
         budget_bytes=10,

@@ -122,7 +122,7 @@ def a_plan(*, first="way 8", second="way 5", parts=None):
         )
         for n, what in ((8, first), (5, second))
     )
-    asked = _plan.Asked(_plan.Budget(6 * 2**30))
+    budget = _plan.Budget(6 * 2**30)
     target = Target("h100")
     return oo.Plan(
         target=target,
@@ -132,7 +132,7 @@ def a_plan(*, first="way 8", second="way 5", parts=None):
         before=before,
         after=after,
         compiled=(before, after),
-        alternatives=alternatives((before, after), (), asked, target, after),
+        alternatives=alternatives((before, after), (), budget, target, after),
         environment={},
         outside=("1 gradient of 2.00 MiB left outside: the step returns it",),
     )

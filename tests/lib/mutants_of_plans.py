@@ -38,8 +38,8 @@ IN_PLANS = {
     ),
     "ways compiled by what they move": Mutant(
         "_plan/search.py",
-        "v: (self.predicted_seconds(v), self._expect(v).moved_bytes) for v in ways",
-        "v: (self._expect(v).moved_bytes, self.predicted_seconds(v)) for v in ways",
+        "v: (self.predicted_seconds(v), self._expect(v).link_bytes) for v in ways",
+        "v: (self._expect(v).link_bytes, self.predicted_seconds(v)) for v in ways",
         (f"{SEARCH}::test_ways_are_compiled_by_their_time_and_then_by_what_they_move",),
     ),
     "a way compiled that is slower by so much": Mutant(
@@ -126,32 +126,38 @@ IN_PLANS = {
         ),
     ),
     "parameters of all devices on each": Mutant(
-        "_plan/planner.py",
-        "w: sum(x.leaf.nbytes_per_device for x in plain.resting(w)) for w in which",
-        "w: sum(x.leaf.nbytes or 0 for x in plain.resting(w)) for w in which",
+        "_plan/variants.py",
+        "sum(x.leaf.nbytes_per_device for x in plain.resting(w))",
+        "sum(x.leaf.nbytes or 0 for x in plain.resting(w))",
         (f"{PLANNER}::test_bytes_are_those_of_each_device",),
     ),
     "products of all devices on each": Mutant(
-        "_plan/prepare.py",
+        "_plan/candidates.py",
         "_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,",
         "_flops.of_jaxpr(found.step.jaxpr),",
         (f"{PLANNER}::test_products_are_those_of_each_device",),
     ),
     "the host's memory asked of the device": Mutant(
         "_plan/planner.py",
-        "environment(target, after.used_bytes, after.host_bytes)",
-        "environment(target, after.host_bytes, after.used_bytes)",
+        "environment(target, best.used_bytes, best.host_bytes)",
+        "environment(target, best.host_bytes, best.used_bytes)",
         (f"{PLANNER}::test_the_settings_of_a_process_are_for_its_device_and_its_host",),
     ),
     "the device's peak taken for the host's": Mutant(
         "_plan/candidates.py",
-        "else found.peak.host_peak_bytes",
-        "else found.peak.peak_bytes",
+        "on_host = found.peak.host_peak_bytes",
+        "on_host = found.peak.peak_bytes",
         (f"{PLANNER}::test_the_settings_of_a_process_are_for_its_device_and_its_host",),
     ),
-    "a window that the plan forgets": Mutant(
+    "what fills the device as it was told before tracing": Mutant(
         "_plan/planner.py",
-        "return dataclasses.replace(config, window_bytes=variant.window_bytes)",
+        "self._known[variant] = dataclasses.replace(found, parts=parts)",
+        "self._known[variant] = found",
+        (f"{PLANNER}::test_the_step_as_given_is_compiled_once",),
+    ),
+    "a window that the plan forgets": Mutant(
+        "_plan/variants.py",
+        "return dataclasses.replace(config, window_bytes=self.window_bytes)",
         "return config",
         (f"{PLANNER}::test_a_window_is_part_of_the_plan",),
     ),
@@ -162,13 +168,13 @@ IN_PLANS = {
         (f"{BUDGET}::test_a_host_is_shared_by_its_devices",),
     ),
     "what is missing counted once": Mutant(
-        "_plan/least_state.py",
+        "_plan/search.py",
         "short = sum(sizes[i] for i in stand_ins) + over",
         "short = over",
         (f"{LEAST}::test_stand_ins_that_do_not_suffice",),
     ),
     "all gradients late if one is": Mutant(
-        "_plan/prepare.py",
+        "_plan/candidates.py",
         "late_bytes=sum(f.gradient_bytes for f in late),",
         "late_bytes=found.gradient_bytes if late else 0,",
         (
@@ -214,13 +220,13 @@ IN_PLANS = {
         (f"{RESULT}::test_alternatives_are_told_of_whole_hosts",),
     ),
     "the peak on the device for the least on the host": Mutant(
-        "_plan/result.py",
+        "_plan/alternatives.py",
         "found = min(on_device, key=lambda c: c.host_bytes)",
         "found = min(on_device, key=lambda c: c.used_bytes)",
         (f"{RESULT}::test_the_way_that_needs_least_of_the_host_is_named",),
     ),
     "more devices than one": Mutant(
-        "_plan/result.py",
+        "_plan/alternatives.py",
         "math.ceil(target.device_count * least.used_bytes / budget_bytes)",
         "math.ceil(least.used_bytes / budget_bytes)",
         (f"{RESULT}::test_more_devices_are_those_of_all_hosts",),
@@ -232,7 +238,7 @@ IN_PLANS = {
         (f"{RESULT}::test_a_plan_is_empty_if_nothing_moves_and_nothing_is_encoded",),
     ),
     "the bytes of codes without their scales": Mutant(
-        "_plan/recording.py",
+        "_plan/step.py",
         "nbytes_per_device=whole.nbytes_per_device + leaf.nbytes_per_device,",
         "nbytes_per_device=whole.nbytes_per_device,",
         (f"{STATE}::test_codes_and_scales_are_one_leaf",),

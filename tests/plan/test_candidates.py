@@ -6,18 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from step_factories import HEAD, MIB, STACK, adam_step
+from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._plan import candidates
-from optax_offload._plan.candidates import Asked, Budget, CandidateCompiler
+from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.candidates import prepared, traced
 from optax_offload._plan.planner import Planner
-from optax_offload._plan.prepare import facts, prepared
-from optax_offload._plan.recording import record
 from optax_offload._plan.state import movable_state
-from optax_offload._plan.step import StepFactory
-from optax_offload._plan.variants import Facts, Variant
+from optax_offload._plan.step import StepFactory, record
+from optax_offload._plan.variants import Variant
 from optax_offload._step_options import Options
 
 TARGET = aot.Target("h100")
@@ -33,33 +31,29 @@ def state_of(factory, given=None):
 
 @pytest.fixture
 def refused(monkeypatch):
-    """What was to be compiled, by a compiler that refuses all of it."""
+    """The arguments of what was to be compiled, by a compiler that refuses all."""
     asked = []
 
-    def refuse(made, target, link, folder):
-        asked.append(made)
+    def refuse(fn, *args, **options):
+        asked.append(args)
         return aot.Measured(9 * PARAMETERS + 7, None, None)
 
-    monkeypatch.setattr(candidates, "measured", refuse)
+    monkeypatch.setattr(aot, "measure", refuse)
     return asked
 
 
 def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None):
     """Compiles ways of a step, whose sizes are known."""
     factory = StepFactory(make_step, TARGET)
-    planner = Planner(factory, Asked(Budget(budget)))
+    planner = Planner(factory, Asked(Budget(budget)), progress=said)
     planner._trace()
-    states = planner._states
-    compiler = CandidateCompiler(factory, states, Asked(Budget(budget)), said)
-    return functools.partial(
-        compiler, facts=planner._facts, sizes=planner._sizes
-    ), compiler
+    return planner._compile
 
 
 def test_what_tracing_tells():
     """Of a scan of layers, whose gradients a norm needs first."""
     factory = StepFactory(adam_step, TARGET)
-    found = facts(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
+    found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
     assert found.gradient_bytes == found.late_bytes == STACK
     assert "0/layers" in found.row_arguments
     assert "0/head" not in found.row_arguments
@@ -96,7 +90,7 @@ def test_late_gradients_are_those_of_which_a_norm_is_taken():
         return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
 
     factory = StepFactory(make_step, TARGET)
-    found = facts(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
+    found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
     clipped, free = 8 * 64 * 64 * 4, 16 * 64 * 64 * 4
     assert (found.gradient_bytes, found.late_bytes) == (clipped + free, clipped)
 
@@ -113,16 +107,16 @@ def test_a_jitted_step_has_only_its_state_moved(jitted):
 
     factory = StepFactory(make_step, TARGET)
     state = state_of(factory)
-    found = facts(factory, state, Variant(EVERY, (), "all", MOST))
+    found = traced(factory, state, Variant(EVERY, (), "all", MOST))
     assert found.can_stream is not jitted
     if jitted:
         assert "jit it with oo.jit" in found.outside[0]
         return
-    made = prepared(factory, state, Variant(EVERY, options=MOST))
-    assert made.step.donate_argnums == (0, 1)
-    assert made.step.out_shardings is not None
-    assert isinstance(made.jit, functools.partial)
-    assert made.jit.keywords == dict(**MOST)
+    step, jitted = prepared(factory, state, Variant(EVERY, options=MOST))
+    assert step.donate_argnums == (0, 1)
+    assert step.out_shardings is not None
+    assert isinstance(jitted, functools.partial)
+    assert jitted.keywords == dict(**MOST)
 
 
 def test_parameters_are_found_among_the_arguments(refused):
@@ -137,10 +131,10 @@ def test_parameters_are_found_among_the_arguments(refused):
 
         return oo.Step(fn, (state, params, x), donate_argnums=(0, 1))
 
-    compile_way, _ = compiler_of(state_first)
+    compile_way = compiler_of(state_first)
     compile_way(Variant(EVERY, parameters="rows", options=MOST))
     compile_way(Variant(EVERY, parameters="all", options=MOST))
-    rows, everything = (made.step.args for made in refused)
+    rows, everything = refused
     for state, params, _ in (rows, everything):
         assert params["layers"].sharding.memory_kind == "pinned_host"
         assert state[1][0].mu["layers"].sharding.memory_kind == "pinned_host"
@@ -190,23 +184,20 @@ def test_rules_of_parameters():
 def test_what_is_selected_is_moved(refused):
     """The step is made with `offload`, or with the optimizer as it is."""
     said = []
-    compile_way, compiler = compiler_of(said=said.append)
-    for selection in (frozenset(), frozenset([0]), EVERY):
-        compile_way(Variant(selection))
-    states = [made.step.args[1][1][0] for made in refused]
+    compile_way = compiler_of(said=said.append)
+    selections = (frozenset(), frozenset([0]), EVERY)
+    found = [compile_way(Variant(selection)) for selection in selections]
+    states = [args[1][1][0] for args in refused]
     kinds = [state.mu["layers"].sharding.memory_kind for state in states]
     assert kinds == ["device", "pinned_host", "pinned_host"]
-    found = compiler.compiled
     assert [c.moved_bytes for c in found] == [0, STACK, 2 * PARAMETERS]
     assert said[0].startswith("compiling: as given (0 compiled, at most 0 more, 0 s")
     assert said[1] is found[0]
-    compile_way(Variant())
-    assert len(refused) == 3, "nothing is compiled twice"
 
 
 def test_parts_of_a_refused_step(refused):
     """The compiler's own number, of which what is known by name is taken off."""
-    compile_way, _ = compiler_of()
+    compile_way = compiler_of()
     found = compile_way(Variant())
     assert (found.used_bytes, found.fits, found.peak) == (
         9 * PARAMETERS + 7,
@@ -237,7 +228,7 @@ def test_state_that_is_loaded_at_once(refused):
     divided = optax.GradientTransformation(lambda p: optax.EmptyState(), by_median)
     inner = optax.chain(divided, optax.adam(1e-3))
     accumulated = functools.partial(adam_step, optimizer=optax.MultiSteps(inner, 4))
-    compile_way, _ = compiler_of(accumulated)
+    compile_way = compiler_of(accumulated)
     plain, moved = (compile_way(Variant(x)) for x in (frozenset(), EVERY | {4, 5}))
     (name,) = (n for n in moved.parts if n.startswith("state loaded at once"))
     assert name == (
@@ -247,9 +238,3 @@ def test_state_that_is_loaded_at_once(refused):
     assert moved.parts[name] == 3 * PARAMETERS
     assert name not in plain.parts
     assert sum(moved.parts.values()) == moved.used_bytes
-
-
-def test_nothing_is_known_before_tracing():
-    """But the bytes of parameters and state."""
-    assert Facts() == Facts(can_stream=True)
-    assert MIB < STACK

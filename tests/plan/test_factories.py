@@ -9,10 +9,9 @@ import pytest
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._plan.prepare import facts
-from optax_offload._plan.recording import record
+from optax_offload._plan.candidates import traced
 from optax_offload._plan.state import movable_state
-from optax_offload._plan.step import StepFactory
+from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
 from optax_offload._step_options import Options
 
@@ -50,7 +49,7 @@ def test_parameters_and_gradients_are_found(factories, name):
     kernels = 32 * 512 * 512 * 4
     assert sum(x.leaf.nbytes_per_device for x in state.parameters) >= kernels
     options = Options(late_gradients="recompute", residuals="host")
-    found = facts(factory, state, Variant(state.everything, (), "all", options))
+    found = traced(factory, state, Variant(state.everything, (), "all", options))
     known = state.with_rows(found.row_arguments)
     assert sum(x.leaf.nbytes_per_device for x in known.resting("rows")) >= kernels
     assert found.gradient_bytes >= kernels

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optax_offload._plan import least_state
+from optax_offload._plan import search
 
 
 class Oracle:
@@ -34,7 +34,7 @@ def test_smallest_that_fits(fixed, budget, shares):
     shares.sort(reverse=True)
     sizes = [size for size, _ in shares]
     used = Oracle(fixed, sizes, [saved for _, saved in shares])
-    selection = least_state.smallest_that_fits(sizes, used, budget)
+    selection = search.smallest_that_fits(sizes, used, budget)
 
     def peak(positions):
         oracle = Oracle(used.fixed, used.sizes, used.saved)
@@ -63,7 +63,7 @@ def test_a_straight_line_takes_four():
     """Interpolation hits at once, and the one before it is the proof."""
     sizes = [7] * 9 + [2] * 9
     used = Oracle(31, sizes, [100] * 18)
-    selection = least_state.smallest_that_fits(sizes, used, 31 + sum(sizes) - 42)
+    selection = search.smallest_that_fits(sizes, used, 31 + sum(sizes) - 42)
     assert selection == frozenset(range(6))
     assert len(used.asked) == 4
 
@@ -72,7 +72,7 @@ def test_smaller_ones_stand_in_for_the_last():
     """Where 3 are missing, two of 2 are moved and not one of 7."""
     sizes = [7] * 9 + [2] * 9
     used = Oracle(31, sizes, [100] * 18)
-    selection = least_state.smallest_that_fits(sizes, used, 31 + sum(sizes) - 45)
+    selection = search.smallest_that_fits(sizes, used, 31 + sum(sizes) - 45)
     assert selection == frozenset([*range(6), 9, 10])
 
 
@@ -81,12 +81,12 @@ def test_stand_ins_that_do_not_suffice():
     saved = [100] * 3 + [90] * 6
     sizes = [2000] * 3 + [500, 400, 300, 200, 200, 100]
     used = Oracle(0, sizes, saved)
-    found = least_state.smallest_that_fits(sizes, used, sum(sizes) - 2500)
+    found = search.smallest_that_fits(sizes, used, sum(sizes) - 2500)
     assert found == frozenset([0, 3, 8])
     hopeless = Oracle(0, sizes, [100] * 3 + [10] * 6)
-    assert least_state.smallest_that_fits(
-        sizes, hopeless, sum(sizes) - 2500
-    ) == frozenset([0, 1])
+    assert search.smallest_that_fits(sizes, hopeless, sum(sizes) - 2500) == frozenset(
+        [0, 1]
+    )
 
 
 def test_least_is_exact_among_few():
@@ -99,7 +99,7 @@ def test_least_is_exact_among_few():
             for c in itertools.combinations(sizes[1:], n)
             if least <= sum(c) < below
         ]
-        found = least_state.least_sum(sizes, range(1, 5), least, below)
+        found = search.least_sum(sizes, range(1, 5), least, below)
         assert sum(sizes[i] for i in found or ()) == min(sums, default=0)
 
 
@@ -108,6 +108,6 @@ def test_few_attempts():
     sizes = [10] * 64
     for attempts in (1, 2, 3):
         used = Oracle(0, sizes, [1] * 40 + [100] * 24)
-        found = least_state.smallest_that_fits(sizes, used, 500, attempts)
+        found = search.smallest_that_fits(sizes, used, 500, attempts)
         assert found in used.asked
         assert len(used.asked) <= 2 + attempts

@@ -15,10 +15,11 @@ from step_factories import HEAD, MIB, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._plan.alternatives import Alternatives
+from optax_offload._plan.alternatives import Alternatives, NothingFitsError
 from optax_offload._plan.candidates import CompiledCandidate
-from optax_offload._plan.result import NothingFitsError, Plan
+from optax_offload._plan.result import Plan
 from optax_offload._plan.step import compile_step
+from optax_offload._plan.variants import Variant
 
 H100 = aot.Target("h100")
 
@@ -66,7 +67,7 @@ def test_an_optimizer_that_is_none():
 
 def compiled(used, moved=0):
     """A candidate with such a peak."""
-    return CompiledCandidate(moved, used, None, True, 1.0, {})
+    return CompiledCandidate(Variant(), moved, used, None, True, 1.0, {})
 
 
 @pytest.fixture

@@ -1,20 +1,20 @@
 """What a planner makes of the figures of compilers, which are written by hand."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from step_factories import HEAD, STACK, adam_step
 
 from optax_offload import aot
-from optax_offload._plan import budget, candidates
-from optax_offload._plan.candidates import Asked, Budget, CompiledCandidate
+from optax_offload._plan import budget
+from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.candidates import CompiledCandidate, traced
 from optax_offload._plan.planner import Planner
-from optax_offload._plan.prepare import facts
-from optax_offload._plan.recording import record
 from optax_offload._plan.search import Search
 from optax_offload._plan.state import movable_state
-from optax_offload._plan.step import StepFactory
-from optax_offload._plan.variants import Facts, Outlook, Variant
+from optax_offload._plan.step import StepFactory, record
+from optax_offload._plan.variants import Outlook, Variant
 from optax_offload._step_options import Options
 
 GIB = 2**30
@@ -45,7 +45,7 @@ def figures(monkeypatch):
     def give(*, temporary=0, on_host=0, used=0):
         peak = aot.Peak(used - temporary, temporary, 0, 0, on_host, 0, 0, 0)
         found = aot.Measured(used, peak, time_of(1.0, 0.5))
-        monkeypatch.setattr(candidates, "measured", lambda *_: found)
+        monkeypatch.setattr(aot, "measure", lambda *_, **options: found)
 
     return give
 
@@ -69,10 +69,25 @@ def test_the_settings_of_a_process_are_for_its_device_and_its_host(figures):
     assert known == GIB, "no more is temporary than the compiler says"
 
 
+def test_the_step_as_given_is_compiled_once(figures, monkeypatch):
+    """The search goes on from it, and what fills the device is told by its facts."""
+    figures(used=9 * PARAMETERS, temporary=5 * PARAMETERS)
+    given: Any = aot.measure
+    asked = []
+    monkeypatch.setattr(aot, "measure", lambda *a, **k: asked.append(a) or given(*a))
+    planner = Planner(StepFactory(adam_step, H100), Asked(Budget(100)))
+    planner.run()
+    assert len(asked) == len(planner.compiled) > 1
+    plain, *others = planner.compiled
+    assert plain.variant == Variant()
+    assert Variant() not in [c.variant for c in others]
+    assert plain.parts["residuals"] == planner._facts.residual_bytes > 0
+
+
 def test_bytes_are_those_of_each_device():
     """Of parameters and of state that eight devices share."""
     whole, shared = (
-        planner_of(target=aot.Target(name))._sizes for name in ("h100", "h100:8")
+        planner_of(target=aot.Target(name))._facts.sizes for name in ("h100", "h100:8")
     )
     assert whole.parameters == {"device": 0, "rows": STACK, "all": PARAMETERS}
     assert whole.patterns[()] == (STACK, STACK, HEAD, HEAD)
@@ -91,21 +106,22 @@ def test_products_are_those_of_each_device():
     for name in ("h100", "h100:8"):
         factory = StepFactory(adam_step, aot.Target(name))
         state = movable_state(record(factory), None, factory.target.device_count)
-        found.append(facts(factory, state, Variant(EVERY, (), "all", MOST)).flops)
+        found.append(traced(factory, state, Variant(EVERY, (), "all", MOST)).flops)
     assert found[0] == 8 * found[1] > 0
 
 
 def test_computation_is_what_the_program_takes_without_its_transfers():
     """What a refused program would take is known from its products alone."""
     planner = planner_of()
-    planner._facts = Facts(flops=H100.chip.flops_per_second * 3)
-    plain = CompiledCandidate(0, 200, None, False, 0.0, {}, variant=Variant())
-    planner._compiler._known[Variant()] = plain
-    planner._searching(plain)
+    flops = H100.chip.flops_per_second * 3
+    planner._facts = dataclasses.replace(planner._facts, flops=flops)
+    plain = CompiledCandidate(Variant(), 0, 200, None, False, 0.0, {})
+    planner._known[Variant()] = plain
+    planner._searching()
     assert planner._outlook.compute_seconds == pytest.approx(3.0)
     timed = dataclasses.replace(plain, time=time_of(5.0, 2.0))
-    planner._compiler._known[Variant()] = timed
-    planner._searching(timed)
+    planner._known[Variant()] = timed
+    planner._searching()
     assert planner._outlook.compute_seconds == 2.0
     assert planner._outlook.plain_bytes == 200
 
@@ -113,7 +129,7 @@ def test_computation_is_what_the_program_takes_without_its_transfers():
 def outlook_of(planner):
     """The outlook of a planner, of a plain step that computes for a second."""
     link = H100.chip.link.bytes_per_second
-    return Outlook(planner._facts, planner._sizes, 8 * PARAMETERS, 1.0, link)
+    return Outlook(planner._facts, 8 * PARAMETERS, 1.0, link)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +163,16 @@ def less_of(state, *, step_seconds=2.0, device_bytes=8 * PARAMETERS):
     asked = []
 
     def found(variant, left=0):
-        moved = planner._sizes.moved_state(variant)
+        moved = planner._facts.sizes.moved_state(variant)
         used = device_bytes + HEAD - moved
         if variant.state != state:
             asked.append(variant.state)
         return CompiledCandidate(
-            *(moved, used, None, used <= device_bytes, 1.0, {}),
-            variant=variant,
+            *(variant, moved, used, None, used <= device_bytes, 1.0, {}),
             time=time_of(step_seconds, 1.0),
         )
 
-    planner._search = Search([], planner._outlook, found, planner._asked.budget)
+    planner._search = Search([], planner._outlook, found, planner._asked.budget, {})
     planner._search.ask(Variant(state))
     planner._move_less()
     return asked
@@ -179,6 +194,6 @@ def test_nothing_less_is_tried_where_little_waits_for_the_link():
 
 def test_a_window_is_part_of_the_plan():
     """The one that the way was compiled with; else the library chooses."""
-    planner = planner_of()
-    assert planner._config(Variant(EVERY)).window_bytes is None
-    assert planner._config(Variant(EVERY, window_bytes=2**23)).window_bytes == 2**23
+    state = planner_of()._states[()]
+    assert Variant(EVERY).config(state).window_bytes is None
+    assert Variant(EVERY, window_bytes=2**23).config(state).window_bytes == 2**23

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_offload as oo
-from optax_offload import _plan, aot
+from optax_offload import _plan, _rule_files, aot
 from optax_offload._plan import state
-from optax_offload._plan.alternatives import Alternatives, alternatives
-from optax_offload._plan.candidates import Asked, Budget, CompiledCandidate
-from optax_offload._plan.result import NothingFitsError, rule_file_text
+from optax_offload._plan.alternatives import (
+    Alternatives,
+    NothingFitsError,
+    alternatives,
+)
+from optax_offload._plan.budget import Budget
+from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import PassedOver
 from optax_offload._plan.variants import Variant
 from optax_offload._step_options import Options
@@ -58,7 +62,8 @@ def test_rule_files_are_read_as_written(
     config = oo.OffloadConfig(rules, window_bytes, parameters, options)
     file = tmp_path_factory.mktemp("rules") / "rules.toml"
     summary = [" ".join(text.split())]
-    file.write_text(rule_file_text(config, (), (), summary), encoding="utf-8")
+    written = _rule_files.config_text(config, summary, [summary] * len(rules))
+    file.write_text(written, encoding="utf-8")
     assert oo.load_config(file) == config
 
 
@@ -67,10 +72,13 @@ def test_each_rule_has_a_comment():
     leaves = [state.Leaf(f"0/mu/w{i}", MIB, MIB // 4, None, False) for i in (0, 1)]
     (pattern,) = state.leaf_patterns(leaves)
     config = oo.OffloadConfig([oo.Rule("0/nu/.*", "device"), oo.Rule(pattern.pattern)])
-    text = rule_file_text(config, [pattern], (), ["for h100"])
-    assert text == (
-        "# Rules for optax_offload.offload, found by `optax-offload fit`:\n"
-        "# for h100\n\n"
+    plan = dataclasses.replace(planned(), config=config, moved=(pattern,))
+    head, _, rules = plan.rule_file().partition("\n\n")
+    assert head.splitlines()[:2] == [
+        "# Rules for optax_offload.offload, found by `optax-offload fit`:",
+        "# for h100:8, 80.00 GiB on each device",
+    ]
+    assert rules == (
         "# Given.\n"
         "[[rules]]\n"
         "pattern = '0/nu/.*'\n"
@@ -186,8 +194,7 @@ def test_more_devices_are_those_of_all_hosts():
 
 def table(*compiled, passed=(), best=None):
     """The alternatives of these, with a device of 80 GiB and a host of 100."""
-    asked = Asked(Budget(80 * GIB, 100 * GIB))
-    return alternatives(compiled, passed, asked, H100, best)
+    return alternatives(compiled, passed, Budget(80 * GIB, 100 * GIB), H100, best)
 
 
 def test_alternatives_say_why_they_are_not_chosen():
@@ -227,9 +234,9 @@ def test_alternatives_are_told_of_whole_hosts():
     both = dataclasses.replace(less.time, store_bytes=40 * GIB)
     less = dataclasses.replace(less, time=both)
     passed = [PassedOver(Variant(frozenset([0])), "host", 0, 120 * GIB, 1.0)]
-    asked = Asked(Budget(80 * GIB, 100 * GIB))
+    budget = Budget(80 * GIB, 100 * GIB)
     target = aot.Target("h100:8")
-    found = alternatives([more, less], passed, asked, target, less)
+    found = alternatives([more, less], passed, budget, target, less)
     assert [row.link_bytes for row in found.rows] == [90 * GIB, 110 * GIB]
     assert [row.host_bytes for row in found.rows] == [8 * 50 * GIB, 8 * 110 * GIB]
     assert [row.why for row in found.rows] == [

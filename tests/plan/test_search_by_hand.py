@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from optax_offload import aot
-from optax_offload._plan.candidates import Budget, CompiledCandidate
+from optax_offload._plan.budget import Budget
+from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import Search, _distance, _moves_more
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
@@ -58,8 +59,8 @@ def search_of(predictions, known=(), found=lambda variant: None):
         predictions.__getitem__,
         lambda variant, left: found(variant),
         Budget(BUDGET),
+        {c.variant: c for c in known},
     )
-    search.known = {c.variant: c for c in known}
     return search
 
 
@@ -152,7 +153,6 @@ def test_ways_are_near_that_have_the_same_codecs():
         assert _distance(way, dataclasses.replace(way, **other)) == distance, other
 
 
-FACTS = Facts(gradient_bytes=8, late_bytes=8, flops=2, flops_again=1)
 # Of 16 bytes of state the rules that are given move 4 already; in a codec there are 4.
 SIZES = Sizes(
     state={(): 16, ("int8",): 4},
@@ -161,11 +161,12 @@ SIZES = Sizes(
     parameters={"device": 0, "rows": 7, "all": 8},
     all_parameters=8,
 )
+FACTS = Facts(SIZES, gradient_bytes=8, late_bytes=8, flops=2, flops_again=1)
 
 
 def test_the_link_that_is_waited_for():
     """Fused, the longer of both directions; unfused, all that updates move, at last."""
-    outlook = Outlook(FACTS, SIZES, 50, compute_seconds=3.0, link_bytes_per_second=1.0)
+    outlook = Outlook(FACTS, 50, compute_seconds=3.0, link_bytes_per_second=1.0)
     way = Variant(frozenset([0]), parameters="rows", options=TWICE)
     # Parameters are loaded for the forward pass and for two backward passes.
     assert outlook(way).seconds == 16 + 3 * 7
@@ -178,7 +179,7 @@ def test_the_link_that_is_waited_for():
 
 def test_what_is_expected_to_leave_the_device():
     """What given rules move was never there; a codec takes off some of what stays."""
-    outlook = Outlook(FACTS, SIZES, 50, compute_seconds=3.0, link_bytes_per_second=1.0)
+    outlook = Outlook(FACTS, 50, compute_seconds=3.0, link_bytes_per_second=1.0)
     assert outlook(Variant()).device_bytes == 50
     assert outlook(Variant(frozenset([0]))).device_bytes == 50 - 12
     assert outlook(Variant(codecs=("int8",))).device_bytes == 50 - (12 - 4)
@@ -191,7 +192,7 @@ def test_which_ways_there_are():
     """None twice: late gradients, and parameters, are told apart where they differ."""
 
     def found(facts=FACTS, sizes=SIZES):
-        ways = variants(facts, sizes)
+        ways = variants(dataclasses.replace(facts, sizes=sizes))
         assert len(ways) == len(set(ways))
         late = {v.options.late_gradients for v in ways if v.options.fuse}
         return late, {v.parameters for v in ways}
@@ -212,5 +213,6 @@ def test_what_scans_load_has_to_be_hidden():
     facts = dataclasses.replace(FACTS, on_gpus=True)
     whole = dataclasses.replace(SIZES, parameters={"device": 0, "rows": 0, "all": 8})
     for sizes, which in ((SIZES, {"device"}), (whole, {"device", "all"})):
-        ways = [v for v in variants(facts, sizes) if v.options == WITHOUT_HIDING]
+        found = variants(dataclasses.replace(facts, sizes=sizes))
+        ways = [v for v in found if v.options == WITHOUT_HIDING]
         assert {v.parameters for v in ways} == which

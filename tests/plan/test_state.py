@@ -14,11 +14,10 @@ from step_factories import HEAD, MIB, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._plan import recording
 from optax_offload._plan import state as states
-from optax_offload._plan.recording import record
+from optax_offload._plan import step as steps
 from optax_offload._plan.state import Leaf, RecordedOptimizer, movable_state
-from optax_offload._plan.step import StepFactory
+from optax_offload._plan.step import StepFactory, record
 
 H100 = aot.Target("h100")
 
@@ -308,8 +307,8 @@ def test_codes_and_scales_are_one_leaf():
         states.Leaf("mu/w/scales", 32, 4, 0, True),
     ]
     formats = dict.fromkeys(("mu/w/codes", "mu/w/scales"), "int8 of float32")
-    assert recording._joined(parts, formats) == [
+    assert steps._joined(parts, formats) == [
         states.Leaf("mu/w", 832, 104, 0, True, codec="int8"),
         parts[1],
     ]
-    assert recording._joined(parts, {}) == parts
+    assert steps._joined(parts, {}) == parts
