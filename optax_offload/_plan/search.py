@@ -230,21 +230,16 @@ _MORE_PARAMETERS = ("device", "rows", "all")
 
 def _moves_more(one: Variant, other: Variant) -> bool:
     """Returns whether one way differs from another only in that it moves more."""
-    same = (
-        one.options.fuse == other.options.fuse
-        and one.options.late_gradients == other.options.late_gradients
-        and one.options.latency_hiding == other.options.latency_hiding
-        and one.codecs == other.codecs
-        and one.window_bytes == other.window_bytes
-    )
+    residuals = one.options.residuals, other.options.residuals
+    options = dataclasses.replace(one.options, residuals=residuals[1])
+    moved = {"state": other.state, "parameters": other.parameters, "options": options}
     rank = _MORE_PARAMETERS.index
-    residuals = (one.options.residuals == "host", other.options.residuals == "host")
     return (
-        same
-        and one != other
+        one != other
+        and dataclasses.replace(one, **moved) == other
         and one.state >= other.state
         and rank(one.parameters) >= rank(other.parameters)
-        and residuals[0] >= residuals[1]
+        and (residuals[0] == "host" or residuals[1] == "device")
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -158,58 +158,41 @@ def record(
             "Write tx = optax.chain(..., offload(optimizer)), and give the "
             "step's args the state of oo.eval_shape(tx.init, params)"
         )
-    # By the ends of their paths; the first of those that are alike.
-    arguments: dict[tuple[str, tuple[int, ...]], Any] = {}
-    for path, x in _trees.leaves_with_paths(step.args):
-        for end in _trees.tails(path):
-            arguments.setdefault((end, getattr(x, "shape", ())), x)
     made = [call for call in calls if call is not None]
     state_paths = {path for call in made for path, _ in call.state}
-    free = _no_state(_trees.leaves_with_paths(step.args), state_paths)
-    recorded = []
-    for call in made:
-        leaves = [_leaf(path, x, arguments, factory.target) for path, x in call.state]
-        leaves = _joined(leaves, call.formats)
-        weights = [_leaf(path, x, arguments, factory.target) for path, x in call.params]
-        nbytes = sum(leaf.nbytes_per_device for leaf in weights)
-        types = [x for _, x in call.params]
-        found = [
-            Parameter(leaf, at)
-            for leaf, x in zip(weights, types, strict=True)
-            if (at := _argument_of(leaf.path, x, free)) is not None
-        ]
-        dtypes = tuple(sorted({str(x.dtype) for x in types}))
-        recorded.append(
-            RecordedOptimizer(
-                *(tuple(leaves), nbytes, tuple(found)),
-                *(frozenset(call.moments), frozenset(call.halves), dtypes),
-            )
-        )
-    return tuple(recorded)
-
-
-def _no_state(
-    arguments: Sequence[tuple[str, Any]], state_paths: set[str]
-) -> dict[tuple[str, tuple[int, ...], Any], str]:
-    """The arguments that are no state: the path of each, by its ends, shape and dtype.
-
-    The first of those that are alike.
-    """
-    found: dict[tuple[str, tuple[int, ...], Any], str] = {}
-    for path, x in arguments:
+    # By the ends of their paths: all, and those that are no state; in order.
+    arguments: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
+    free: dict[tuple[str, tuple[int, ...]], list[tuple[str, Any]]] = {}
+    for path, x in _trees.leaves_with_paths(step.args):
         ends = _trees.tails(path)
-        if state_paths.intersection(ends):
-            continue
         for end in ends:
-            key = end, getattr(x, "shape", ()), getattr(x, "dtype", None)
-            found.setdefault(key, path)
-    return found
+            key = end, getattr(x, "shape", ())
+            arguments.setdefault(key, []).append(x)
+            if not state_paths.intersection(ends):
+                free.setdefault(key, []).append((path, x))
 
+    def leaf(path: str, aval: Any) -> Leaf:
+        like = arguments.get((path, aval.shape), [None])[0]
+        return _leaf(path, aval, like, factory.target)
 
-def _argument_of(
-    path: str, aval: Any, free: Mapping[tuple[str, tuple[int, ...], Any], str]
-) -> str | None:
-    return free.get((path, aval.shape, aval.dtype))
+    def parameters(call: _Call) -> Iterator[Parameter]:
+        for path, aval in call.params:
+            for at, x in free.get((path, aval.shape), ()):
+                if getattr(x, "dtype", None) == aval.dtype:
+                    yield Parameter(leaf(path, aval), at)
+                    break
+
+    return tuple(
+        RecordedOptimizer(
+            state=tuple(_joined([leaf(*x) for x in call.state], call.formats)),
+            parameter_bytes=sum(leaf(*x).nbytes_per_device for x in call.params),
+            parameters=tuple(parameters(call)),
+            moments=frozenset(call.moments),
+            halves=frozenset(call.halves),
+            parameter_dtypes=tuple(sorted({str(x.dtype) for _, x in call.params})),
+        )
+        for call in made
+    )
 
 
 def _codec_rules(
@@ -262,18 +245,12 @@ def _types(tree: Any) -> list[tuple[str, Any]]:
     return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
 
 
-def _leaf(
-    path: str,
-    aval: Any,
-    arguments: Mapping[tuple[str, tuple[int, ...]], Any],
-    target: aot.Target,
-) -> Leaf:
+def _leaf(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
     """A leaf, with the sharding of the step's argument that it is.
 
-    That is the one of its shape whose path ends in the leaf's. Where none is, it counts
-    as a type does that says no more.
+    That is the one of its shape whose path ends in the leaf's. Where it is None, the
+    leaf counts as a type does that says no more.
     """
-    like = arguments.get((path, aval.shape))
     nbytes = _memory.nbytes(aval)
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, Sharding) and aval.ndim:

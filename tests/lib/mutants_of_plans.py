@@ -50,8 +50,8 @@ IN_PLANS = {
     ),
     "state in a codec passed over for moving more": Mutant(
         "_plan/search.py",
-        "        and one.codecs == other.codecs\n",
-        "",
+        "dataclasses.replace(one, **moved) == other",
+        "dataclasses.replace(one, codecs=other.codecs, **moved) == other",
         (f"{SEARCH}::test_only_what_differs_in_nothing_else_moves_more",),
     ),
     "other state passed over for moving more": Mutant(
