@@ -51,8 +51,8 @@ class Drive:
 
 def about_directory(machine: Texts) -> Iterator[Finding]:
     """The finding about the directory that was given, if one was."""
-    if machine.directory():
-        view = DirectoryView.from_json(machine.directory())
+    if machine.read("directory"):
+        view = DirectoryView.from_json(machine.read("directory"))
         mount = _file_system.mount_of(view.path, machine.read(_file_system.MOUNTS))
         yield _directory(machine, view, mount)
 

@@ -79,7 +79,7 @@ class Facts:
     def __init__(self, machine: Texts):
         """Reads what every finding needs."""
         self.machine = machine
-        self.jax = JaxView.from_json(machine.jax())
+        self.jax = JaxView.from_json(machine.read("jax"))
         self.environment = machine.environment()
         every = accelerators(machine)
         chosen = self.environment.get("CUDA_VISIBLE_DEVICES", "")

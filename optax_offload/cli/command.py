@@ -33,7 +33,7 @@ from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
 from optax_offload.cli import tables
 from optax_offload.cli.diagnosis import NO_GAIN, diagnosis_of, print_diagnosis
-from optax_offload.cli.errors import error_line
+from optax_offload.cli.errors import check_can_write, error_line
 from optax_offload.cli.explanation import explanation_of
 from optax_offload.cli.factory import load_factory
 from optax_offload.cli.interrupts import leave, until_interrupted
@@ -180,7 +180,12 @@ def fit(  # noqa: PLR0913 - each parameter is an option
 ) -> None:
     """Finds the fastest way to train a step within memory, by compiling it."""
     with _errors():
-        _check_can_write(out, plot)
+        # Mistakes that would otherwise fail after minutes of compiling.
+        if out is not None:
+            check_can_write("--out", out, "rules.toml")
+        if plot is not None:
+            check_can_write("--plot", plot, "peak.png")
+            _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
         chips = Target(target)
@@ -239,36 +244,6 @@ def _cache_folder() -> pathlib.Path:
     """The folder in the user's cache that keeps peaks and times of earlier runs."""
     root = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(root) / "optax_offload" / "compiled"
-
-
-def _check_can_write(out: pathlib.Path | None, plot: pathlib.Path | None) -> None:
-    """Finds mistakes that would otherwise fail after minutes of compiling.
-
-    Raises:
-      ValueError: a file is a directory, or cannot be made where it is to be.
-      ImportError: matplotlib is needed, and not installed.
-    """
-    for option, path in (("--out", out), ("--plot", plot)):
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        if not folder.is_dir():
-            raise ValueError(
-                f"{option} {path}: the directory {folder} does not exist. Make it "
-                f"first: mkdir -p {folder}"
-            )
-        if path.is_dir():
-            raise ValueError(
-                f"{option} {path} is a directory; name a file in it, such as "
-                f"{path / ('rules.toml' if option == '--out' else 'peak.png')}"
-            )
-        if not os.access(path if path.exists() else folder, os.W_OK):
-            raise ValueError(
-                f"{option} {path}: you may not write this file. Name another, or "
-                f"change the permissions of {folder}"
-            )
-    if plot is not None:
-        _plan.check_can_plot()
 
 
 @app.command(

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from optax_offload import _link
 from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look, look_at
+from optax_offload.cli.errors import check_can_write
 from optax_offload.cli.text import say
 
 _STYLES = {
@@ -54,16 +55,13 @@ def diagnosis_of(
                 "was given when it was saved"
             )
         return diagnose(Saved(machine.read_text(errors="replace")))
-    folder = None if save is None else save.absolute().parent
-    if folder is not None and not folder.is_dir():
-        raise ValueError(
-            f"--save {save}: the directory {folder} does not exist. Make it first: "
-            f"mkdir -p {folder}"
-        )
+    if save is not None:
+        check_can_write("--save", save, "machine.txt")
     here = Here()
-    here.add_jax(look(here, _link.measure_link if measure_link else None).as_json())
+    link = _link.measure_link if measure_link else None
+    here.seen["jax"] = look(here, link).as_json()
     if directory is not None:
-        here.add_directory(look_at(directory).as_json())
+        here.seen["directory"] = look_at(directory).as_json()
     found = diagnose(here)
     if save is not None:
         save.write_text(here.saved())

@@ -1,7 +1,8 @@
-"""An error as one line: what went wrong, and where in the user's own files."""
+"""Errors of the command: files that cannot be written, and any error as one line."""
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sysconfig
 import traceback
@@ -13,6 +14,31 @@ _INSTALLED = tuple(
 )
 # What the library and the command raise on purpose, with messages that say all.
 _SAYS_ALL = (ValueError, TypeError, OSError, ImportError, RuntimeError)
+
+
+def check_can_write(option: str, path: pathlib.Path, name: str) -> None:
+    """Raises a ValueError for a file that is a directory, or cannot be made.
+
+    Args:
+      option: The option that names the file.
+      path: The file.
+      name: The name of such a file, for an example.
+    """
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{option} {path}: the directory {folder} does not exist. Make it first: "
+            f"mkdir -p {folder}"
+        )
+    if path.is_dir():
+        raise ValueError(
+            f"{option} {path} is a directory; name a file in it, such as {path / name}"
+        )
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(
+            f"{option} {path}: you may not write this file. Name another, or change "
+            f"the permissions of {folder}"
+        )
 
 
 def error_line(error: Exception) -> str:

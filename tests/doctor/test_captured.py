@@ -266,7 +266,7 @@ def test_a_platform_that_is_forbidden():
 def test_a_link_that_is_slow():
     """In a slot whose lanes are not all in use, that may be why."""
     width = "sys__bus__pci__devices__0000:19:00.0__current_link_width"
-    view = Saved(text_of(H100)).jax().replace("51700000000.0", "11e9")
+    view = Saved(text_of(H100)).read("jax").replace("51700000000.0", "11e9")
     found = changed(H100, jax=view, **{width: "4"})["link"]
     assert found.level == "fix"
     assert "only 4 of its 16 lanes are in use" in found.means
@@ -370,7 +370,7 @@ def test_since_when_copy_engines_move_rows(version, level):
 
 def test_no_pinned_host():
     """A device whose JAX has no such memory cannot be offloaded from."""
-    view = Saved(text_of(H100)).jax().replace('"pinned_host"', '"unpinned_host"')
+    view = Saved(text_of(H100)).read("jax").replace('"pinned_host"', '"unpinned_host"')
     found = changed(H100, jax=view)["devices"]
     assert found.level == "stop"
     assert "no pinned_host to offload to" in found.means
@@ -390,7 +390,7 @@ def test_no_pinned_host():
 )
 def test_targets_of_gpus(name, target, level):
     """A chip that is known, one that is like it, or none."""
-    view = Saved(text_of(H100)).jax().replace("NVIDIA H100 80GB HBM3", name)
+    view = Saved(text_of(H100)).read("jax").replace("NVIDIA H100 80GB HBM3", name)
     found = changed(H100, jax=view)["fit"]
     assert found.level == level
     if target is not None:
@@ -428,7 +428,7 @@ def test_targets_of_tpus(kind, count, grid, target):
 def test_a_device_that_no_table_has(row, level):
     """It has a memory of its own if its driver says how much."""
     name = row.split(", ")[1]
-    view = Saved(text_of(H100)).jax().replace("NVIDIA H100 80GB HBM3", name)
+    view = Saved(text_of(H100)).read("jax").replace("NVIDIA H100 80GB HBM3", name)
     sections = {f"$ {parse.SMI_COMMAND}": row, "jax": view}
     assert changed(H100, **sections)["memories"].level == level
 
@@ -475,7 +475,7 @@ def test_files_are_read_as_texts_are(name, tmp_path, monkeypatch):
     monkeypatch.setattr(Here, "output", lambda self, command: machine.output(command))
     monkeypatch.setattr(Here, "environment", lambda self: machine.environment())
     here = Here(tmp_path)
-    here.add_jax(machine.jax())
+    here.seen["jax"] = machine.read("jax")
     expected = diagnose(machine)
     assert diagnose(here) == expected
     here.seen |= {k: v for k, v in machine._texts.items() if k[0] in "$e"}

@@ -108,6 +108,8 @@ def test_a_place_that_cannot_be_written(doctor, tmp_path):
     file = tmp_path / "none" / "machine.txt"
     result = doctor("--save", file, "--no-measure-link", code=2)
     assert f"mkdir -p {file.parent}" in result.stderr
+    result = doctor("--save", tmp_path, "--no-measure-link", code=2)
+    assert f"such as {tmp_path / 'machine.txt'}" in result.stderr
     saved = CAPTURED / "nothing.txt"
     result = doctor("--machine", saved, "--save", tmp_path / "x", code=2)
     assert "give either --machine" in result.stderr

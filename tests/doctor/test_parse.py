@@ -180,9 +180,11 @@ def test_the_environment_is_jaxs(monkeypatch):
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("SECRET_TOKEN", "1")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1\n--xla_b=2")
     here = Here()
     assert here.environment() == {
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "200",
+        "XLA_FLAGS": "--xla_a=1 --xla_b=2",
         "CUDA_VISIBLE_DEVICES": "0",
     }
     assert "SECRET" not in here.saved()
