@@ -25,7 +25,7 @@ from benchmarks.chip.training import Training, halved, random_params
 from benchmarks.common.steps import LAYERS, MOMENTS, Mode, as_it_is, train_step
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 
-# In units of the last place of each leaf's maximum, as `tests/fused` has it for five
+# In units of the last place of each leaf's maximum, as `tests/system` has it for five
 # steps on a CPU.
 ULPS = 32
 # Of the learning rate, on average over a leaf: `tests/system/test_placement.py` allows
@@ -309,7 +309,7 @@ def make(setting: Setting) -> Figures:
     got, want = oo.jit(training.init)(key), jax.jit(training.init)(key)
     found = ulps(on_numpy(got), on_numpy(want))
     placed = kinds(got) == kinds(training.carry)
-    bound = 1  # As `tests/fused/test_at_rest.py`.
+    bound = 1  # As `tests/program/test_at_rest.py`.
     return {
         "ulps": found,
         "bound": f"{bound} ulps, and where it belongs",

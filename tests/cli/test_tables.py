@@ -195,7 +195,7 @@ def test_explanations_and_checkpoints_at_80_columns():
 
 def test_findings_at_80_columns():
     """A word is never cut; a line to paste is never broken."""
-    captured = pathlib.Path(__file__).parent.parent / "doctor" / "captured"
+    captured = pathlib.Path(__file__).parent.parent / "machine" / "captured"
     found = diagnosis.diagnosis_of(
         captured / "h100_two_nodes.txt", None, measure_link=False, directory=None
     )

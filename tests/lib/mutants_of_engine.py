@@ -9,11 +9,11 @@ from mutant import Mutant
 
 RULES = "_rows/rules"
 REFUSED = "tests/rows/test_refused_rows.py"
-MODELS = "tests/fused/test_fused_models.py"
-OPTIMIZERS = "tests/fused/test_fused_optimizers.py"
-LEFT = "tests/fused/test_left_outside.py"
-LATE = "tests/fused/test_delayed_rows.py"
-STREAM = "tests/emit/test_stream.py"
+MODELS = "tests/system/test_fused_models.py"
+OPTIMIZERS = "tests/system/test_fused_optimizers.py"
+LEFT = "tests/schedule/test_left_outside.py"
+LATE = "tests/schedule/test_delayed_rows.py"
+STREAM = "tests/emit/test_update.py"
 PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
 
@@ -59,7 +59,7 @@ IN_ENGINE = {
         "_program/replaced.py",
         "for i in [passed_on(body).get(v)] if i is not None)",
         "for i in [passed_on(body).get(v)] if i is None)",
-        ("tests/fused/test_at_rest.py",),
+        ("tests/program/test_at_rest.py",),
     ),
     "new values read for old ones": Mutant(
         "_emit/scan.py",
@@ -119,14 +119,14 @@ IN_ENGINE = {
         """    if True:
         return lambda position: position
 """,
-        ("tests/ground/test_memory.py::test_positions_that_no_compiler_follows",),
+        ("tests/test_memory.py::test_positions_that_no_compiler_follows",),
     ),
     # What is done in which order.
     "effects in no order": Mutant(
         "_program/step.py",
         "found[i] = before, (jex.Var(_TOKEN),)",
         "found[i] = (), (jex.Var(_TOKEN),)",
-        ("tests/fused/test_effects.py::test_ordered_effects_are_in_their_order",),
+        ("tests/system/test_effects.py::test_ordered_effects_are_in_their_order",),
     ),
     "a norm of a norm in the pass of that norm": Mutant(
         "_schedule/waiting.py",

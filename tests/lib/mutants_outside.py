@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-MEMORY = "tests/ground/test_memory.py"
-SHARDINGS = "tests/ground/test_shardings.py"
-FRACTIONS = "tests/ground/test_fractions.py"
-TEMPLATES = "tests/ground/test_templates.py"
+MEMORY = "tests/test_memory.py"
+SHARDINGS = "tests/test_shardings.py"
+FRACTIONS = "tests/test_fractions.py"
+TEMPLATES = "tests/test_templates.py"
 DISK = "tests/states/test_disk.py"
 TABLES = "tests/cli/test_tables.py"
-CAPTURED = "tests/doctor/test_captured.py"
+CAPTURED = "tests/machine/test_captured.py"
 _SHARDINGS_ASKED = f"{SHARDINGS}::test_what_is_asked_for_decides_before_what_a_box_says"
 _TYPES = f"{MEMORY}::test_what_a_type_says_of_its_parts"
 
@@ -36,16 +36,13 @@ OUTSIDE = {
         "_rules.py",
         "return all(rule.optional for rule in self.rules)",
         "return any(rule.optional for rule in self.rules)",
-        (
-            "tests/ground/test_rules.py::"
-            "test_a_config_is_lenient_if_all_of_its_rules_are",
-        ),
+        ("tests/test_rules.py::test_a_config_is_lenient_if_all_of_its_rules_are",),
     ),
     "a rule file whose parameters are not read": Mutant(
         "_rule_files.py",
         'table.get("parameters", [])',
         "[]",
-        ("tests/ground/test_rules.py::test_load_config_of_a_whole_training",),
+        ("tests/test_rules.py::test_load_config_of_a_whole_training",),
     ),
     "a box's rules before those given": Mutant(
         "_shardings.py",
@@ -63,7 +60,7 @@ OUTSIDE = {
         "_spread.py",
         "ndim >= 3 or",
         "ndim > 3 or",
-        ("tests/ground/test_spread.py::test_which_axis",),
+        ("tests/test_spread.py::test_which_axis",),
     ),
     "what Auto mode does not tell taken for whole": Mutant(
         "_memory.py",

@@ -298,7 +298,7 @@ def train(fn, tx, params):
     return oo.jit(step, donate_argnums=(0, 1))(params, tx.init(params), X)
 
 
-# The others are in `tests/fused`.
+# `test_at_rest.py` and tests of whole steps have the others.
 STEPS = {name: ENTERED[name] for name in ("cond", "remat2")}
 STEPS |= {"solved": solved, "custom_linear_solve": linearly_solved}
 STEPS["optimized"] = with_gradient(optimize_remat=True)

@@ -266,7 +266,7 @@ EXAMPLES = {
     "scan": lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x),
 }
 # Never in a jaxpr, not in every version of JAX, made others by vmap (see below), or of
-# a mesh in Explicit mode (`tests/fused/test_fused_placement.py`).
+# a mesh in Explicit mode (`tests/system/test_fused_placement.py`).
 ABSENT = {"stop_gradient", "stage", "pjit", "stack", "unstack", "reshard"}
 ABSENT |= {"dynamic_slice", "dynamic_update_slice"}
 ABSENT |= {name for name in NEWER if name not in EXAMPLES}

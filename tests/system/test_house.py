@@ -74,6 +74,13 @@ def test_a_mutant_names_tests_that_are_there(mutant):
         assert not function or f"\ndef {function.partition('[')[0]}(" in text, test
 
 
+def test_folders_of_tests_are_rooms():
+    """Each wing has one, and what is of no wing has its place too."""
+    folders = [p for p in (ROOT / "tests").iterdir() if [*p.glob("*.py")]]
+    rooms = {wing.name.lstrip("_") for wing in WINGS}
+    assert {p.name for p in folders} == rooms | {"benchmarks", "lib", "system"}
+
+
 def test_no_two_test_files_have_one_name():
     """Together pytest collects only the first of them."""
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]

@@ -14,9 +14,7 @@ import optax_offload as oo
 from optax_offload import _rules
 from optax_offload._step_options import Options
 
-CONFIGS = sorted(
-    (pathlib.Path(__file__).parent.parent.parent / "configs").glob("*.toml")
-)
+CONFIGS = sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.toml"))
 
 
 def kinds(config, paths, nbytes=1 << 20):
