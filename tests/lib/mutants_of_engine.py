@@ -10,7 +10,7 @@ from mutant import Mutant
 RULES = "_rows/rules"
 REFUSED = "tests/rows/test_refused_rows.py"
 MODELS = "tests/system/test_fused_models.py"
-OPTIMIZERS = "tests/system/test_fused_optimizers.py"
+OPTIMIZERS = "tests/system/test_optimizers.py"
 LEFT = "tests/schedule/test_left_outside.py"
 LATE = "tests/schedule/test_delayed_rows.py"
 STREAM = "tests/emit/test_update.py"

@@ -64,7 +64,7 @@ def test_values_and_kinds(inner, late_gradients):
     """As those of the plain optimizer, as far as rounding allows."""
     got, text = trained(inner, WINDOW, late_gradients=late_gradients)
     assert "over the window: 1 gradient of 6.00 KiB, a row in " in text
-    # As in `test_fused_optimizers.py`: 16.4 was seen where a norm is summed up anew.
+    # As in `test_optimizers.py`: 16.4 was seen where a norm is summed up anew.
     bound = 32 if late_gradients == "recompute" else 16
     assert ulps(got, train(jax.jit(make_step(inner), **DONATED), inner)) <= bound
     oo.memory_report(got[1], EVERYTHING).check()
