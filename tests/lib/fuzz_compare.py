@@ -200,7 +200,9 @@ class _Steps:
     ) -> Any:
         """The step, with what was drawn for it."""
         program = self.program
-        options = {"compiler_options": quick_options()} | options
+        # JAX traces no call of a function that has options (on 0.10).
+        quick = {} if program.drawn.called == "after make_jaxpr" else quick_options()
+        options = {"compiler_options": quick} | options
         if donate and program.donates:
             options["donate_argnums"] = program.donates
         if program.drawn.out_shardings:
@@ -220,7 +222,7 @@ class _Steps:
         some = [given[name] for name in program.takes]
         if program.drawn.called == "compiled":
             jitted = jitted.lower(*some).compile()
-        elif program.drawn.called == "after make_jaxpr":
+        elif program.drawn.called == "after make_jaxpr" and self._offloaded:
             jax.make_jaxpr(jitted)(*some)
             jax.eval_shape(jitted, *some)
         for _ in range(STEPS):

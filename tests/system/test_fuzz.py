@@ -9,20 +9,21 @@ from fuzz_programs import CHOICES, Drawn, draw
 from optax_offload._emit import scan as body
 
 QUICK, ALL = 16, 216
+# JAX or optax refuse the plain step, or noise changes as much as it does. That another
+# seed tests nothing is a mistake of the fuzzer's.
+NO_PROGRAM, CHAOTIC = {122, 187}, {184}
 
 
 @pytest.mark.parametrize(
     "seed",
     [
         pytest.param(n, marks=[] if n < QUICK else [pytest.mark.slow])
-        for n in range(ALL)
+        for n in sorted({*range(ALL)} - NO_PROGRAM - CHAOTIC)
     ],
 )
 def test_as_plain_jit(seed):
     """One program of each seed: values, dtypes, memory kinds, donation, effects."""
     (found,) = run(draw(seed, modes=1))
-    if found.kind in ("chaotic", "no program"):
-        pytest.skip(f"{found.kind}: {found.detail}")
     assert found.kind in ("fused", "not fused", "refused"), str(found)
 
 
