@@ -295,6 +295,19 @@ def test_extra_arguments_reach_the_optimizer():
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(
+    "inner",
+    [optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.1), optax.adam(1e-2)],
+    ids=["a norm", "norms", "state on the device"],
+)
+def test_an_update_without_state_on_the_host_is_the_plain_one(inner):
+    """Equation for equation."""
+    tx = oo.offload(inner, oo.Rule(".*", "device", optional=True))
+    args = PARAMS, inner.init(PARAMS), PARAMS
+    got, want = (str(jax.make_jaxpr(x.update)(*args)) for x in (tx, inner))
+    assert got == want
+
+
 def test_state_that_does_not_change_does_not_move():
     """A leaf that comes back as it came is neither loaded nor stored."""
     inner = optax.GradientTransformation(

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import time
 
-import jax
 import pytest
+from harness import of_processes
 
 from benchmarks.chip import command, largest, link, machine, overlap, record, running
 from benchmarks.chip.setting import Part, Setting, SkippedError
@@ -313,21 +313,13 @@ def test_parts_fit_their_time():
 
 
 def dry(folder, *options):
-    """The command, as a user calls it, on one device; what it compiles, fast.
-
-    Its processes find what others of these tests have compiled.
-    """
+    """The command, as a user calls it, on one device; what it compiles, fast."""
     flags = os.environ["XLA_FLAGS"].split()
-    of_tests = {
-        "XLA_FLAGS": " ".join(f for f in flags if "device_count" not in f),
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    flags = " ".join(f for f in flags if "device_count" not in f)
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.chip", "--dry", f"--out={folder}", *options],
         cwd=ROOT,
-        env={**os.environ, **of_tests},
+        env={**os.environ, **of_processes(), "XLA_FLAGS": flags},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -11,10 +11,23 @@ import optax
 
 import optax_offload as oo
 
-# For programs that tests start: as `conftest.optimized` has it for tests.
-QUICKLY_COMPILED = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 # Everything that is no scalar goes: the leaves of these tests are small.
 EVERYTHING = oo.Rule(".*", min_bytes=8, optional=True)
+
+
+def of_processes() -> dict[str, str]:
+    """The variables of a program that a test starts: as `conftest.py` has it for tests.
+
+    Such programs find what others of them have compiled. Not in the directory of the
+    tests themselves: one that is killed leaves half of a file there.
+    """
+    directory = jax.config.values["jax_compilation_cache_dir"]
+    return {
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+        "JAX_COMPILATION_CACHE_DIR": f"{directory}-of-processes",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
 
 
 def make_params(dtype: Any = jnp.float32) -> Any:

@@ -182,7 +182,7 @@ oo.reload_states(template, directory=sys.argv[1])
 def test_another_process_reads_a_parked_state(tmp_path):
     """The trainer does not lose its state, whatever becomes of the reader."""
     there = to_disk(make(), directory=tmp_path)
-    env = harness.QUICKLY_COMPILED | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    env = harness.of_processes() | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     with subprocess.Popen(
         [sys.executable, "-c", READER, tmp_path],
         stdin=subprocess.PIPE,

@@ -35,7 +35,7 @@ def run(program, *arguments):
         capture_output=True,
         text=True,
         env=os.environ
-        | harness.QUICKLY_COMPILED
+        | harness.of_processes()
         | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""},
     )
 

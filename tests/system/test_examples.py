@@ -11,7 +11,7 @@ import lm_chips
 import lm_program
 import pytest
 import train_lm
-from harness import QUICKLY_COMPILED
+from harness import of_processes
 
 from optax_offload import aot
 
@@ -21,7 +21,7 @@ SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
 
 def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1"), chips=False):
     """Runs an example as a user does; quickly compiled, but for chips."""
-    quickly = {} if chips else QUICKLY_COMPILED
+    quickly = {} if chips else of_processes()
     return subprocess.run(
         [sys.executable, ROOT / "examples" / program, *sizes, *flags],
         cwd=cwd,

@@ -35,7 +35,7 @@ def start(directory, *flags, steps=STEPS):
     return subprocess.Popen(
         command,
         cwd=directory,
-        env=os.environ | harness.QUICKLY_COMPILED | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | harness.of_processes() | {"PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -27,7 +27,7 @@ def start(
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    environment = os.environ | harness.QUICKLY_COMPILED
+    environment = os.environ | harness.of_processes()
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(TESTS.parent),
