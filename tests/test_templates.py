@@ -46,6 +46,16 @@ def test_template_is_traced_as_on_the_host(devices):
     jax.make_jaxpr(tx.update)(params, template, params)
 
 
+def assert_sharded(leaves, params):
+    """Leaves of shapes at paths get the shardings beside them from parameters."""
+    types = [
+        (path, jax.ShapeDtypeStruct(shape, jnp.float32))
+        for path, (shape, _) in leaves.items()
+    ]
+    like = _templates.shardings_like(types, [params])
+    assert like == [sharding for _, sharding in leaves.values()]
+
+
 def test_moments_go_with_their_parameters():
     """By the longest tail of the path that has the same shape; scalars with none."""
     mesh = mesh_of(4)
@@ -67,12 +77,7 @@ def test_moments_go_with_their_parameters():
         "0/mu/number": ((), None),
         "": ((8, 4), None),
     }
-    types = [
-        (path, jax.ShapeDtypeStruct(shape, jnp.float32))
-        for path, (shape, _) in leaves.items()
-    ]
-    like = _templates.shardings_like(types, [params])
-    assert like == [sharding for _, sharding in leaves.values()]
+    assert_sharded(leaves, params)
 
 
 def test_out_shardings_decide_first_and_name_no_kind():
@@ -162,12 +167,7 @@ def test_parts_of_encoded_leaves_go_with_the_leaf():
         "0/row/w/codes": ((4, 128), None),
         "0/long/w/codes": ((8, 1024), None),
     }
-    types = [
-        (path, jax.ShapeDtypeStruct(shape, jnp.float32))
-        for path, (shape, _) in leaves.items()
-    ]
-    like = _templates.shardings_like(types, [params])
-    assert like == [sharding for _, sharding in leaves.values()]
+    assert_sharded(leaves, params)
 
 
 def test_state_is_gathered_as_its_own_parameter_is_sharded():

@@ -332,6 +332,7 @@ def ended(lines):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("chip")
 def test_a_part_is_killed_and_resumed(tmp_path):
     """Twice: what was done is kept, in the JSON too, and not done again."""
     lines, kept, before = tmp_path, set(), set()
@@ -362,6 +363,7 @@ def wait_for(condition):
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("chip")
 def test_dry(tmp_path):
     """All parts at toy size: nothing fails, and the figures are what they should be."""
     process = dry(tmp_path)

@@ -3,8 +3,9 @@
 Not a test: each process of a run is this program, given its number. A small Flax model
 is sharded over all devices of all processes, its Adam state offloaded. The state is
 saved every few steps, and the run goes on from the newest checkpoint there is. With
-`--scanned` the model's layers are, and `--late_gradients` fuses the step; `--at_rest`
-has parameters and residuals in host memory too.
+`--ways` the layers are scanned, and each way trains anew: "plain", or fused, late
+gradients on the "host" or by "recompute", or "at_rest", with parameters and residuals
+in host memory too.
 
 Prints a line for each step: its number, and the bits of the loss.
 """
@@ -20,9 +21,7 @@ parser.add_argument("--processes", type=int, default=1)
 parser.add_argument("--process", type=int, default=0)
 parser.add_argument("--steps", type=int, default=6)
 parser.add_argument("--save_every", type=int, default=2)
-parser.add_argument("--scanned", action="store_true")
-parser.add_argument("--late_gradients", default="")
-parser.add_argument("--at_rest", action="store_true")
+parser.add_argument("--ways", nargs="*", default=[])
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -32,7 +31,7 @@ def initialize(args: argparse.Namespace) -> None:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
 
 
-def run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace, way: str = "") -> None:
     """Trains as one process of several, and prints losses and kinds."""
     import jax.numpy as jnp
     import numpy as np
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
             return layers()(x, None)[0]
 
     model = nn.Sequential([nn.Dense(256), nn.relu, nn.Dense(128)])
-    if args.scanned:
+    if way:
         model = Scanned()
     rules = oo.Rule(r".*/(mu|nu)/.*", min_bytes=8)
     tx = oo.offload(optax.adam(1e-2), rules)
@@ -76,11 +75,11 @@ def run(args: argparse.Namespace) -> None:
     key = jax.random.key(0)
     shapes = jax.eval_shape(create, key)
     # The layers of a stack are whole on every device.
-    axes = jax.P(None, "data") if args.scanned else jax.P("data")
+    axes = jax.P(None, "data") if way else jax.P("data")
     split = jax.NamedSharding(mesh, axes)
     shardings = jax.tree.map(lambda x: split if x.ndim else None, shapes)
     template = oo.eval_shape(create, key, out_shardings=shardings)
-    if args.at_rest:
+    if way == "at_rest":
         template = oo.set_memory_kind(template, "params/.*", "pinned_host")
     shardings = jax.tree.map(lambda x: x.sharding, template)
 
@@ -95,20 +94,21 @@ def run(args: argparse.Namespace) -> None:
         loss, gradients = jax.value_and_grad(loss_fn)(state.params)
         return state.apply_gradients(grads=gradients), loss
 
-    if args.late_gradients:
-        schedule = oo.jit(train_step, late_gradients=args.late_gradients).schedule
+    if way not in ("", "plain"):
+        late_gradients = "host" if way == "host" else "recompute"
+        schedule = oo.jit(train_step, late_gradients=late_gradients).schedule
         print("fused bytes", schedule(template, batch(0)).gradient_bytes)
         train_step = oo.stream(
             train_step,
-            late_gradients=args.late_gradients,
-            residuals="host" if args.at_rest else "device",
+            late_gradients=late_gradients,
+            residuals="host" if way == "at_rest" else "device",
         )
     train_step = jax.jit(
         train_step,
         donate_argnums=0,
         out_shardings=(shardings, jax.NamedSharding(mesh, jax.P())),
     )
-    with ocp.CheckpointManager(args.directory) as manager:
+    with ocp.CheckpointManager(f"{args.directory}/{way}") as manager:
         step = manager.latest_step() or 0
         if step:
             restored = ocp.args.StandardRestore(template)
@@ -126,11 +126,13 @@ def run(args: argparse.Namespace) -> None:
                 print("saved", step, flush=True)
     report = oo.memory_report(state, rules, under="opt_state/1").check()
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state.params)}
-    assert kinds == {"pinned_host" if args.at_rest else "device"}, kinds
+    assert kinds == {"pinned_host" if way == "at_rest" else "device"}, kinds
     print("host bytes", report.totals_per_host["pinned_host"], flush=True)
 
 
 if __name__ == "__main__":
     arguments = parser.parse_args()
     initialize(arguments)
-    run(arguments)
+    for way in arguments.ways or [""]:
+        print("way", way, flush=True)
+        run(arguments, way)

@@ -19,13 +19,12 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 SMALL = ["--steps=4", "--layers=2", "--width=64", "--context=16", "--batch=4"]
 
 
-def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1"), chips=False):
-    """Runs an example as a user does; quickly compiled, but for chips."""
-    quickly = {} if chips else of_processes()
+def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
+    """Runs an example as a user does; quickly compiled."""
     return subprocess.run(
         [sys.executable, ROOT / "examples" / program, *sizes, *flags],
         cwd=cwd,
-        env=os.environ | quickly | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | of_processes() | {"PYTHONPATH": str(ROOT)},
         check=False,
         capture_output=True,
         text=True,
@@ -69,8 +68,8 @@ def test_losses_are_those_without_offload(program, tmp_path):
 def test_demo_compiles_its_step_for_chips(tmp_path):
     """A row with the peaks, less with offload by what was moved, and the picture."""
     pytest.importorskip("jax_plugins")
-    sizes = ("--steps=2", "--layers=4", "--width=256", "--context=16", "--batch=4")
-    result = run("train_lm.py", "--chips=h100", cwd=tmp_path, sizes=sizes, chips=True)
+    sizes = ("--steps=2", "--layers=6", "--width=128", "--context=16", "--batch=4")
+    result = run("train_lm.py", "--chips=h100", cwd=tmp_path, sizes=sizes)
     assert result.returncode == 0, result.stderr
     (row,) = (x.split() for x in result.stdout.splitlines() if x.startswith("h100 "))
     plain, offload, fused, moved = map(float, row[1:])

@@ -20,9 +20,7 @@ PARAMETER_BYTES = 4 * (128 * 256 + 256 + 256 * 128 + 128)
 LAYERS = 4
 
 
-def start(
-    directory, *, processes, devices, scanned=False, late_gradients=None, at_rest=False
-):
+def start(directory, *, processes, devices, ways=()):
     """Starts a run, with so many devices in each process."""
     with socket.socket() as s:
         s.bind(("localhost", 0))
@@ -36,9 +34,7 @@ def start(
     command = [sys.executable, TESTS / "train_processes.py", directory]
     command += [f"--coordinator=localhost:{port}", f"--processes={processes}"]
     command += [f"--steps={STEPS}"]
-    command += ["--scanned"] if scanned else []
-    command += [f"--late_gradients={late_gradients}"] if late_gradients else []
-    command += ["--at_rest"] if at_rest else []
+    command += ["--ways", *ways]
     running = []
     for i in range(processes):
         with errors_of(directory, i).open("w") as errors:
@@ -67,29 +63,34 @@ def losses(lines):
     }
 
 
-def finish(directory, *, scanned=False, late_gradients=None, at_rest=False, **kwargs):
-    """Runs to the end: where it began, and the losses, the same in all processes."""
-    running = start(
-        directory,
-        scanned=scanned,
-        late_gradients=late_gradients,
-        at_rest=at_rest,
-        **kwargs,
-    )
+def finish(directory, *, ways=(), **kwargs):
+    """Runs to the end: where each way began, and its losses, alike in all processes."""
+    running = start(directory, ways=ways, **kwargs)
     outputs = [process.communicate(timeout=300)[0] for process in running]
     for i, process in enumerate(running):
         assert process.returncode == 0, errors_of(directory, i).read_text()
-    found = [losses(output) for output in outputs]
+    of_ways = zip(
+        *(re.split(r"^way .*$", o, flags=re.M)[1:] for o in outputs), strict=True
+    )
+    return [
+        of_way(way, texts, kwargs["devices"])
+        for way, texts in zip(ways or [""], of_ways, strict=True)
+    ]
+
+
+def of_way(way, texts, devices):
+    """Where a way began, and its losses, from what each process printed of it."""
+    found = [losses(text) for text in texts]
     assert all(x == found[0] for x in found)
-    host_bytes = [int(x) for o in outputs for x in re.findall(r"host bytes (\d+)", o)]
-    nbytes = PARAMETER_BYTES * (LAYERS if scanned else 1)
-    copies = 3 if at_rest else 2
-    assert host_bytes == [copies * nbytes // len(running)] * len(running)
+    host_bytes = [int(x) for t in texts for x in re.findall(r"host bytes (\d+)", t)]
+    nbytes = PARAMETER_BYTES * (LAYERS if way else 1)
+    copies = 3 if way == "at_rest" else 2
+    assert host_bytes == [copies * nbytes // len(texts)] * len(texts)
     # On each device.
-    gone = [int(x) for o in outputs for x in re.findall(r"fused bytes (\d+)", o)]
-    devices = kwargs["devices"] * len(running)
-    assert gone == [nbytes // devices] * (len(running) if late_gradients else 0)
-    return int(re.findall(r"^from (\d+)$", outputs[0], re.M)[0]), found[0]
+    gone = [int(x) for t in texts for x in re.findall(r"fused bytes (\d+)", t)]
+    fused = way not in ("", "plain")
+    assert gone == [nbytes // (devices * len(texts))] * (len(texts) if fused else 0)
+    return int(re.findall(r"^from (\d+)$", texts[0], re.M)[0]), found[0]
 
 
 @pytest.mark.slow
@@ -100,7 +101,7 @@ def test_killed_and_resumed(tmp_path):
     the sums over devices are added up in another order (by XLA's own all-reduce and
     not by gloo's; over two devices in halves), which costs the last places.
     """
-    first, want = finish(tmp_path / "whole", processes=2, devices=2)
+    ((first, want),) = finish(tmp_path / "whole", processes=2, devices=2)
     assert (first, list(want)) == (0, [1, 2, 3, 4, 5, 6])
     running = start(tmp_path / "killed", processes=2, devices=2)
     lines = []
@@ -117,9 +118,9 @@ def test_killed_and_resumed(tmp_path):
     for name in ("one", "fewer"):
         shutil.copytree(tmp_path / "killed", tmp_path / name)
     rest = {step: want[step] for step in (5, 6)}
-    assert finish(tmp_path / "killed", processes=2, devices=2) == (4, rest)
+    assert finish(tmp_path / "killed", processes=2, devices=2) == [(4, rest)]
     for name, devices in (("one", 4), ("fewer", 2)):
-        first, got = finish(tmp_path / name, processes=1, devices=devices)
+        ((first, got),) = finish(tmp_path / name, processes=1, devices=devices)
         assert first == 4
         assert got == pytest.approx(rest, rel=1e-6)
 
@@ -131,21 +132,8 @@ def test_fused(tmp_path):
     The gradients of every process wait in its own host memory, or the backward passes
     of all run twice; or its parameters and residuals rest there too.
     """
-    _, want = finish(tmp_path / "one", processes=1, devices=4, scanned=True)
-    runs = [
-        ("two", None, False),
-        ("stored", "host", False),
-        ("recompute", "recompute", False),
-        ("at_rest", "recompute", True),
-    ]
-    for name, late_gradients, at_rest in runs:
-        directory = tmp_path / name
-        _, got = finish(
-            directory,
-            processes=2,
-            devices=2,
-            scanned=True,
-            late_gradients=late_gradients,
-            at_rest=at_rest,
-        )
+    ways = ["plain", "host", "recompute", "at_rest"]
+    ((_, want),) = finish(tmp_path / "one", processes=1, devices=4, ways=ways[:1])
+    for first, got in finish(tmp_path / "two", processes=2, devices=2, ways=ways):
+        assert first == 0
         assert got == pytest.approx(want, rel=1e-6)
