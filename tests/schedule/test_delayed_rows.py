@@ -288,21 +288,31 @@ def test_loads_ahead_are_beside_most_products(residuals, monkeypatch):
     assert ((256, 32) in found[5]) == (residuals == "host")
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("computes_longer", [False, True])
-def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
-    """Where computation takes long enough, each is stored after the one before it."""
+def every_row(computes_longer, monkeypatch):
+    """As with the newest JAX, residuals of any size, and as long as is said."""
     for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
         monkeypatch.setattr(_compat, name, True)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+
+
+def trained_as_plain(reverse, residuals):
+    """The program of a step at rest, whose values are those of the plain one."""
     plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
     params, loss = make_params(6), make_loss(reverse=reverse)
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
-    step = oo.jit(make_step(tx, loss), residuals="host", **DONATED)
+    step = oo.jit(make_step(tx, loss), residuals=residuals, **DONATED)
     resting = oo.set_memory_kind(params, "layers/.*", "pinned_host")
     assert ulps(train(step, tx, resting, steps=3), want) <= BOUND
-    text = step.lower(resting, tx.init(resting), BATCH).as_text()
+    return step.lower(resting, tx.init(resting), BATCH).as_text()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("computes_longer", [False, True])
+def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
+    """Where computation takes long enough, each is stored after the one before it."""
+    every_row(computes_longer, monkeypatch)
+    text = trained_as_plain(reverse, "host")
     # Rows of an update, with a buffer that the update before is stored into.
     row = r"tensor<1x\S+"
     in_turn = re.findall(
@@ -327,22 +337,13 @@ def test_a_window_bounds_what_is_loaded_ahead():
 @pytest.mark.parametrize("computes_longer", [False, True])
 def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypatch):
     """What is replaced is loaded ahead where that is hidden, and residuals always."""
-    for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
-        monkeypatch.setattr(_compat, name, True)
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
-    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    every_row(computes_longer, monkeypatch)
     monkeypatch.setattr(pipeline, "LEAST_IN_TURN_BYTES", 0)
     results = streamed_step.emit.results
     monkeypatch.setattr(
         streamed_step.emit, "results", lambda *a, on_tpu: results(*a, on_tpu=True)
     )
-    plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
-    params, loss = make_params(6), make_loss(reverse=reverse)
-    want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
-    step = oo.jit(make_step(tx, loss), residuals=residuals, **DONATED)
-    resting = oo.set_memory_kind(params, "layers/.*", "pinned_host")
-    assert ulps(train(step, tx, resting, steps=3), want) <= BOUND
-    text = step.lower(resting, tx.init(resting), BATCH).as_text()
+    text = trained_as_plain(reverse, residuals)
     carried = "".join(re.findall(r"= stablehlo.while.*", text))
     assert ("tensor<1x16x24xf32>" in carried) == computes_longer
     of_residuals = f"tensor<1x{BATCH.size}x16xf32>"

@@ -1,5 +1,6 @@
 """What is read from disk is input: a manifest is checked before it is believed."""
 
+import contextlib
 import gc
 import hashlib
 import json
@@ -35,6 +36,16 @@ def sealed(table):
     table.pop("sha256", None)
     text = json.dumps(table, sort_keys=True)
     return json.dumps(table | {"sha256": hashlib.sha256(text.encode()).hexdigest()})
+
+
+@contextlib.contextmanager
+def manifest_of(directory):
+    """A template of a complete state, and its manifest, which may be changed."""
+    template = write_state(directory)
+    file = directory / "manifest.json"
+    table = json.loads(file.read_text())
+    yield template, table
+    file.write_text(sealed(table))
 
 
 def everything(directory):
@@ -89,11 +100,9 @@ def test_state_that_is_a_link(tmp_path):
 @pytest.mark.parametrize("version", [None, 3])
 def test_manifest_of_another_version(tmp_path, version):
     """It is not damaged, and nothing of it is guessed or removed."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    assert table["version"] == 2
-    file.write_text(sealed(table | {"version": version}))
+    with manifest_of(tmp_path) as (template, table):
+        assert table["version"] == 2
+        table |= {"version": version}
     before = everything(tmp_path)
     message = (
         rf"manifest\.json is of version {version}, and this optax_offload reads "
@@ -106,11 +115,8 @@ def test_manifest_of_another_version(tmp_path, version):
 
 def test_leaf_of_another_directory(tmp_path):
     """A number is a number, not a path to read from."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    table["leaves"][0]["number"] = "/etc"
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        table["leaves"][0]["number"] = "/etc"
     message = r"leaves\[0\]\.number is '/etc'; it must be a whole number, at least 0"
     with pytest.raises(ValueError, match=message):
         oo.reload_states(template, directory=tmp_path)
@@ -146,11 +152,8 @@ WRONG = [
 @pytest.mark.parametrize(("field", "value", "message"), WRONG)
 def test_wrong_fields(tmp_path, field, value, message):
     """Each is named, with what it is and what it must be; nothing is touched."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    table["leaves"][1][field] = value
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        table["leaves"][1][field] = value
     before = everything(tmp_path)
     with pytest.raises(ValueError, match=message) as caught:
         oo.reload_states(template, directory=tmp_path)
@@ -164,14 +167,11 @@ def test_wrong_fields(tmp_path, field, value, message):
 )
 def test_wrong_fields_of_a_random_key(tmp_path, field, value):
     """Its implementation and its numbers must be those of the template's dtype."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    entry = table["leaves"][0]
-    entry[field] = value
-    if field == "shape":
-        entry["chunk"] = value
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        entry = table["leaves"][0]
+        entry[field] = value
+        if field == "shape":
+            entry["chunk"] = value
     with pytest.raises(ValueError, match=r"manifest\.json is damaged: "):
         oo.reload_states(template, directory=tmp_path)
 
@@ -179,11 +179,8 @@ def test_wrong_fields_of_a_random_key(tmp_path, field, value):
 @pytest.mark.parametrize("field", [field for field, *_ in WRONG[2:]])
 def test_missing_fields(tmp_path, field):
     """Each is named."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    del table["leaves"][1][field]
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        del table["leaves"][1][field]
     with pytest.raises(ValueError, match=rf"damaged: leaves\[1\]\.{field} is missing"):
         oo.reload_states(template, directory=tmp_path)
 
@@ -225,11 +222,8 @@ def test_texts_that_are_no_manifest(tmp_path, text, message):
 
 def test_a_path_that_is_there_twice(tmp_path):
     """With the same keys: which of the two is not known."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    table["leaves"].append(table["leaves"][1])
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        table["leaves"].append(table["leaves"][1])
     with pytest.raises(ValueError, match=r"damaged: leaves\[2\]\.path is 'w' again"):
         oo.reload_states(template, directory=tmp_path)
 
@@ -273,12 +267,9 @@ def test_old_state_of_a_damaged_manifest_stays(tmp_path):
 
 def test_manifest_of_before_is_read(tmp_path):
     """Without the paths in JAX's notation, which are newer."""
-    template = write_state(tmp_path)
-    file = tmp_path / "manifest.json"
-    table = json.loads(file.read_text())
-    for leaf in table["leaves"]:
-        del leaf["key_path"]
-    file.write_text(sealed(table))
+    with manifest_of(tmp_path) as (template, table):
+        for leaf in table["leaves"]:
+            del leaf["key_path"]
     back = oo.reload_states(template, directory=tmp_path)
     np.testing.assert_array_equal(back["w"], make()["w"])
 
