@@ -12,6 +12,7 @@ from optax_offload import _flops, _memory
 from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.moves import together
+from optax_offload._emit.segment import run_segment
 from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
 from optax_offload._program import (
@@ -24,12 +25,14 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._schedule import (
+    Chain,
     Fused,
     FusedScan,
     FusedStep,
     Outer,
     RemainingUpdate,
     Scan,
+    Segment,
     Turns,
 )
 
@@ -69,6 +72,8 @@ class _Run:
     def results(self) -> list[Any]:
         """The values of the step's results."""
         program = self._step.program
+        if self._plan.chain:
+            return self._results_of(self._plan.chain)
         streaming = () if self._on_tpu else self._plan.streaming
         streamed = (*self._plan.scans, *streaming)
         scans = {s.scan.position: s for s in streamed}
@@ -88,6 +93,24 @@ class _Run:
         self._run_nodes(postponed)
         for v in (v for f in fused for v in f.component.results):
             self._env[v] = constrained(program, v, self._env[v])
+        return [read(a, self._env.__getitem__) for a in program.outvars]
+
+    def _results_of(self, chain: Chain) -> list[Any]:
+        """The same of a step in segments."""
+        program = self._step.program
+        resting = {v: x for v, x in self._env.items() if _memory.on_host(v.aval)}
+        ahead: dict[jex.Var, Any] = {}
+        for link in chain.links:
+            if isinstance(link, Segment):
+                results, stored, ahead = run_segment(
+                    program, link, self._env, resting, ahead
+                )
+                self._env |= results
+                resting |= stored
+                continue
+            self._require(v for node in link for v in node.reads)
+            self._run_nodes(link)
+        self._require(variables(program.outvars))
         return [read(a, self._env.__getitem__) for a in program.outvars]
 
     def _run_scan(self, each: FusedScan) -> None:
@@ -195,14 +218,15 @@ class _Run:
 
     def _run_remaining(self, left: RemainingUpdate) -> None:
         """Carries out the part of an update that no scan has taken over."""
-        inlined, results, update, operands = left
+        inlined, results, update, operands, at_once = left
         args = [read(a, self._env.__getitem__) for a in operands]
         sharded = {
             i: self._sharded[a]
             for i, a in enumerate(operands)
             if isinstance(a, jex.Var) and a in self._sharded
         }
-        values = carry_out(update, inlined.what.caller.window_bytes, args, sharded)
+        window_bytes = inlined.what.caller.window_bytes
+        values = carry_out(update, window_bytes, args, sharded, at_once=at_once)
         self._env |= bound(results, values)
 
 

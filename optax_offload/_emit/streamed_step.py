@@ -66,7 +66,7 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
     known = {v: x for v, x in given.items() if v not in traced}
     what = _Call(plan, (*program.invars, *given), known)
-    if plan.scans or step.moves_rows:
+    if plan.scans or plan.chain or step.moves_rows:
         results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
     else:
         results = _plain(*values, *given.values(), jaxpr=step.jaxpr)

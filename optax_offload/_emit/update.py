@@ -58,6 +58,8 @@ def carry_out(
     window_bytes: int | None,
     args: Sequence[Any],
     sharded: Mapping[int, Sharded],
+    *,
+    at_once: bool = False,
 ) -> list[Any]:
     """The values of an update's outputs, as its schedule says.
 
@@ -69,8 +71,9 @@ def carry_out(
       window_bytes: The window that was asked for.
       args: The values of its inputs.
       sharded: The shardings of inputs whose types do not say it, by position.
+      at_once: Whether all gradients are there before it.
     """
-    planned = schedule(update, window_bytes)
+    planned = schedule(update, window_bytes, at_once=at_once)
     logger.debug("%s", planned)
     for each, straight in planned.updates(update):
         for message in _over_window(each, window_bytes, straight):

@@ -1,5 +1,6 @@
 """Schedules say what is moved and computed when, as values; they touch no array."""
 
+from optax_offload._schedule.chain import Chain, Segment
 from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
@@ -22,6 +23,7 @@ from optax_offload._schedule.update import (
 
 __all__ = [
     "Branched",
+    "Chain",
     "ChosenState",
     "Fused",
     "FusedScan",
@@ -38,6 +40,7 @@ __all__ = [
     "RowUpdate",
     "Scan",
     "Schedule",
+    "Segment",
     "Straight",
     "Target",
     "Turns",

@@ -13,6 +13,7 @@ from optax_offload import _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import order, pipeline, waiting
+from optax_offload._schedule.chain import Chain, chain
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, over_rows
 from optax_offload._schedule.fused import Fused
@@ -153,6 +154,14 @@ class FusedStep(Printed):
         return kept, late if each.way == "host" else []
 
     @functools.cached_property
+    def chain(self) -> Chain | None:
+        """The step in segments, if layers at rest are run by no scan."""
+        rest = self.step.at_rest
+        if self.scans or self.streaming or rest is None or rest.positions != "none":
+            return None
+        return chain(self.step, self.rest, self.asked.residuals == "host")
+
+    @functools.cached_property
     def _taken(self) -> frozenset[jex.Var]:
         """The variables that something takes outside of the scans, or updates do."""
         taken = {v for node in self.rest for v in node.reads}
@@ -192,7 +201,7 @@ class FusedStep(Printed):
         hide them behind, keeps several times more alive for them (F01).
         """
         rest = self.step.at_rest
-        if self.scans or self.streaming or rest is None:
+        if self.scans or self.streaming or self.chain or rest is None:
             return False
         overlapped = rest.positions != "none" or rest.step_loads
         return any(x.whole for x in rest.arguments) and not overlapped
@@ -225,6 +234,7 @@ class FusedStep(Printed):
 
     def __str__(self) -> str:
         lines = [*_misplaced(self.step), *_at_rest(self)]
+        lines += self.chain.lines() if self.chain else ()
         for each in self.streaming:
             found = list(_of_turns(self, each, 0))
             lines += [f"scan of {each.scan.length} iterations:"] * bool(found) + found
@@ -233,7 +243,7 @@ class FusedStep(Printed):
             again = range(1, self.passes.last + 1) if each.way == "recompute" else ()
             for number in (0, *again):
                 lines += _of_turns(self, each, number)
-        if not self.scans:
+        if not self.scans and not self.chain:
             lines += ["nothing is fused into a backward pass"]
         if self.whole_on_tpu:
             lines += [f"on a TPU {_whole_text(self)}"]
@@ -453,7 +463,7 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
     for reason in inside:
         if reason not in found:
             yield f"an offloaded update is left as it is: {reason}"
-    if plan.scans or found or inside:
+    if plan.scans or plan.chain or found or inside:
         return
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"

@@ -27,12 +27,14 @@ class RemainingUpdate(NamedTuple):
       results: The variables of the step that its outputs are.
       update: The update for these.
       operands: The operands that the step gives it.
+      at_once: Whether all that it takes is there before it.
     """
 
     inlined: InlinedUpdate
     results: tuple[jex.Var, ...]
     update: Update
     operands: tuple[Atom, ...]
+    at_once: bool = False
 
 
 class Outer(NamedTuple):

@@ -398,7 +398,9 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
       paths: The path of each result of the step.
     """
     rest = found.step.at_rest
-    if found.asked.residuals == "host" and not (rest and rest.residual_bytes):
+    by_segments = found.chain is not None and found.chain.residuals
+    kept = (rest and rest.residual_bytes) or by_segments
+    if found.asked.residuals == "host" and not kept:
         yield (
             "residuals='host' was asked for, and nothing is kept there: no scan stacks "
             "at least 64 KiB that only a later scan takes rows of, as the forward pass "

@@ -238,7 +238,7 @@ Schedule = Straight | Phased | Branched
 
 
 def schedule(
-    update: Update, window_bytes: int | None = None, *, version: bool = False
+    update: Update, window_bytes: int | None = None, *, at_once: bool = False
 ) -> Schedule:
     """Splits an update into groups and puts them in order.
 
@@ -253,15 +253,15 @@ def schedule(
       update: The update.
       window_bytes: The bytes that may be on each device at once. None: a sixteenth of
         the state, but at least 16 and at most 64 MiB.
-      version: Whether it is a version of an update, which needs all gradients.
+      at_once: Whether all gradients are there before it, as for a version of an update.
     """
     found = find_branches(update)
     if found is not None:
-        zero, one = (schedule(v, window_bytes, version=True) for v in found.versions)
+        zero, one = (schedule(v, window_bytes, at_once=True) for v in found.versions)
         return Branched(found, (zero, one))
     most_bytes = window_bytes or MOST_WINDOW_BYTES
     passes, rest, grouping = reading_passes(update, most_bytes)
-    last = _straight(grouping, window_bytes, version)
+    last = _straight(grouping, window_bytes, at_once)
     if not passes:
         return last
     planned = tuple((x, _straight(groups.group(x), window_bytes, True)) for x in passes)
@@ -269,10 +269,10 @@ def schedule(
 
 
 def _straight(
-    grouping: groups.Grouping, window_bytes: int | None, version: bool
+    grouping: groups.Grouping, window_bytes: int | None, at_once: bool
 ) -> Straight:
     chosen = window.window(window_bytes, sum(g.nbytes for g in grouping.groups))
-    at_once = version or grouping.joined
+    at_once = at_once or grouping.joined
     stages = sharing.stages(grouping.groups, chosen.nbytes, at_once)
     apart = [stage.nbytes for stage in stages if isinstance(stage, Group)]
     waits = iter(window.waits(apart, chosen.nbytes))

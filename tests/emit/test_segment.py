@@ -1,0 +1,236 @@
+"""Steps that are cut into segments compute what they computed, where it belongs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_offload as oo
+from optax_offload import aot
+from optax_offload._schedule import chain
+from optax_offload._units import MIB
+
+WIDTH = 16
+STEPS = 3
+
+
+@pytest.fixture(autouse=True)
+def one_layer_to_a_segment(monkeypatch):
+    """However small a layer is, and residuals of any size."""
+    monkeypatch.setattr(chain, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+
+
+def layer(x, w):
+    """A layer with two matrices and a bias."""
+    return x + jnp.tanh(x @ w["in"] + w["bias"][None]) @ w["out"]
+
+
+def plain(params, x):
+    """Layers in a Python loop."""
+    for w in params["layers"]:
+        x = layer(x, w)
+    return x
+
+
+def checkpointed(params, x):
+    """The same, each computed again in the backward pass."""
+    for w in params["layers"]:
+        x = jax.checkpoint(layer)(x, w)
+    return x
+
+
+def shared(params, x):
+    """All layers twice."""
+    return plain(params, plain(params, x))
+
+
+def with_skips(params, x):
+    """Layers whose inputs are added to layers far behind, as in a U-Net."""
+    kept = []
+    layers = params["layers"]
+    for w in layers[: len(layers) // 2]:
+        x = layer(x, w)
+        kept.append(x)
+    for w in layers[len(layers) // 2 :]:
+        x = layer(x, w) + kept.pop()
+    return x
+
+
+def with_keys(params, x):
+    """Layers with dropout, whose keys come from one another."""
+    key = jax.random.key(0)
+    for w in params["layers"]:
+        key, own = jax.random.split(key)
+        x = layer(x, w) * jax.random.bernoulli(own, 0.9, x.shape)
+    return x
+
+
+def in_bfloat16(params, x):
+    """Layers in bfloat16, of which all are cast first."""
+    params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    return plain(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def with_print(params, x):
+    """A layer that prints."""
+    x = layer(x, params["layers"][0])
+    jax.debug.print("in a layer")
+    for w in params["layers"][1:]:
+        x = layer(x, w)
+    return x
+
+
+def parameters(layers=6):
+    """Layers as dictionaries, and a head."""
+    keys = iter(jax.random.split(jax.random.key(1), 3 * layers + 1))
+
+    def normal(*shape):
+        return 0.3 * jax.random.normal(next(keys), shape)
+
+    return {
+        "layers": [
+            {
+                "in": normal(WIDTH, 2 * WIDTH),
+                "out": normal(2 * WIDTH, WIDTH),
+                "bias": normal(2 * WIDTH),
+            }
+            for _ in range(layers)
+        ],
+        "head": normal(WIDTH, 8),
+    }
+
+
+def step_of(model, tx):
+    """A train step of a model with a head."""
+
+    def loss(params, x):
+        return jnp.mean((model(params, x) @ params["head"]) ** 2)
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def check(model, inner, *, residuals="device", near=1e-5):
+    """Some steps with layers and state at rest, against plain ones."""
+    offloading = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+    x = jax.random.normal(jax.random.key(2), (4, WIDTH))
+    params = parameters()
+    state = inner.init(params)
+    at_rest = oo.set_memory_kind(
+        jax.tree.map(jnp.copy, params), "layers/.*", "pinned_host"
+    )
+    offloaded = offloading.init(at_rest)
+    step = oo.jit(
+        step_of(model, offloading), donate_argnums=(0, 1), residuals=residuals
+    )
+    found = step.schedule(at_rest, offloaded, x).chain
+    assert found is not None
+    assert len(found.segments) > 6
+    assert bool(found.residuals) == (residuals == "host")
+    want = jax.jit(step_of(model, inner))
+    for _ in range(STEPS):
+        params, state, value = want(params, state, x)
+        at_rest, offloaded, got = step(at_rest, offloaded, x)
+        np.testing.assert_allclose(got, value, rtol=1e-5)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=near),
+        (at_rest, offloaded),
+        (params, state),
+    )
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(at_rest["layers"])}
+    assert kinds == {"pinned_host"}
+    assert at_rest["head"].sharding.memory_kind == "device"
+    oo.memory_report(offloaded, oo.Rule(".*", min_bytes=0)).check()
+
+
+@pytest.mark.parametrize("residuals", ["device", "host"])
+@pytest.mark.parametrize("model", [plain, checkpointed, shared, with_skips, with_keys])
+def test_models(model, residuals):
+    """Layers of many kinds, with what the backward pass takes in both memories."""
+    check(model, optax.adamw(1e-2, eps=1e-3), residuals=residuals)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2, eps=1e-3)),
+        optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
+        optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
+        optax.adafactor(1e-2),
+        optax.lion(1e-3),
+    ],
+    ids=["clip", "multi_steps", "apply_if_finite", "adafactor", "lion"],
+)
+def test_optimizers(inner):
+    """Those whose state some steps keep, and that need all gradients first."""
+    check(plain, inner)
+
+
+def test_in_bfloat16():
+    """Casts are computed again in each segment."""
+    check(in_bfloat16, optax.adam(1e-2, eps=1e-3), near=1e-3)
+
+
+def test_effects_are_had_once(capfd):
+    """A print in a layer is in its segment."""
+    check(with_print, optax.sgd(1e-2, momentum=0.9))
+    jax.effects_barrier()
+    # By the plain steps, and by ours.
+    assert capfd.readouterr().out.count("in a layer") == 2 * STEPS
+
+
+def test_evaluation():
+    """A forward pass alone, without any update."""
+    params = parameters()
+    x = jnp.ones((4, WIDTH))
+    at_rest = oo.set_memory_kind(params, ".*", "pinned_host")
+    model = oo.jit(plain)
+    assert model.schedule(at_rest, x).chain is not None
+    np.testing.assert_allclose(model(at_rest, x), jax.jit(plain)(params, x), rtol=1e-6)
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("name", ["h100", "v5e:1x1"])
+def test_a_peak_does_not_depend_on_the_depth(name, monkeypatch):
+    """With all of the layers at rest, and what they keep for the backward pass."""
+    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
+    monkeypatch.setattr(chain, "SEGMENT_BYTES", 8 * MIB)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB)
+    target = aot.Target(name)
+    tx = oo.offload(optax.adam(1e-2, eps=1e-3))
+
+    def loss(layers, x):
+        for w in layers:
+            x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w)
+        return jnp.mean(x**2)
+
+    def step(layers, state, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        return optax.apply_updates(layers, updates), state
+
+    def peak(count):
+        sharding = NamedSharding(target.mesh(), P())
+        matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
+        layers = [matrix] * count
+        layers = target.XX(layers) if hasattr(target, "replicated") else layers
+        layers = oo.set_memory_kind(layers, ".*", "pinned_host")
+        state = oo.eval_shape(tx.init, layers)
+        x = matrix
+        jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+        return aot.peak(aot.compile(jitted, layers, state, x, target=target)).nbytes
+
+    few, many = peak(8), peak(24)
+    assert many < 1.05 * few
+    assert many < 24 * 4 * MIB

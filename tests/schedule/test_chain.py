@@ -1,0 +1,240 @@
+"""A step of layers that Python loops over is cut into segments, each with its loads."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from small_updates import update_of
+
+import optax_offload as oo
+from optax_offload._program import Step
+from optax_offload._schedule import Segment, chain
+
+LAYERS, WIDTH = 5, 16
+MATRIX_BYTES = WIDTH * WIDTH * 4
+WEIGHT = (WIDTH, WIDTH)
+
+
+@pytest.fixture(autouse=True)
+def one_layer_to_a_segment(monkeypatch):
+    """However small a layer is, and residuals of any size."""
+    monkeypatch.setattr(chain, "SEGMENT_BYTES", MATRIX_BYTES)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+
+
+def loss(layers, x):
+    """The mean square of what layers in a Python loop make."""
+    for w in layers:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def cut(fn, *args, **options):
+    """The chain of a function whose first argument rests on the host, with its step."""
+    plan = planned(fn, *args, **options)
+    assert plan.chain is not None
+    return plan.chain, plan.step
+
+
+def planned(fn, *args, **options):
+    """The plan of such a function."""
+    at_rest = oo.set_memory_kind(args[0], ".*", "pinned_host")
+    return oo.jit(fn, **options).schedule(at_rest, *args[1:])
+
+
+def matrices(count=LAYERS):
+    """The parameters of so many layers."""
+    return [jnp.full(WEIGHT, 0.1 * (i + 1)) for i in range(count)]
+
+
+def names(step: Step, positions):
+    """The primitives of equations."""
+    return [step.program.equations[i].primitive.name for i in positions]
+
+
+def numbers(step: Step, some):
+    """Which arguments some variables are."""
+    return [step.program.invars.index(v) for v in some]
+
+
+def loads(step: Step, segments):
+    """The arguments that each segment takes, as positions."""
+    return [numbers(step, s.loads) for s in segments]
+
+
+def train_step(tx):
+    """A step of these layers."""
+
+    def step(layers, state, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        return optax.apply_updates(layers, updates), state
+
+    return step
+
+
+def outputs(link):
+    """How many outputs of updates are made between segments."""
+    return [len(node.left.results) for node in link if node.left]
+
+
+def test_each_layer_is_a_segment():
+    """Forward, and then backward, where each is loaded again."""
+    found, step = cut(jax.grad(loss), matrices(), jnp.ones((4, WIDTH)))
+    forward = list(range(LAYERS))
+    # The last layer's rows are there still when the backward pass begins.
+    assert loads(step, found.segments) == [[i] for i in [*forward, *forward[-2:0:-1]]]
+
+
+def test_each_loads_for_the_next():
+    """The first loads its own, and the last nothing."""
+    found, _ = cut(jax.grad(loss), matrices(), jnp.ones((4, WIDTH)))
+    first, *others = found.segments
+    assert first.own == first.loads
+    assert not any(s.own for s in others)
+    for before, after in zip(found.segments, others, strict=False):
+        assert before.ahead == after.loads
+    assert not found.segments[-1].ahead
+
+
+def test_a_step_of_few_segments_is_not_cut(monkeypatch):
+    """What fits into two turns, or has layers in a scan, is left as it was."""
+    x = jnp.ones((4, WIDTH))
+    assert planned(loss, matrices(2), x).chain is None
+    assert planned(loss, matrices(3), x).chain is not None
+    monkeypatch.setattr(chain, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
+    assert planned(jax.grad(loss), matrices(), x).chain is None
+
+
+def test_what_one_equation_takes_is_together():
+    """A checkpoint of two layers has both, whatever their size."""
+
+    def of_pairs(layers, x):
+        for w, v in zip(layers[::2], layers[1::2], strict=True):
+            x = jax.checkpoint(lambda x, w, v: jnp.tanh(jnp.tanh(x @ w) @ v))(x, w, v)
+        return jnp.mean(x**2)
+
+    found, step = cut(jax.grad(of_pairs), matrices(6), jnp.ones((4, WIDTH)))
+    backward = loads(step, found.segments)[6:]
+    assert [sorted(x) for x in backward] == [[4, 5], [2, 3], [0, 1]]
+
+
+def test_casts_are_made_where_they_are_taken():
+    """Not all of them at the beginning, where a step writes them, and twice."""
+
+    def cast_first(layers, x):
+        return loss([w.astype(jnp.bfloat16) for w in layers], x)
+
+    x = jnp.ones((4, WIDTH), jnp.bfloat16)
+    found, step = cut(jax.grad(cast_first), matrices(), x)
+    assert loads(step, found.segments)[:LAYERS] == [[i] for i in range(LAYERS)]
+    for segment in found.segments[:-1]:
+        assert "convert_element_type" in names(step, segment.positions)
+        made = (step.program.producers[v] for v in segment.results)
+        taken = [step.program.equations[i].invars for i in made]
+        assert not any(v is a for some in taken for a in some for v in segment.names)
+
+
+def test_what_comes_between_is_in_the_segment_before():
+    """As a head that is on the device; only what comes first and last is outside."""
+
+    def with_head(layers, head, x):
+        for w in layers:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(jax.nn.log_softmax(x @ head))
+
+    head = jnp.ones((WIDTH, 64))
+    found, step = cut(jax.grad(with_head), matrices(), head, jnp.ones((4, WIDTH)))
+    assert not any(isinstance(x, tuple) for x in found.links[:-1])
+    inside = step.program.equations[found.segments[LAYERS - 1].positions[-1]]
+    made = [v.aval.shape for v in inside.outvars]
+    logits = (
+        n
+        for n, s in enumerate(found.segments)
+        for i in s.positions
+        if step.program.equations[i].outvars[0].aval.shape == (4, 64)
+    )
+    assert set(logits) == {LAYERS - 1}, made
+
+
+def test_updates_are_where_their_gradients_are_complete():
+    """Layer by layer, the last one first; with a norm of all of them at the end."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    found, _ = cut(
+        train_step(tx), matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    )
+    made = [outputs(link) for link in found.links if not isinstance(link, Segment)]
+    made = [counts for counts in made if counts]
+    # The count of steps; then parameter, mu and nu of each layer.
+    assert [sum(counts) for counts in made] == [1] + [3] * LAYERS
+    clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    state = clipped.init(matrices())
+    found, _ = cut(train_step(clipped), matrices(), state, jnp.ones((4, WIDTH)))
+    made = [outputs(link) for link in found.links if not isinstance(link, Segment)]
+    assert [sum(counts) for counts in made if counts] == [1, 3 * LAYERS]
+
+
+def test_what_is_read_later_is_not_replaced_before():
+    """A parameter that two layers share is updated when the first has read it."""
+
+    def shared(layers, x):
+        return loss([*layers, *layers], x)
+
+    found, step = cut(jax.grad(shared), matrices(3), jnp.ones((4, WIDTH)))
+    assert loads(step, found.segments)[:6] == [[i] for i in [0, 1, 2, 0, 1, 2]]
+    assert loads(step, found.segments)[6:] == [[1], [0], [2], [1]]
+
+
+@pytest.mark.parametrize("residuals", ["device", "host"])
+def test_residuals_rest_until_they_are_taken(residuals):
+    """Those that are taken two segments on or later, by the one that makes them."""
+    x = jnp.ones((4, WIDTH))
+    found, _ = cut(jax.grad(loss), matrices(), x, residuals=residuals)
+    if residuals == "device":
+        assert not found.residuals
+        return
+    assert found.residuals
+    made = {v: n for n, s in enumerate(found.segments) for v in s.stores}
+    for n, s in enumerate(found.segments):
+        for v in s.loads:
+            if v in made:
+                assert n > made[v] + 1
+                assert v in found.segments[n - 1].ahead
+                assert v not in s.own
+        assert not set(s.stores) & set(s.loads)
+
+
+def test_what_is_printed():
+    """How the step was cut, instead of advice to write a scan."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    state = tx.init(matrices())
+    at_rest = oo.set_memory_kind(matrices(), ".*", "pinned_host")
+    x = jnp.ones((4, WIDTH))
+    step = oo.jit(train_step(tx), residuals="host")
+    lines = str(step.schedule(at_rest, state, x)).splitlines()
+    (line,) = [line for line in lines if "turns of layers" in line]
+    assert line == (
+        "8 turns of layers that no scan runs, each a loop that runs once: 1.50 KiB of "
+        "what rests on the host at most in one, loaded by the turn before"
+    )
+    assert any("residuals rest on the host between the turns" in x for x in lines)
+    assert not any("no scan found" in x or "nothing is fused" in x for x in lines)
+
+
+def test_outputs_that_arrays_join():
+    """Each leaf's state with its parameter; numbers alone together."""
+
+    def update(a, b, count, mu_a, mu_b):
+        mu_a, mu_b = 0.9 * mu_a + a, 0.9 * mu_b + b
+        return mu_a / count, mu_b / count, count + 1, mu_a, mu_b
+
+    found = update_of(update, [(4,), (4,)], [(), (4,), (4,)])
+    assert chain.independent(found) == [[0, 3], [1, 4], [2]]
+
+    def scaled(a, b, mu):
+        norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
+        return a / norm, b / norm, mu + a / norm
+
+    found = update_of(scaled, [(4,), (4,)], [(4,)])
+    assert chain.independent(found) == [[0, 1, 2]]
