@@ -9,7 +9,9 @@ update goes where the gradients that it takes are complete.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
@@ -117,7 +119,9 @@ class _Cut:
 
     def __init__(self, step: Step, nodes: Sequence[Outer]):
         self._step, self._program = step, step.program
-        self._arguments = {v for v in self._program.invars if _memory.on_host(v.aval)}
+        given = {*self._program.invars, *self._program.constants}
+        self._arguments = {v for v in given if _memory.on_host(v.aval)}
+        self._given = given - self._arguments
         # What is taken of what rests, and what is made of that alone.
         self._source: dict[jex.Var, jex.Var] = {}
         self._again: dict[jex.Var, int] = {}
@@ -135,7 +139,7 @@ class _Cut:
                 ordinary.append(node)
         self._links = list(self._cut(ordinary))
 
-    @property
+    @functools.cached_property
     def segments(self) -> list[int]:
         """The links that are segments, as positions."""
         links = enumerate(self._links)
@@ -154,12 +158,10 @@ class _Cut:
                 return True
             return False
         made = [x for x in taken if x in self._source or x in self._again]
-        given = {*self._program.invars, *self._program.constants}.difference(
-            self._arguments
-        )
-        if made and facts(e).again and all(x in made or x in given for x in taken):
+        others = {*taken}.difference(made)
+        if made and facts(e).again and self._given.issuperset(others):
             self._again[v] = node.position
-            return v not in self._program.outvars
+            return all(v is not a for a in self._program.outvars)
         return False
 
     def _made_of(self, taken: Iterable[jex.Var]) -> tuple[set[int], set[jex.Var]]:
@@ -339,11 +341,11 @@ def _pieces(
     left = node.left
     assert left is not None
     outputs: dict[int, list[int]] = {}
-    for some in independent(left.update):
-        inputs = left.update.restricted(some)[1]
-        taken = variables(left.operands[i] for i in inputs)
+    numbers = [a for a in left.operands if not shape(a)]
+    for each in independent(left.update):
+        taken = variables([*numbers, *(left.operands[i] for i in each.inputs)])
         n = max((max(known.get(v, 0), read.get(v, 0)) for v in taken), default=0)
-        outputs.setdefault(n, []).extend(some)
+        outputs.setdefault(n, []).extend(each.outputs)
     for n, some in sorted(outputs.items()):
         if len(outputs) == 1:
             yield n, node
@@ -355,8 +357,20 @@ def _pieces(
         yield n, Outer(node.position, tuple(variables(operands)), piece)
 
 
-def independent(update: Update) -> list[list[int]]:
-    """The outputs of an update that no equation of arrays joins, as positions.
+class Independent(NamedTuple):
+    """Outputs of an update that others have no array in common with.
+
+    Attributes:
+      outputs: The outputs, as positions.
+      inputs: The arrays that they depend on, as positions of inputs.
+    """
+
+    outputs: list[int]
+    inputs: list[int]
+
+
+def independent(update: Update) -> list[Independent]:
+    """The outputs of an update, apart where no equation of arrays joins them.
 
     Those that depend on numbers alone, such as a count of steps, are together.
     """
@@ -367,10 +381,14 @@ def independent(update: Update) -> list[list[int]]:
         some = [v for v in (*variables(e.invars), *e.outvars) if v in arrays]
         if some:
             joined.join(some)
-    found: dict[jex.Var | None, list[int]] = {}
+    found: dict[jex.Var | None, Independent] = {}
     for k, a in enumerate(program.outvars):
         root = joined.of(a) if isinstance(a, jex.Var) and a in arrays else None
-        found.setdefault(root, []).append(k)
+        found.setdefault(root, Independent([], [])).outputs.append(k)
+    for i, v in enumerate(program.invars):
+        root = joined.of(v) if v in arrays else None
+        if root is not None and root in found:
+            found[root].inputs.append(i)
     return list(found.values())
 
 

@@ -16,6 +16,8 @@ LATE = "tests/schedule/test_delayed_rows.py"
 STREAM = "tests/emit/test_update.py"
 PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
+CHAIN = "tests/schedule/test_chain.py"
+SEGMENT = "tests/emit/test_segment.py"
 
 IN_ENGINE = {
     # Rows in the scan.
@@ -109,6 +111,43 @@ IN_ENGINE = {
         "_rows_text(self.delayed, length)",
         "_rows_text(self.delayed[1:], length)",
         (PIPELINE,),
+    ),
+    # Layers of a Python loop.
+    "a segment that takes more than fits": Mutant(
+        "_schedule/chain.py",
+        "<= SEGMENT_BYTES",
+        "<= 2 * SEGMENT_BYTES",
+        (CHAIN,),
+    ),
+    "an update before the last that reads what it replaces": Mutant(
+        "_schedule/chain.py",
+        "max(known.get(v, 0), read.get(v, 0))",
+        "known.get(v, 0)",
+        (CHAIN,),
+    ),
+    "a residual that is taken before it rests": Mutant(
+        "_schedule/chain.py",
+        "if m > near}",
+        "if m > at}",
+        (CHAIN, SEGMENT),
+    ),
+    "casts that are kept from one segment to the next": Mutant(
+        "_schedule/chain.py",
+        "if made and facts(e).again and",
+        "if made and not facts(e).again and",
+        (CHAIN,),
+    ),
+    "arrays that join outputs overlooked": Mutant(
+        "_schedule/chain.py",
+        "            joined.join(some)",
+        "            joined.join(some[-1:])",
+        (CHAIN,),
+    ),
+    "a segment's own loads taken for those before": Mutant(
+        "_emit/segment.py",
+        "[on_device[v] for v in segment.ahead]",
+        "[on_device[v] for v in segment.ahead[::-1]]",
+        (SEGMENT,),
     ),
     # Positions.
     "rows copied as an older compiler reads positions": Mutant(

@@ -7,8 +7,10 @@ import pytest
 from small_updates import update_of
 
 import optax_offload as oo
+from optax_offload._memory import nbytes
 from optax_offload._program import Step
 from optax_offload._schedule import Segment, chain
+from optax_offload._units import size_text
 
 LAYERS, WIDTH = 5, 16
 MATRIX_BYTES = WIDTH * WIDTH * 4
@@ -212,11 +214,16 @@ def test_what_is_printed():
     at_rest = oo.set_memory_kind(matrices(), ".*", "pinned_host")
     x = jnp.ones((4, WIDTH))
     step = oo.jit(train_step(tx), residuals="host")
-    lines = str(step.schedule(at_rest, state, x)).splitlines()
+    plan = step.schedule(at_rest, state, x)
+    assert plan.chain is not None
+    lines = str(plan).splitlines()
     (line,) = [line for line in lines if "turns of layers" in line]
+    most = max(sum(nbytes(v.aval) for v in s.loads) for s in plan.chain.segments)
+    assert most > MATRIX_BYTES
     assert line == (
-        "8 turns of layers that no scan runs, each a loop that runs once: 1.50 KiB of "
-        "what rests on the host at most in one, loaded by the turn before"
+        "8 turns of layers that no scan runs, each a loop that runs once: "
+        f"{size_text(most)} of what rests on the host at most in one, loaded by the "
+        "turn before"
     )
     assert any("residuals rest on the host between the turns" in x for x in lines)
     assert not any("no scan found" in x or "nothing is fused" in x for x in lines)
@@ -230,11 +237,11 @@ def test_outputs_that_arrays_join():
         return mu_a / count, mu_b / count, count + 1, mu_a, mu_b
 
     found = update_of(update, [(4,), (4,)], [(), (4,), (4,)])
-    assert chain.independent(found) == [[0, 3], [1, 4], [2]]
+    assert chain.independent(found) == [([0, 3], [0, 3]), ([1, 4], [1, 4]), ([2], [])]
 
     def scaled(a, b, mu):
         norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
         return a / norm, b / norm, mu + a / norm
 
     found = update_of(scaled, [(4,), (4,)], [(4,)])
-    assert chain.independent(found) == [[0, 1, 2]]
+    assert chain.independent(found) == [([0, 1, 2], [0, 1, 2])]
