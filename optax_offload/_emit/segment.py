@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,14 @@ from optax_offload._schedule import Segment
 Values = Mapping[jex.Var, Any]
 
 
-def run_segment(
-    program: Program, segment: Segment, env: Values, resting: Values, loaded: Values
-) -> tuple[dict[jex.Var, Any], dict[jex.Var, Any], dict[jex.Var, Any]]:
+def run_segment(  # noqa: PLR0913
+    program: Program,
+    segment: Segment,
+    env: Values,
+    resting: Values,
+    loaded: Values,
+    made: Sequence[Any] = (),
+) -> tuple[dict[jex.Var, Any], dict[jex.Var, Any], dict[jex.Var, Any], list[Any]]:
     """Evaluates a segment.
 
     Args:
@@ -29,10 +34,12 @@ def run_segment(
       env: The values of variables, on the device.
       resting: The values that rest on the host.
       loaded: Those that the segment before has loaded for this one.
+      made: What was made before it. Nothing but being carried through it makes a
+        compiler finish that first: of gradients, it would keep all.
 
     Returns:
-      The values of its results; those that rest on the host from here on; and those
-      that it has loaded for the next one.
+      The values of its results; those that rest on the host from here on; those that
+      it has loaded for the next one; and what was made before it.
     """
     equations = [program.equations[i] for i in segment.positions]
     defined = {v for e in equations for v in e.outvars}
@@ -50,10 +57,10 @@ def run_segment(
     iterations = lax.optimization_barrier(jnp.int32(1))
 
     def once(carry: Any) -> Any:
-        number = carry[0]
+        number, passed = carry[0], carry[-1]
         # What is computed from these alone would be computed before the loop (F11).
-        (values, rest, ahead), number = lax.optimization_barrier(
-            ((data, hosts, [*given.values()]), number)
+        (values, rest, ahead, passed), number = lax.optimization_barrier(
+            ((data, hosts, [*given.values()], passed), number)
         )
         on_device = bound(given, ahead) | bound(sources, map(load_whole, rest))
         known = program.constants | bound(names, places.keys(values))
@@ -61,21 +68,24 @@ def run_segment(
         known |= evaluate(program, segment.positions, known.__getitem__)
         results = key_data([known[v] for v in segment.results])
         stores = [store(known[v], "pinned_host") for v in segment.stores]
-        return number + 1, results, stores, [on_device[v] for v in segment.ahead]
+        ahead = [on_device[v] for v in segment.ahead]
+        return number + 1, results, stores, ahead, passed
 
     start = (
         jnp.int32(0),
         [*map(_empty, segment.results)],
         [_memory.full(v.aval, 0, "pinned_host") for v in segment.stores],
         [_memory.full(_memory.device_type(v.aval), 0) for v in segment.ahead],
+        [*made],
     )
-    _, results, stores, ahead = lax.while_loop(
+    _, results, stores, ahead, passed = lax.while_loop(
         lambda carry: carry[0] < iterations, once, start
     )
     return (
         bound(segment.results, Places.of_types(segment.results).keys(results)),
         bound(segment.stores, stores),
         bound(segment.ahead, ahead),
+        passed,
     )
 
 

