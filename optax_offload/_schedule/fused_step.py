@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from jax.extend import core as jex
 
-from optax_offload import _memory, _trees
+from optax_offload import _compat, _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import order, pipeline, waiting
@@ -157,7 +157,9 @@ class FusedStep(Printed):
     def chain(self) -> Chain | None:
         """The step in segments, if layers at rest are run by no scan."""
         rest = self.step.at_rest
-        if self.scans or self.streaming or rest is None or rest.positions != "none":
+        if self.scans or self.streaming or not _compat.SEGMENTS_ARE_FREED:
+            return None
+        if rest is None or rest.positions != "none":
             return None
         return chain(self.step, self.rest, self.asked.residuals == "host")
 

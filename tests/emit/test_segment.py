@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import aot
+from optax_offload import _compat, aot
 from optax_offload._schedule import chain
 from optax_offload._units import MIB
 
@@ -21,6 +21,7 @@ STEPS = 3
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(chain, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -200,6 +201,8 @@ def test_evaluation():
 
 @pytest.mark.aot
 @pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.skipif(not _compat.SEGMENTS_ARE_FREED, reason="of JAX 0.12 and newer")
 @pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize(
     ("name", "of_a_layer"), [("h100", 2**14), ("v5e:1x1", 2 * MIB)]

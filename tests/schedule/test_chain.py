@@ -7,6 +7,7 @@ import pytest
 from small_updates import update_of
 
 import optax_offload as oo
+from optax_offload import _compat
 from optax_offload._memory import nbytes
 from optax_offload._program import Step
 from optax_offload._schedule import Segment, chain
@@ -21,6 +22,7 @@ WEIGHT = (WIDTH, WIDTH)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(chain, "SEGMENT_BYTES", MATRIX_BYTES)
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -105,6 +107,9 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
     x = jnp.ones((4, WIDTH))
     assert planned(loss, matrices(2), x).chain is None
     assert planned(loss, matrices(3), x).chain is not None
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", False)
+    assert planned(loss, matrices(3), x).chain is None
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
     assert planned(jax.grad(loss), matrices(), x).chain is None
 
