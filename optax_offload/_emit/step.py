@@ -112,6 +112,7 @@ class _Run:
                     [self._env[v] for v in made],
                 )
                 self._env |= results | bound(made, passed)
+                self._env |= self._tokens(link.positions)
                 resting |= stored
                 made = []
                 continue
@@ -218,7 +219,11 @@ class _Run:
         """Evaluates equations of the step."""
         step = self._step
         self._env |= evaluate(step.program, positions, self._env.__getitem__)
-        self._env |= dict.fromkeys(v for i in positions for v in step.tokens(i))
+        self._env |= self._tokens(positions)
+
+    def _tokens(self, positions: Iterable[int]) -> dict[jex.Var, None]:
+        """What stands for the effects of equations, once these were had."""
+        return dict.fromkeys(v for i in positions for v in self._step.tokens(i))
 
     def _defines(self, node: Outer) -> list[jex.Var]:
         if node.left is None:

@@ -125,16 +125,15 @@ class _Cut:
         # What is taken of what rests, and what is made of that alone.
         self._source: dict[jex.Var, jex.Var] = {}
         self._again: dict[jex.Var, int] = {}
-        left = {v for node in nodes if node.left for v in node.left.results}
-        self._after_update = dependents(self._program, left)
-        self._updates = [node for node in nodes if node.left]
-        self._last: list[Outer] = []
+        # Updates, and what follows from them, effects that come after theirs too.
+        self._updating: list[Outer] = []
+        following: set[jex.Var] = set()
         ordinary: list[Outer] = []
         for node in nodes:
-            if node.left:
-                continue
-            if not self._after_update.isdisjoint(node.reads):
-                self._last.append(node)
+            if node.left or not following.isdisjoint(node.reads):
+                self._updating.append(node)
+                made = node.left.results if node.left else step.defines(node.position)
+                following.update(made)
             elif not self._is_source(node):
                 ordinary.append(node)
         self._links = list(self._cut(ordinary))
@@ -224,7 +223,7 @@ class _Cut:
                 for v in node.reads:
                     used.setdefault(v, set()).add(n)
         kept = {*variables(self._program.outvars)}
-        kept.update(v for node in (*self._updates, *self._last) for v in node.reads)
+        kept.update(v for node in self._updating for v in node.reads)
         stored = self._stored(made, used, kept) if residuals else {}
         links: list[Segment | tuple[Outer, ...]] = []
         for n, (loads, nodes) in enumerate(self._links):
@@ -312,7 +311,7 @@ class _Cut:
             if isinstance(link, Segment):
                 read |= dict.fromkeys(link.loads, n)
         after: dict[int, list[Outer]] = {}
-        for node in sorted((*self._updates, *self._last)):
+        for node in self._updating:
             if node.left is None:
                 n = max((known.get(v, 0) for v in node.reads), default=0)
                 known |= dict.fromkeys(self._step.defines(node.position), n)

@@ -189,6 +189,34 @@ def test_effects_are_had_once(capfd):
     assert capfd.readouterr().out.count("in a layer") == 2 * STEPS
 
 
+def test_effects_are_in_their_order(capfd):
+    """In a layer, of the loss, and beside an update: each once in a step."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(lambda p: jnp.mean(with_print(p, x) ** 2))(
+            params
+        )
+        jax.debug.print("loss")
+        updates, state = tx.update(grads, state, params)
+        jax.debug.print("updated {}", jnp.sum(jax.tree.leaves(updates)[0] > 9))
+        params = optax.apply_updates(params, updates)
+        jax.debug.print("done")
+        return params, state, value
+
+    params = oo.set_memory_kind(parameters(), "layers/.*", "pinned_host")
+    state = tx.init(params)
+    jitted = oo.jit(step, donate_argnums=(0, 1))
+    x = jnp.ones((4, WIDTH))
+    assert jitted.schedule(params, state, x).chain is not None
+    for _ in range(STEPS):
+        params, state, _ = jitted(params, state, x)
+    jax.effects_barrier()
+    printed = capfd.readouterr().out.split("\n")
+    for line in ("in a layer", "loss", "updated 0", "done"):
+        assert printed.count(line) == STEPS, line
+
+
 def test_evaluation():
     """A forward pass alone, without any update."""
     params = parameters()
