@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,81 +12,247 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit.moves import load_whole, store
-from optax_offload._program import Places, Program, bound, evaluate, key_data, variables
-from optax_offload._schedule import Segment
+from optax_offload._lowered import Sharded, sharding_of
+from optax_offload._program import (
+    Places,
+    Program,
+    bound,
+    evaluate,
+    key_data,
+    needed,
+    read,
+    variables,
+)
+from optax_offload._schedule import Outer, RemainingUpdate, Segment, Tie
 
 Values = Mapping[jex.Var, Any]
 
 
-def run_segment(  # noqa: PLR0913
-    program: Program,
-    segment: Segment,
-    env: Values,
-    resting: Values,
-    loaded: Values,
-    made: Sequence[Any] = (),
-) -> tuple[dict[jex.Var, Any], dict[jex.Var, Any], dict[jex.Var, Any], list[Any]]:
+class Before(NamedTuple):
+    """What there is before a segment.
+
+    Attributes:
+      env: The values of variables.
+      resting: Those that rest on the host.
+      loaded: Those that the segment before has loaded for this one.
+      made: The variables that updates between the two have made. Nothing but being
+        carried through the loop makes a compiler finish these first: of gradients, it
+        would keep all.
+      sharded: The shardings of arguments whose types do not say it.
+    """
+
+    env: Values
+    resting: Values
+    loaded: Values
+    made: Sequence[jex.Var]
+    sharded: Mapping[jex.Var, Sharded]
+
+
+class After(NamedTuple):
+    """What there is after a segment.
+
+    Attributes:
+      results: The values of its results.
+      stored: Those that rest on the host from here on.
+      ahead: Those that it has loaded for the next one.
+    """
+
+    results: dict[jex.Var, Any]
+    stored: dict[jex.Var, Any]
+    ahead: dict[jex.Var, Any]
+
+
+def run_segment(program: Program, segment: Segment, before: Before) -> After:
     """Evaluates a segment.
 
     Args:
       program: The step.
       segment: The segment.
-      env: The values of variables, on the device.
-      resting: The values that rest on the host.
-      loaded: Those that the segment before has loaded for this one.
-      made: What was made before it. Nothing but being carried through it makes a
-        compiler finish that first: of gradients, it would keep all.
-
-    Returns:
-      The values of its results; those that rest on the host from here on; those that
-      it has loaded for the next one; and what was made before it.
+      before: What there is before it.
     """
-    equations = [program.equations[i] for i in segment.positions]
-    defined = {v for e in equations for v in e.outvars}
-    taken = dict.fromkeys(v for e in equations for v in variables(e.invars))
-    taken |= dict.fromkeys(segment.stores)
-    reads = [v for v in taken if v not in defined and v not in segment.names]
-    names = [v for v in reads if v not in program.constants]
-    here = [env[v] for v in names]
+    names = _captured(program, segment)
+    here = [before.env[v] for v in names]
+    loaded = {v: before.loaded[v] for v in segment.loads if v in before.loaded}
     sources = [*dict.fromkeys((*segment.own, *segment.ahead))]
     sources = [v for v in sources if v not in loaded]
-    hosts = [resting[v] for v in sources]
-    given = {v: loaded[v] for v in segment.loads if v in loaded}
+    hosts = [before.resting[v] for v in sources]
     places, data = Places.of(here), key_data(here)
+    replaced = segment.replaced
+    results = [v for v in segment.results if v not in replaced]
     # A compiler that knew would take the loop apart (F10).
     iterations = lax.optimization_barrier(jnp.int32(1))
 
     def once(carry: Any) -> Any:
         number, passed = carry[0], carry[-1]
         # What is computed from these alone would be computed before the loop (F11).
-        (values, rest, ahead, passed), number = lax.optimization_barrier(
-            ((data, hosts, [*given.values()], passed), number)
+        (values, rest, given, passed), number = lax.optimization_barrier(
+            ((data, hosts, [*loaded.values()], passed), number)
         )
-        on_device = bound(given, ahead) | bound(sources, map(load_whole, rest))
         known = program.constants | bound(names, places.keys(values))
-        known |= {v: on_device[x] for v, x in segment.names.items()}
-        known |= evaluate(program, segment.positions, known.__getitem__)
-        results = key_data([known[v] for v in segment.results])
-        stores = [store(known[v], "pinned_host") for v in segment.stores]
-        ahead = [on_device[v] for v in segment.ahead]
-        return number + 1, results, stores, ahead, passed
+        turn = _Turn(program, segment, bound(sources, rest), bound(loaded, given))
+        turn.run(known, before.sharded)
+        on_host = [turn.known[v] for v in replaced]
+        on_device = key_data([turn.known[v] for v in results])
+        stores = [store(turn.known[v], "pinned_host") for v in segment.stores]
+        ahead = [turn.on_device[v] for v in segment.ahead]
+        return number + 1, on_device, on_host, stores, ahead, passed
 
     start = (
         jnp.int32(0),
-        [*map(_empty, segment.results)],
+        [*map(_empty, results)],
+        [
+            _memory.full(v.aval, 0, "pinned_host") if at is None else before.env[at]
+            for v, at in replaced.items()
+        ],
         [_memory.full(v.aval, 0, "pinned_host") for v in segment.stores],
         [_memory.full(_memory.device_type(v.aval), 0) for v in segment.ahead],
-        [*made],
+        [before.env[v] for v in before.made],
     )
-    _, results, stores, ahead, passed = lax.while_loop(
+    _, on_device, on_host, stores, ahead, passed = lax.while_loop(
         lambda carry: carry[0] < iterations, once, start
     )
-    return (
-        bound(segment.results, Places.of_types(segment.results).keys(results)),
-        bound(segment.stores, stores),
-        bound(segment.ahead, ahead),
-        passed,
-    )
+    found = bound(results, Places.of_types(results).keys(on_device))
+    found |= bound(replaced, on_host) | bound(before.made, passed)
+    return After(found, bound(segment.stores, stores), bound(segment.ahead, ahead))
+
+
+class _Turn:
+    """The one iteration of a segment."""
+
+    def __init__(
+        self, program: Program, segment: Segment, hosts: Values, loaded: Values
+    ):
+        self._program, self._segment = program, segment
+        self._hosts = dict(hosts)
+        # What is there of that which rests on the host.
+        self.on_device = dict(loaded)
+        self.known: dict[jex.Var, Any] = {}
+
+    def run(self, known: Values, sharded: Mapping[jex.Var, Sharded]) -> None:
+        """Updates, evaluates the equations, and loads what the next turn takes."""
+        segment = self._segment
+        self._load(segment.own)
+        self.known |= known
+        for v, x in segment.names.items():
+            self.known[v] = self.on_device[x]
+        updates = [_Update(x.left, sharded) for x in segment.updates if x.left]
+        self._update_of = {v: x for x in updates for v in x.results}
+        positions = segment.positions
+        for tie in segment.ties:
+            at = positions.index(tie.product.position)
+            self._evaluate(positions[:at])
+            positions = positions[at:]
+            self._tie(tie)
+        self._evaluate(positions)
+        for node in segment.updates:
+            if node.left is None:
+                self._evaluate([node.position])
+            else:
+                self._make(v for v in node.left.results if v not in self.known)
+        self._load(v for v in segment.ahead if v not in self.on_device)
+
+    def _tie(self, tie: Tie) -> None:
+        """Has some there before a product is computed, and begins others."""
+        gradients = [v for move in tie.updates for v in move.gradients]
+        held = dict.fromkeys((tie.product.operand, *tie.product.before, *gradients))
+        known = [v for v in (*held, *tie.landed) if v in self.known]
+        loaded = [v for v in tie.landed if v not in self.known]
+        # Of an update of which another result is stored already.
+        made = [move.result for move in tie.updates if not move.gradients]
+        begin = [move.result for move in tie.loads]
+        values = lax.optimization_barrier(
+            (
+                [self.known[v] for v in known],
+                [self.on_device[v] for v in loaded],
+                [self._update_of[v].value(v, self.known) for v in made],
+                [self._hosts[v] for v in begin],
+            )
+        )
+        self.known |= bound(known, values[0])
+        self.on_device |= bound(loaded, values[1])
+        self._hosts |= bound(begin, values[3])
+        self._load(begin)
+        self._store(made, values[2])
+        self._make(move.result for move in tie.updates if move.gradients)
+
+    def _load(self, some: Iterable[jex.Var]) -> None:
+        self.on_device |= {v: load_whole(self._hosts[v]) for v in some}
+
+    def _make(self, results: Iterable[jex.Var]) -> None:
+        for v in results:
+            self._store([v], [self._update_of[v].value(v, self.known)])
+
+    def _store(self, results: Iterable[jex.Var], values: Iterable[Any]) -> None:
+        for v, x in zip(results, values, strict=True):
+            self.known[v] = self._update_of[v].stored(v, x)
+
+    def _evaluate(self, positions: Sequence[int]) -> None:
+        self.known |= evaluate(self._program, positions, self.known.__getitem__)
+
+
+class _Update:
+    """What is left of an update, each result computed when it is asked for."""
+
+    def __init__(self, left: RemainingUpdate, sharded: Mapping[jex.Var, Sharded]):
+        self.results = bound(left.results, range(len(left.results)))
+        self._operands, self._update = left.operands, left.update
+        self._sharded = {
+            i: sharded[a]
+            for i, a in enumerate(left.operands)
+            if isinstance(a, jex.Var) and a in sharded
+        }
+        self._env: dict[jex.Var, Any] = dict(left.update.program.constants)
+
+    def value(self, v: jex.Var, known: Values) -> Any:
+        """A result, on the device.
+
+        Args:
+          v: The variable that the step has for it.
+          known: The values of the step's variables.
+        """
+        program = self._update.program
+        names = bound(program.invars, self._operands)
+        result, equations = program.outvars[self.results[v]], program.equations
+        missing = needed(equations, variables([result]), self._env)
+        taken = {x for i in missing for x in variables(equations[i].invars)}
+        taken.update(variables([result]))
+        self._env |= {
+            x: read(names[x], known.__getitem__)
+            for x in taken
+            if x in names and x not in self._env
+        }
+        self._env |= evaluate(program, missing, self._env.__getitem__)
+        return read(result, self._env.__getitem__)
+
+    def stored(self, v: jex.Var, x: Any) -> Any:
+        """A result, where it rests."""
+        k = self.results[v]
+        output, source = self._update.outputs[k], self._update.in_place(k)
+        like = sharding_of(self._sharded, output.like if source is None else source)
+        return store(x, output.memory_kind, like=like)
+
+
+def reads(updates: Sequence[Outer]) -> list[jex.Var]:
+    """What updates take, and what follows from them, that is not made by them."""
+    made: set[jex.Var] = set()
+    found: dict[jex.Var, None] = {}
+    for node in updates:
+        found |= dict.fromkeys(v for v in node.reads if v not in made)
+        made.update(node.left.results if node.left else ())
+    return [*found]
+
+
+def _captured(program: Program, segment: Segment) -> list[jex.Var]:
+    """The variables on the device that a segment takes, and has not loaded."""
+    equations = [program.equations[i] for i in segment.positions]
+    following = [program.equations[x.position] for x in segment.updates if not x.left]
+    defined = {v for e in (*equations, *following) for v in e.outvars}
+    defined.update(v for x in segment.updates if x.left for v in x.left.results)
+    taken = dict.fromkeys(v for x in segment.updates for v in x.reads)
+    taken |= dict.fromkeys(v for e in equations for v in variables(e.invars))
+    taken |= dict.fromkeys(segment.stores)
+    apart = {*defined, *segment.names, *program.constants}
+    return [v for v in taken if v not in apart]
 
 
 def _empty(v: jex.Var) -> Any:

@@ -12,7 +12,7 @@ from optax_offload import _flops, _memory
 from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.moves import together
-from optax_offload._emit.segment import run_segment
+from optax_offload._emit.segment import Before, reads, run_segment
 from optax_offload._emit.update import carry_out
 from optax_offload._lowered import Sharded
 from optax_offload._program import (
@@ -103,18 +103,12 @@ class _Run:
         made: list[jex.Var] = []
         for link in chain.links:
             if isinstance(link, Segment):
-                results, stored, ahead, passed = run_segment(
-                    program,
-                    link,
-                    self._env,
-                    resting,
-                    ahead,
-                    [self._env[v] for v in made],
-                )
-                self._env |= results | bound(made, passed)
-                self._env |= self._tokens(link.positions)
-                resting |= stored
-                made = []
+                self._require(reads(link.updates))
+                before = Before(self._env, resting, ahead, made, self._sharded)
+                after = run_segment(program, link, before)
+                self._env |= after.results | self._tokens(link.positions)
+                resting |= after.stored
+                ahead, made = after.ahead, []
                 continue
             self._require(v for node in link for v in node.reads)
             self._run_nodes(link)

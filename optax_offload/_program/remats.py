@@ -1,8 +1,8 @@
-"""Equations of `jax.checkpoint`, which are taken apart where they hold a scan."""
+"""Equations of `jax.checkpoint`, which are taken apart where a step is cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,9 +29,14 @@ class Opened(NamedTuple):
     constants: dict[jex.Var, Any]
 
 
+def is_checkpoint(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation is of `jax.checkpoint`."""
+    return e.primitive.name == "remat2"
+
+
 def has_scan(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation is of `jax.checkpoint`, around a scan."""
-    return e.primitive.name == "remat2" and scans(e)
+    return is_checkpoint(e) and scans(e)
 
 
 def scans(e: jex.JaxprEqn) -> bool:
@@ -39,12 +44,19 @@ def scans(e: jex.JaxprEqn) -> bool:
     return any(inner.primitive.name == "scan" for inner in within(e))
 
 
-def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
+def opened(
+    e: jex.JaxprEqn, operands: Sequence[Atom], loaded: Collection[Atom] = ()
+) -> Opened:
     """Takes an equation of `jax.checkpoint` apart, into what JAX lowers it to.
 
     Operands of which scans alone take a row in each iteration, as parameters of layers,
     go around the barrier: there is nothing to join, and behind it they would be copies
     beside the buffer that is written in their place.
+
+    Args:
+      e: The equation.
+      operands: The atoms that it takes.
+      loaded: Others that go around the barrier, as each is loaded where it is taken.
     """
     program = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
     taken = [_split(x) for x in program.equations]
@@ -60,6 +72,7 @@ def opened(e: jex.JaxprEqn, operands: Sequence[Atom]) -> Opened:
         if e.params["differentiated"]
         and kept
         and isinstance(a, jex.Var)
+        and a not in loaded
         and v not in rows
     ]
     builder = Builder(program.constants)

@@ -30,7 +30,7 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
-from optax_offload._program.primitives import handed_on
+from optax_offload._program.primitives import facts, handed_on, is_transfer
 from optax_offload._program.update import Update
 
 
@@ -111,6 +111,14 @@ class Step:
     jaxpr: jex.Jaxpr
     refs: tuple[Any, ...]
     at_rest: AtRest | None = None
+
+    def with_checkpoints_apart(self) -> Step:
+        """The step with the equations of each `jax.checkpoint` among its own."""
+        if not any(map(remats.is_checkpoint, self.program.equations)):
+            return self
+        consts = [self.program.constants[v] for v in self.jaxpr.constvars]
+        closed = jex.ClosedJaxpr(self.jaxpr, consts)
+        return in_equations(closed, self.refs, self.at_rest, checkpoints=True)
 
     @functools.cached_property
     def inlined_at(self) -> Mapping[int, InlinedUpdate]:
@@ -224,7 +232,11 @@ def take_apart(
 
 
 def in_equations(
-    closed: jex.ClosedJaxpr, refs: tuple[Any, ...], at_rest: AtRest | None
+    closed: jex.ClosedJaxpr,
+    refs: tuple[Any, ...],
+    at_rest: AtRest | None,
+    *,
+    checkpoints: bool = False,
 ) -> Step:
     """A step of values where they rest, in its equations.
 
@@ -232,9 +244,11 @@ def in_equations(
       closed: The step.
       refs: See `Step`.
       at_rest: See `Step`.
+      checkpoints: Whether those of all `jax.checkpoint` are among them, and not only
+        those around scans.
     """
     outer = flatten(closed)
-    taken = _Taken(outer)
+    taken = _Taken(outer, checkpoints)
     for e in outer.equations:
         taken.take(e)
     builder = taken.builder
@@ -279,7 +293,11 @@ def _is_ref(v: jex.Var) -> bool:
 class _Taken:
     """Equations taken out of a step one after the other."""
 
-    def __init__(self, outer: Program):
+    def __init__(self, outer: Program, checkpoints: bool = False):
+        self._checkpoints = checkpoints
+        # What is loaded, or made of that alone and of arguments.
+        self._given = {*outer.invars}
+        self._loaded: set[Atom] = set()
         self.builder = Builder(outer.constants)
         self.inlined_updates: list[InlinedUpdate] = []
         # Many leaves are of a type, and tracing takes its time.
@@ -303,8 +321,8 @@ class _Taken:
                 for k, a in enumerate(inlined.results)
             ]
             builder.rename(e.outvars, results)
-        elif remats.has_scan(e):
-            opened = remats.opened(e, operands)
+        elif remats.has_scan(e) or (self._checkpoints and remats.is_checkpoint(e)):
+            opened = remats.opened(e, operands, self._loaded)
             builder.close_over(opened.constants)
             for inner in opened.equations:
                 self.take(inner)
@@ -312,9 +330,19 @@ class _Taken:
         else:
             for small in apart(e):
                 builder.add(small)
+                if self._checkpoints:
+                    self._note_loaded(builder.equations[-1])
             for body in entered(builder.equations[-1]):
                 same = passed_on(body)
                 builder.rename(same, (body.equation.invars[i] for i in same.values()))
+
+    def _note_loaded(self, e: jex.JaxprEqn) -> None:
+        """Notes what an equation loads, or makes of what is loaded."""
+        taken = set(variables(e.invars))
+        made = taken & self._loaded
+        is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
+        if is_load or (made and facts(e).again and taken - made <= self._given):
+            self._loaded.update(e.outvars)
 
     def _inlined(self, what: Call, operands: list[Atom]) -> InlinedUpdate:
         what = _split(what)

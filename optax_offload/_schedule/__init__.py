@@ -1,6 +1,5 @@
 """Schedules say what is moved and computed when, as values; they touch no array."""
 
-from optax_offload._schedule.chain import Chain, Segment
 from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
@@ -11,6 +10,7 @@ from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
 from optax_offload._schedule.rest import Outer, RemainingUpdate
+from optax_offload._schedule.segments import Chain, Segment, Tie
 from optax_offload._schedule.step import plan, refusals
 from optax_offload._schedule.update import (
     Branched,
@@ -43,6 +43,7 @@ __all__ = [
     "Segment",
     "Straight",
     "Target",
+    "Tie",
     "Turns",
     "asked_window",
     "for_tpu",

@@ -10,24 +10,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._flops import of_equation
 from optax_offload._program import (
-    Components,
     Step,
-    Update,
-    dependents,
     facts,
     is_transfer,
     shape,
     variables,
 )
-from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._units import MIB, size_text
+from optax_offload._schedule.placing import Placing, independent
+from optax_offload._schedule.rest import Outer
+from optax_offload._schedule.segments import (
+    Chain,
+    Move,
+    Product,
+    Segment,
+    nbytes,
+    ties,
+)
+from optax_offload._units import MIB
 
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
@@ -35,83 +42,31 @@ LEAST_SEGMENTS = 8
 # So much of what rests is taken in one segment, or what one equation takes: a few
 # milliseconds of a link.
 SEGMENT_BYTES = 64 * MIB
+# A device multiplies so much in the time in which it writes a byte.
+FLOPS_PER_BYTE = 64
+# What is less is moved at any time.
+LEAST_TIED_BYTES = 2**18
 # Less is not worth a transfer of its own.
 LEAST_RESIDUAL_BYTES = 2**20
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Equations that are evaluated in a turn of their own.
-
-    Attributes:
-      positions: The equations, as positions.
-      names: What rests on the host, by the variable that its equations take it as.
-      own: What it loads itself.
-      ahead: What it loads for the next segment.
-      stores: The variables that rest on the host from here on, until they are used.
-      results: The variables that others take.
-    """
-
-    positions: tuple[int, ...]
-    names: Mapping[jex.Var, jex.Var]
-    own: tuple[jex.Var, ...] = ()
-    ahead: tuple[jex.Var, ...] = ()
-    stores: tuple[jex.Var, ...] = ()
-    results: tuple[jex.Var, ...] = ()
-
-    @property
-    def loads(self) -> tuple[jex.Var, ...]:
-        """What rests on the host and is taken."""
-        return tuple(dict.fromkeys(self.names.values()))
-
-
-@dataclasses.dataclass(frozen=True)
-class Chain:
-    """A step as a chain.
-
-    Attributes:
-      links: Segments, and what is evaluated between them.
-    """
-
-    links: tuple[Segment | tuple[Outer, ...], ...]
-
-    @property
-    def segments(self) -> list[Segment]:
-        """The segments, in order."""
-        return [link for link in self.links if isinstance(link, Segment)]
-
-    @property
-    def residuals(self) -> list[jex.Var]:
-        """The values that rest on the host from one segment to another."""
-        return [v for s in self.segments for v in s.stores]
-
-    def lines(self) -> Iterable[str]:
-        """Lines on how a step was cut."""
-        most = max(_nbytes(s.loads) for s in self.segments)
-        yield (
-            f"{len(self.segments)} turns of layers that no scan runs, each a loop that "
-            f"runs once: {size_text(most)} of what rests on the host at most in one, "
-            "loaded by the turn before"
-        )
-        if self.residuals:
-            yield (
-                f"{size_text(_nbytes(self.residuals))} of residuals rest on the host "
-                "between the turns that make and take them"
-            )
-
-
-def chain(step: Step, nodes: Sequence[Outer], residuals: bool) -> Chain | None:
+def chain(
+    step: Step, nodes: Sequence[Outer], residuals: bool, *, on_tpu: bool = False
+) -> Chain | None:
     """Cuts a step without scans; None where little would be left out at a time.
 
     Args:
       step: The step.
       nodes: The equations and updates of it, in order.
       residuals: Whether what one segment makes for a later one rests on the host.
+      on_tpu: Whether it is for a TPU's compiler. That spreads transfers over a turn by
+        itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
+        instead of 2.0).
     """
     found = _Cut(step, nodes)
     if len(found.segments) < LEAST_SEGMENTS:
         return None
-    return found.chain(residuals)
+    return found.chain(residuals, on_tpu)
 
 
 class _Cut:
@@ -163,48 +118,66 @@ class _Cut:
             return all(v is not a for a in self._program.outvars)
         return False
 
-    def _made_of(self, taken: Iterable[jex.Var]) -> tuple[set[int], set[jex.Var]]:
+    def _made_of(self, taken: Sequence[jex.Var]) -> tuple[set[int], list[jex.Var]]:
         """The equations that make variables of what rests, and what they load."""
         positions: set[int] = set()
-        loaded: set[jex.Var] = set()
-        waiting = list(taken)
+        loaded: dict[jex.Var, None] = {}
+        waiting = list(taken[::-1])
         while waiting:
             v = waiting.pop()
             if v in self._source:
-                loaded.add(v)
+                loaded[v] = None
             elif v in self._again and self._again[v] not in positions:
                 positions.add(self._again[v])
                 waiting += variables(self._program.equations[self._again[v]].invars)
-        return positions, loaded
+        return positions, [*loaded]
 
     def _cut(
         self, nodes: Sequence[Outer]
     ) -> Iterable[tuple[dict[jex.Var, jex.Var], list[Outer]]]:
-        """Yields what each segment loads, with its equations; nothing between them."""
-        loads: dict[jex.Var, jex.Var] = {}
-        inside: list[Outer] = []
-        gap: list[Outer] = []
-        for node in nodes:
-            more = {v: self._source[v] for v in self._made_of(node.reads)[1]}
-            before, taken = set(loads.values()), set(more.values())
-            fits = taken <= before or _nbytes(before | taken) <= SEGMENT_BYTES
+        """Yields what each segment loads, with its equations; nothing between them.
+
+        A segment that is full ends where the least goes on to the next.
+        """
+        made_of = [self._made_of(node.reads)[1] for node in nodes]
+        loads = [{v: self._source[v] for v in some} for some in made_of]
+        passing = self._passing(nodes)
+        begin, last, inside = 0, 0, False
+        there: set[jex.Var] = set()
+        for k, node in enumerate(nodes):
+            more = set(loads[k].values())
             apart = self._touches_host(node)
-            if before and (apart or (more and not fits)):
-                yield loads, inside + gap
-                loads, inside, gap = {}, [], []
+            if inside and (apart or not _fit(there, more)):
+                end = k if apart else _end(begin, k, loads, passing)
+                yield _union(loads[begin:end]), [*nodes[begin:end]]
+                begin, there = end, {*_union(loads[end:k]).values()}
+            inside = inside and not apart
             if apart or not more:
-                gap.append(node)
                 continue
-            if not loads and gap:
-                yield {}, gap
-                gap = []
-            loads |= more
-            inside += [*gap, node]
-            gap = []
-        if loads:
-            yield loads, inside
-        if gap:
-            yield {}, gap
+            if not inside and begin < k:
+                yield {}, [*nodes[begin:k]]
+                begin = k
+            inside, last = True, k
+            there |= more
+        if inside:
+            yield _union(loads[begin:]), [*nodes[begin : last + 1]]
+            begin = last + 1
+        if nodes[begin:]:
+            yield {}, [*nodes[begin:]]
+
+    def _passing(self, nodes: Sequence[Outer]) -> list[int]:
+        """The bytes that are computed before each node, and taken by it or later."""
+        made: dict[jex.Var, int] = {}
+        last: dict[jex.Var, int] = {}
+        for k, node in enumerate(nodes):
+            last |= dict.fromkeys(node.reads, k)
+            made |= dict.fromkeys(self._step.defines(node.position), k)
+        changes = [0] * (len(nodes) + 2)
+        for v, k in made.items():
+            if last.get(v, k) > k:
+                changes[k + 1] += nbytes([v])
+                changes[last[v] + 1] -= nbytes([v])
+        return [*itertools.accumulate(changes)]
 
     def _touches_host(self, node: Outer) -> bool:
         """Returns whether an equation takes or leaves values where they rest."""
@@ -212,7 +185,7 @@ class _Cut:
         atoms = (*variables(e.invars), *e.outvars)
         return any(_memory.on_host(v.aval) for v in atoms)
 
-    def chain(self, residuals: bool) -> Chain:
+    def chain(self, residuals: bool, on_tpu: bool) -> Chain:
         """The chain."""
         equations = self._program.equations
         made: dict[jex.Var, int] = {}
@@ -247,8 +220,10 @@ class _Cut:
                     results=tuple(results),
                 )
             )
-        ahead = self._with_ahead(links)
-        return Chain(tuple(self._with_updates(ahead, made)))
+        placing = Placing(self._step, links, made, in_turns=not on_tpu)
+        for node in self._updating:
+            placing.place(node)
+        return Chain(tuple(self._in_order(placing.links(), on_tpu)))
 
     def _segment_after(self, n: int) -> int | None:
         return next((m for m in self.segments if m > n), None)
@@ -280,115 +255,109 @@ class _Cut:
                 found[v] = far
         return found
 
-    def _with_ahead(
-        self, links: Sequence[Segment | tuple[Outer, ...]]
-    ) -> list[Segment | tuple[Outer, ...]]:
-        """Links in which each segment loads what the next one takes."""
-        found = list(links)
-        before: int | None = None
-        for n, link in enumerate(links):
-            if not isinstance(link, Segment):
+    def _in_order(
+        self, links: Sequence[Segment | tuple[Outer, ...]], on_tpu: bool
+    ) -> Iterable[Segment | tuple[Outer, ...]]:
+        """Links in which each segment loads what the next one takes, and when."""
+        segments = [link for link in links if isinstance(link, Segment)]
+        loads = [s.loads for s in segments]
+        found: dict[int, Segment] = {}
+        for n, s in enumerate(segments):
+            before = loads[n] if n else ()
+            own, ahead = loads[0] if not n else (), (*loads, ())[n + 1]
+            begin = [Move(v, nbytes([v])) for v in ahead if v not in before]
+            s = found[n] = dataclasses.replace(s, own=own, ahead=ahead)
+            if on_tpu:
                 continue
-            if before is None:
-                found[n] = dataclasses.replace(link, own=link.loads)
-            else:
-                last = found[before]
-                assert isinstance(last, Segment)
-                found[before] = dataclasses.replace(last, ahead=link.loads)
-            before = n
+            tied = ties(
+                self._products(s),
+                [x for x in begin if x.nbytes >= LEAST_TIED_BYTES],
+                [*_stores(s)],
+            )
+            found[n] = dataclasses.replace(s, ties=tied)
+        ordered = iter(found.values())
+        for link in links:
+            yield next(ordered) if isinstance(link, Segment) else link
+
+    def _products(self, s: Segment) -> list[Product]:
+        """The products of a segment, with what they take that is computed in it."""
+        equations = self._program.equations
+        found: list[Product] = []
+        # The products that a variable needs, and those that were waited for.
+        needs: dict[jex.Var, set[int]] = {}
+        waited: set[int] = set()
+        for i in s.positions:
+            e = equations[i]
+            taken = [v for v in variables(e.invars) if v in needs]
+            need = {n for v in taken for n in needs[v]}
+            work = of_equation(e)
+            if work and taken:
+                operand = max(taken, key=lambda v: len(needs[v]))
+                others = [
+                    n for n in range(len(found)) if n not in needs[operand] | waited
+                ]
+                before = (
+                    v
+                    for n in others
+                    for v in self._program.equations[found[n].position].outvars
+                )
+                waited |= needs[operand].union(others)
+                need.add(len(found))
+                found.append(Product(i, operand, work, tuple(before)))
+            elif found and not facts(e).again:
+                work = FLOPS_PER_BYTE * nbytes(e.outvars)
+                found[-1] = found[-1]._replace(work=found[-1].work + work)
+            needs |= dict.fromkeys(e.outvars, need)
         return found
 
-    def _with_updates(
-        self,
-        links: Sequence[Segment | tuple[Outer, ...]],
-        made: Mapping[jex.Var, int],
-    ) -> Iterable[Segment | tuple[Outer, ...]]:
-        """Links, with what is left of updates where it can be computed."""
-        known = dict(made)
-        # What is replaced is read no more.
-        read: dict[jex.Var, int] = {}
-        for n, link in enumerate(links):
-            if isinstance(link, Segment):
-                read |= dict.fromkeys(link.loads, n)
-        after: dict[int, list[Outer]] = {}
-        for node in self._updating:
-            if node.left is None:
-                n = max((known.get(v, 0) for v in node.reads), default=0)
-                known |= dict.fromkeys(self._step.defines(node.position), n)
-                after.setdefault(n, []).append(node)
-                continue
-            for n, piece in _pieces(node, known, read):
-                assert piece.left is not None
-                known |= dict.fromkeys(piece.left.results, n)
-                after.setdefault(n, []).append(piece)
-        for n, link in enumerate(links):
-            yield link
-            if n in after:
-                yield tuple(after[n])
+
+def _union(some: Iterable[Mapping[jex.Var, jex.Var]]) -> dict[jex.Var, jex.Var]:
+    return {v: x for each in some for v, x in each.items()}
 
 
-def _pieces(
-    node: Outer, known: Mapping[jex.Var, int], read: Mapping[jex.Var, int]
-) -> Iterable[tuple[int, Outer]]:
-    """What is left of an update in pieces, each with the link that it comes after.
+def _fit(there: set[jex.Var], more: set[jex.Var]) -> bool:
+    """Returns whether a segment has room for more loads."""
+    return more <= there or nbytes(there | more) <= SEGMENT_BYTES
+
+
+def _end(
+    begin: int,
+    full: int,
+    loads: Sequence[Mapping[jex.Var, jex.Var]],
+    passing: Sequence[int],
+) -> int:
+    """Where a segment ends, in the second half of what it may take.
 
     Args:
-      node: What is left of an update.
-      known: The link after which a variable is known.
-      read: The last link that reads an argument at rest.
+      begin: The first of its nodes.
+      full: The node for whose loads it has no room.
+      loads: What each node loads.
+      passing: The bytes that go on at each node to this one or later ones.
     """
-    left = node.left
-    assert left is not None
-    outputs: dict[int, list[int]] = {}
-    numbers = [a for a in left.operands if not shape(a)]
-    for each in independent(left.update):
-        taken = variables([*numbers, *(left.operands[i] for i in each.inputs)])
-        n = max((max(known.get(v, 0), read.get(v, 0)) for v in taken), default=0)
-        outputs.setdefault(n, []).extend(each.outputs)
-    for n, some in sorted(outputs.items()):
-        if len(outputs) == 1:
-            yield n, node
-            return
-        update, kept = left.update.restricted(sorted(some))
-        operands = tuple(left.operands[i] for i in kept)
-        results = tuple(left.results[k] for k in sorted(some))
-        piece = RemainingUpdate(left.inlined, results, update, operands, at_once=True)
-        yield n, Outer(node.position, tuple(variables(operands)), piece)
+    found, least = full, passing[full]
+    after = {*loads[full].values()}
+    before = nbytes({*_union(loads[begin:full]).values()})
+    for k in range(full - 1, begin, -1):
+        after.update(loads[k].values())
+        left = nbytes({*_union(loads[begin:k]).values()})
+        full_too = loads[k] and nbytes(after) > SEGMENT_BYTES
+        if full_too or 2 * left < before:
+            break
+        if passing[k] < least:
+            found, least = k, passing[k]
+    return found
 
 
-class Independent(NamedTuple):
-    """Outputs of an update that others have no array in common with.
-
-    Attributes:
-      outputs: The outputs, as positions.
-      inputs: The arrays that they depend on, as positions of inputs.
-    """
-
-    outputs: list[int]
-    inputs: list[int]
-
-
-def independent(update: Update) -> list[Independent]:
-    """The outputs of an update, apart where no equation of arrays joins them.
-
-    Those that depend on numbers alone, such as a count of steps, are together.
-    """
-    program = update.program
-    arrays = dependents(program, {v for v in program.invars if shape(v)})
-    joined = Components[jex.Var]()
-    for e in program.equations:
-        some = [v for v in (*variables(e.invars), *e.outvars) if v in arrays]
-        if some:
-            joined.join(some)
-    found: dict[jex.Var | None, Independent] = {}
-    for k, a in enumerate(program.outvars):
-        root = joined.of(a) if isinstance(a, jex.Var) and a in arrays else None
-        found.setdefault(root, Independent([], [])).outputs.append(k)
-    for i, v in enumerate(program.invars):
-        root = joined.of(v) if v in arrays else None
-        if root is not None and root in found:
-            found[root].inputs.append(i)
-    return list(found.values())
+def _stores(s: Segment) -> Iterable[list[Move]]:
+    """What each update of a segment stores, with the gradients that it is made of."""
+    for left in (node.left for node in s.updates if node.left):
+        for each in independent(left.update):
+            taken = variables(left.operands[i] for i in each.inputs)
+            gradients = tuple(v for v in taken if v not in s.names)
+            made = (left.results[k] for k in each.outputs)
+            moves = [Move(v, nbytes([v])) for v in made if _memory.on_host(v.aval)]
+            moves = [move for move in moves if move.nbytes >= LEAST_TIED_BYTES]
+            yield [x._replace(gradients=gradients) for x in moves[:1]] + moves[1:]
 
 
 def _is_taken(
@@ -399,7 +368,3 @@ def _is_taken(
 ) -> bool:
     """Returns whether a later link takes a variable on the device."""
     return any(m > n for m in used.get(v, set()) - stored.get(v, set()))
-
-
-def _nbytes(some: Iterable[jex.Var]) -> int:
-    return sum(_memory.nbytes_on_each_device(v.aval) for v in some)

@@ -13,11 +13,12 @@ from optax_offload import _compat, _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import order, pipeline, waiting
-from optax_offload._schedule.chain import Chain, chain
+from optax_offload._schedule.chain import chain
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, over_rows
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.rest import Outer, rest
+from optax_offload._schedule.segments import Chain
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
 from optax_offload._step_options import Options
@@ -96,6 +97,7 @@ class FusedStep(Printed):
       streaming: The other scans whose iterations load rows for the next, or store those
         of the one before.
       chosen: What it makes of new state.
+      on_tpu: Whether it is for a TPU's compiler alone.
     """
 
     step: Step
@@ -104,6 +106,7 @@ class FusedStep(Printed):
     asked: Options = dataclasses.field(default_factory=Options)
     streaming: tuple[FusedScan, ...] = ()
     chosen: ChosenState = dataclasses.field(default_factory=ChosenState)
+    on_tpu: bool = False
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -161,7 +164,8 @@ class FusedStep(Printed):
             return None
         if rest is None or rest.positions != "none":
             return None
-        return chain(self.step, self.rest, self.asked.residuals == "host")
+        residuals = self.asked.residuals == "host"
+        return chain(self.step, self.rest, residuals, on_tpu=self.on_tpu)
 
     @functools.cached_property
     def _taken(self) -> frozenset[jex.Var]:

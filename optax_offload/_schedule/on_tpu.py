@@ -1,4 +1,7 @@
-"""The plan of a step on a TPU, which moves rows of whole tiles only (F24)."""
+"""The plan of a step on a TPU, which moves rows of whole tiles only (F24).
+
+And which spreads transfers over a turn by itself.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,16 @@ from optax_offload._schedule.step import plan as plan_step
 def for_tpu(
     plan: FusedStep, given: Collection[jex.Var], known: Mapping[jex.Var, Any]
 ) -> FusedStep:
-    """The plan, where what has smaller rows is moved whole; the same if nothing has.
+    """The plan, where what has smaller rows is moved whole, and a chain is as it likes.
+
+    It is the same if there is neither.
 
     Args:
       plan: The plan.
       given: The variables whose values it is given: it closes over none of them.
       known: Those of them whose values are known.
     """
-    if not plan.whole_on_tpu:
+    if not plan.whole_on_tpu and not plan.chain:
         return plan
     step = plan.step
     consts = [known.get(v) for v in step.jaxpr.constvars]

@@ -68,7 +68,14 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
         for scan in others
         if rows_ahead(step, scan) or residuals_behind(step, scan)
     )
-    return FusedStep(step, tuple(fused[::-1]), tuple(unfused), asked, streaming)
+    found = FusedStep(
+        step, tuple(fused[::-1]), tuple(unfused), asked, streaming, on_tpu=on_tpu
+    )
+    if on_tpu or not found.chain:
+        return found
+    # A TPU's compiler keeps more of each turn then.
+    opened = step.with_checkpoints_apart()
+    return found if opened is step else plan(opened, asked)
 
 
 class _Search:

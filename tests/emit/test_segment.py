@@ -58,7 +58,7 @@ def with_skips(params, x):
         x = layer(x, w)
         kept.append(x)
     for w in layers[len(layers) // 2 :]:
-        x = layer(x, w) + kept.pop()
+        x = (layer(x, w) + kept.pop()) / 2
     return x
 
 
@@ -261,11 +261,10 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, monkeypatch):
         sharding = NamedSharding(target.mesh(), P())
         matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
         layers = [matrix] * count
-        layers = target.XX(layers) if hasattr(target, "replicated") else layers
         layers = oo.set_memory_kind(layers, ".*", "pinned_host")
         state = oo.eval_shape(tx.init, layers)
         x = matrix
         jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
         return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
-    assert peak(24) - peak(8) < 16 * of_a_layer
+    assert peak(28) - peak(12) < 16 * of_a_layer

@@ -10,7 +10,9 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._memory import nbytes
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain
+from optax_offload._schedule import Segment, chain, placing
+from optax_offload._schedule.placing import independent
+from optax_offload._schedule.segments import Move, Product, ties
 from optax_offload._units import size_text
 
 LAYERS, WIDTH = 5, 16
@@ -115,7 +117,19 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
 
 
 def test_what_one_equation_takes_is_together():
-    """A checkpoint of two layers has both, whatever their size."""
+    """A sum of two layers' matrices takes both, whatever their size."""
+
+    def of_pairs(layers, x):
+        for w, v in zip(layers[::2], layers[1::2], strict=True):
+            x = jnp.tanh(x @ (w + v))
+        return jnp.mean(x**2)
+
+    found, step = cut(of_pairs, matrices(6), jnp.ones((4, WIDTH)))
+    assert loads(step, found.segments) == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_checkpoints_are_taken_apart():
+    """Of two layers each is a turn; nothing waits for what is loaded elsewhere."""
 
     def of_pairs(layers, x):
         for w, v in zip(layers[::2], layers[1::2], strict=True):
@@ -123,8 +137,29 @@ def test_what_one_equation_takes_is_together():
         return jnp.mean(x**2)
 
     found, step = cut(jax.grad(of_pairs), matrices(6), jnp.ones((4, WIDTH)))
-    backward = loads(step, found.segments)[6:]
-    assert [sorted(x) for x in backward] == [[4, 5], [2, 3], [0, 1]]
+    assert loads(step, found.segments)[:6] == [[i] for i in range(6)]
+    inside = [name for s in found.segments for name in names(step, s.positions)]
+    assert "remat2" not in inside
+    assert "optimization_barrier" in inside
+    barriers = [e for e in step.program.equations if len(e.outvars) > 1]
+    shapes = [v.aval.shape for e in barriers for v in e.outvars]
+    assert WEIGHT not in shapes
+
+
+def test_a_segment_ends_where_least_goes_on():
+    """Not in the middle of a layer, where what is wide would have to be handed on."""
+
+    def wide(layers, x):
+        for w in layers:
+            x = jnp.mean(
+                jnp.repeat(jnp.tanh(x @ w), 100, axis=0).reshape(4, 100, -1), 1
+            )
+        return x
+
+    found, step = cut(wide, matrices(), jnp.ones((4, WIDTH)))
+    assert loads(step, found.segments) == [[i] for i in range(LAYERS)]
+    for s in found.segments:
+        assert [v.aval.shape for v in s.results] == [(4, WIDTH)]
 
 
 def test_casts_are_made_where_they_are_taken():
@@ -165,21 +200,64 @@ def test_what_comes_between_is_in_the_segment_before():
     assert set(logits) == {LAYERS - 1}, made
 
 
-def test_updates_are_where_their_gradients_are_complete():
-    """Layer by layer, the last one first; with a norm of all of them at the end."""
+def updated(found):
+    """How many results updates have in each segment, and between segments."""
+    inside = [outputs(s.updates) for s in found.segments]
+    between = [outputs(link) for link in found.links if not isinstance(link, Segment)]
+    return [sum(x) for x in inside], [sum(x) for x in between if x]
+
+
+def test_updates_are_in_the_turn_after():
+    """After that which completes their gradients; with a norm of all, at the end."""
     tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
-    found, _ = cut(
-        train_step(tx), matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
-    )
-    made = [outputs(link) for link in found.links if not isinstance(link, Segment)]
-    made = [counts for counts in made if counts]
-    # The count of steps; then parameter, mu and nu of each layer.
-    assert [sum(counts) for counts in made] == [1] + [3] * LAYERS
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, _ = cut(train_step(tx), *args)
+    # Parameter, mu and nu of each layer. The gradients of the first two are complete in
+    # one turn, after which one has nothing else; the count of steps is in none.
+    forward = [0] * LAYERS
+    assert updated(found) == ([*forward, *[3] * (LAYERS - 2), 6], [1])
+    for before, s in zip(found.segments, found.segments[1:], strict=False):
+        if s.updates:
+            places = [v for v in s.replaced.values() if v is not None]
+            assert set(places) <= set(s.loads) == set(before.ahead)
+    assert not found.segments[-1].positions
     clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
     state = clipped.init(matrices())
     found, _ = cut(train_step(clipped), matrices(), state, jnp.ones((4, WIDTH)))
-    made = [outputs(link) for link in found.links if not isinstance(link, Segment)]
-    assert [sum(counts) for counts in made if counts] == [1, 3 * LAYERS]
+    inside, between = updated(found)
+    assert between == [1]
+    assert inside[-1] == 3 * LAYERS
+    assert not any(inside[:-1])
+
+
+def test_what_has_no_room_is_updated_between_turns(monkeypatch):
+    """In slices, as where a step is not cut."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    monkeypatch.setattr(placing, "TURN_BYTES", 3 * MATRIX_BYTES - 1)
+    found, _ = cut(train_step(tx), *args)
+    inside, between = updated(found)
+    assert not any(inside)
+    assert between == [1, *[3] * LAYERS]
+
+
+def test_what_is_moved_beside_which_product():
+    """One load and one store with each, the large with the long."""
+    v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
+    products = [Product(n, v[n], work) for n, work in enumerate([10, 100, 10, 100])]
+    loads = [Move(v[10], 1), Move(v[11], 9), Move(v[12], 1), Move(v[13], 8)]
+    stores = [[Move(v[14], 9, (v[5],)), Move(v[15], 1)], [Move(v[16], 1, (v[6],))]]
+    found = ties(products, loads, stores)
+    assert [[x.result for x in tie.loads] for tie in found] == [
+        *([v[10]], [v[11]], [v[12]], [v[13]])
+    ]
+    moved = [[x.result for x in tie.updates] for tie in found]
+    assert moved == [[v[16]], [v[14]], [v[15]], []]
+    # What began before is there when the next begins, of each way.
+    assert [set(tie.landed) for tie in found] == [
+        *(set(), {v[10], v[16]}, {v[11], v[14]}, {v[12]})
+    ]
+    assert not any(tie.loads or tie.updates for tie in ties([], loads, stores))
 
 
 def test_what_is_read_later_is_not_replaced_before():
@@ -226,7 +304,7 @@ def test_what_is_printed():
     most = max(sum(nbytes(v.aval) for v in s.loads) for s in plan.chain.segments)
     assert most > MATRIX_BYTES
     assert line == (
-        "8 turns of layers that no scan runs, each a loop that runs once: "
+        "9 turns of layers that no scan runs, each a loop that runs once: "
         f"{size_text(most)} of what rests on the host at most in one, loaded by the "
         "turn before"
     )
@@ -242,11 +320,11 @@ def test_outputs_that_arrays_join():
         return mu_a / count, mu_b / count, count + 1, mu_a, mu_b
 
     found = update_of(update, [(4,), (4,)], [(), (4,), (4,)])
-    assert chain.independent(found) == [([0, 3], [0, 3]), ([1, 4], [1, 4]), ([2], [])]
+    assert independent(found) == [([0, 3], [0, 3]), ([1, 4], [1, 4]), ([2], [])]
 
     def scaled(a, b, mu):
         norm = jnp.sqrt(jnp.sum(a**2) + jnp.sum(b**2))
         return a / norm, b / norm, mu + a / norm
 
     found = update_of(scaled, [(4,), (4,)], [(4,)])
-    assert chain.independent(found) == [([0, 1, 2], [0, 1, 2])]
+    assert independent(found) == [([0, 1, 2], [0, 1, 2])]

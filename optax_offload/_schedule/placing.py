@@ -1,0 +1,221 @@
+"""What is left of updates, placed between the turns of a chain, or in one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import (
+    Components,
+    Step,
+    Update,
+    dependents,
+    find_branches,
+    shape,
+    variables,
+)
+from optax_offload._schedule.rest import Outer, RemainingUpdate
+from optax_offload._schedule.segments import Segment, nbytes
+from optax_offload._units import MIB
+
+# So much of what rests is taken by the updates of a turn. What is more is updated
+# between turns, in slices.
+TURN_BYTES = 512 * MIB
+
+# A moment of a chain: a link, and before its equations, among them, or after them.
+_Moment = tuple[int, int]
+_BEFORE, _AMONG, _AFTER = range(3)
+
+
+class Placing:
+    """What is left of updates, each in the turn after the one that completes it.
+
+    What takes more than a turn has room for, what moves its state in some steps only,
+    and what is reduced over state, is between the turns.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        links: Sequence[Segment | tuple[Outer, ...]],
+        made: Mapping[jex.Var, int],
+        *,
+        in_turns: bool,
+    ):
+        self._step, self._links, self._in_turns = step, list(links), in_turns
+        self._known = {v: (n, _AMONG) for v, n in made.items()}
+        # What is replaced is read no more.
+        self._read: dict[jex.Var, _Moment] = {}
+        for n, link in enumerate(links):
+            if isinstance(link, Segment):
+                self._read |= dict.fromkeys(link.loads, (n, _AMONG))
+        self._segments = [n for n, x in enumerate(links) if isinstance(x, Segment)]
+        self._inside: dict[int, list[Outer]] = {}
+        self._after: dict[int, list[Outer]] = {}
+        # The bytes that updates of a turn load.
+        self._taken: dict[int, int] = {}
+
+    def place(self, node: Outer) -> None:
+        """Places what is left of an update in pieces, or what follows from updates."""
+        if node.left is not None:
+            self._place_pieces(node, node.left)
+            return
+        at = max((self._known.get(v, _FIRST) for v in node.reads), default=_FIRST)
+        moment = at if self._may_follow(node, at) else (at[0], _AFTER)
+        self._put(node, moment, self._step.defines(node.position))
+
+    def _place_pieces(self, node: Outer, left: RemainingUpdate) -> None:
+        """Places parts of an update that others have no array in common with.
+
+        Those of a turn are one, so that what they have in common is computed once.
+        """
+        numbers = [a for a in left.operands if not shape(a)]
+        asked = left.inlined.what.caller.window_bytes
+        whole = self._in_turns and find_branches(left.update) is None
+        pieces: dict[_Moment, list[int]] = {}
+        for each in independent(left.update):
+            taken = variables([*numbers, *(left.operands[i] for i in each.inputs)])
+            moments = (
+                max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))
+                for v in taken
+            )
+            at = max(moments, default=_FIRST)
+            resting = [v for v in dict.fromkeys(taken) if _memory.on_host(v.aval)]
+            at = (
+                self._turn(at, nbytes(resting), asked or TURN_BYTES)
+                if whole and any(map(shape, resting))
+                else (at[0], _AFTER)
+            )
+            pieces.setdefault(at, []).extend(each.outputs)
+        for at, outputs in sorted(pieces.items()):
+            piece = node if len(pieces) == 1 else _piece(node, left, sorted(outputs))
+            assert piece.left is not None
+            self._put(piece, at, piece.left.results)
+
+    def _last(self, v: jex.Var) -> _Moment:
+        """When a variable is known, and what it replaces is read no more."""
+        return max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))
+
+    def links(self) -> list[Segment | tuple[Outer, ...]]:
+        """The links, with all that was placed."""
+        found: list[Segment | tuple[Outer, ...]] = []
+        for n, link in enumerate(self._links):
+            inside = self._inside.get(n)
+            if isinstance(link, Segment) and inside:
+                link = self._with_updates(link, inside)
+            found.append(link)
+            if n in self._after:
+                found.append(tuple(self._after[n]))
+        return found
+
+    def _put(self, node: Outer, at: _Moment, results: Iterable[jex.Var]) -> None:
+        where = self._inside if at[1] == _BEFORE else self._after
+        where.setdefault(at[0], []).append(node)
+        self._known |= dict.fromkeys(results, at)
+
+    def _turn(self, at: _Moment, size: int, room: int) -> _Moment:
+        """The moment at which what is complete is updated.
+
+        Args:
+          at: When all that it takes is there.
+          size: The bytes that it loads.
+          room: The most that are loaded for the updates of a turn.
+        """
+        n, when = at
+        if when != _BEFORE:
+            n = next((m for m in self._segments if m > n), len(self._links))
+        first = n == self._segments[0]  # Nothing has loaded for it.
+        if first or self._taken.get(n, 0) + size > room:
+            return at[0], _AFTER
+        if n == len(self._links):
+            self._links.append(Segment((), {}))
+            self._segments.append(n)
+        self._taken[n] = self._taken.get(n, 0) + size
+        return n, _BEFORE
+
+    def _may_follow(self, node: Outer, at: _Moment) -> bool:
+        """Returns whether an equation is evaluated beside the update it follows."""
+        e = self._step.program.equations[node.position]
+        atoms = (*variables(e.invars), *e.outvars)
+        on_host = any(_memory.on_host(v.aval) for v in atoms)
+        return at[1] == _BEFORE and not on_host and not self._step.tokens(node.position)
+
+    def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
+        """A segment that updates before it evaluates its own equations."""
+        taken = {v: v for node in inside for v in _resting(node)}
+        made = [v for node in inside for v in self._results(node)]
+        elsewhere = {*variables(self._step.program.outvars)}
+        for nodes in (*self._inside.values(), *self._after.values()):
+            if nodes is not inside:
+                elsewhere.update(v for node in nodes for v in node.reads)
+        results = [v for v in made if v in elsewhere]
+        return dataclasses.replace(
+            segment,
+            names={**taken, **segment.names},
+            results=(*results, *segment.results),
+            updates=tuple(inside),
+        )
+
+    def _results(self, node: Outer) -> Sequence[jex.Var]:
+        if node.left is None:
+            return self._step.defines(node.position)
+        return node.left.results
+
+
+_FIRST: _Moment = (0, _AFTER)
+
+
+def _resting(piece: Outer) -> list[jex.Var]:
+    """What an update takes that rests on the host."""
+    if piece.left is None:
+        return []
+    taken = dict.fromkeys(variables(piece.left.operands))
+    return [v for v in taken if _memory.on_host(v.aval)]
+
+
+def _piece(node: Outer, left: RemainingUpdate, outputs: Sequence[int]) -> Outer:
+    """What is left of an update for some of its outputs."""
+    update, kept = left.update.restricted(outputs)
+    operands = tuple(left.operands[i] for i in kept)
+    results = tuple(left.results[k] for k in outputs)
+    piece = RemainingUpdate(left.inlined, results, update, operands, at_once=True)
+    return Outer(node.position, tuple(variables(operands)), piece)
+
+
+class Independent(NamedTuple):
+    """Outputs of an update that others have no array in common with.
+
+    Attributes:
+      outputs: The outputs, as positions.
+      inputs: The arrays that they depend on, as positions of inputs.
+    """
+
+    outputs: list[int]
+    inputs: list[int]
+
+
+def independent(update: Update) -> list[Independent]:
+    """The outputs of an update, apart where no equation of arrays joins them.
+
+    Those that depend on numbers alone, such as a count of steps, are together.
+    """
+    program = update.program
+    arrays = dependents(program, {v for v in program.invars if shape(v)})
+    joined = Components[jex.Var]()
+    for e in program.equations:
+        some = [v for v in (*variables(e.invars), *e.outvars) if v in arrays]
+        if some:
+            joined.join(some)
+    found: dict[jex.Var | None, Independent] = {}
+    for k, a in enumerate(program.outvars):
+        root = joined.of(a) if isinstance(a, jex.Var) and a in arrays else None
+        found.setdefault(root, Independent([], [])).outputs.append(k)
+    for i, v in enumerate(program.invars):
+        root = joined.of(v) if v in arrays else None
+        if root is not None and root in found:
+            found[root].inputs.append(i)
+    return list(found.values())

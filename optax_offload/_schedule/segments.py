@@ -1,0 +1,235 @@
+"""A step in segments, as a value: what each takes, makes, and does for the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._schedule.rest import Outer
+from optax_offload._units import size_text
+
+
+class Product(NamedTuple):
+    """An equation that loads and stores are ordered by.
+
+    Attributes:
+      position: Its position.
+      operand: What it takes, and is waited for by what begins before it.
+      work: The work from it to the next one, in floating point operations.
+      before: The results of earlier products that its operand does not need. Nothing
+        else would keep a compiler from computing gradients of parameters last.
+    """
+
+    position: int
+    operand: jex.Var
+    work: int
+    before: tuple[jex.Var, ...] = ()
+
+
+class Move(NamedTuple):
+    """What crosses the link at a moment of its own.
+
+    Attributes:
+      result: What is there after it: what is loaded, or what an update makes.
+      nbytes: The bytes that cross it, on each device.
+      gradients: What such an update is made of, if this is the first of its results.
+    """
+
+    result: jex.Var
+    nbytes: int
+    gradients: tuple[jex.Var, ...] = ()
+
+
+class Tie(NamedTuple):
+    """A moment of a turn: all before a product is computed, and it has not begun.
+
+    Attributes:
+      product: The product.
+      loads: What is loaded from then on.
+      updates: What is updated and stored from then on.
+      landed: What is there by then.
+    """
+
+    product: Product
+    loads: tuple[Move, ...]
+    updates: tuple[Move, ...]
+    landed: tuple[jex.Var, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Updates and equations that are evaluated in a turn of their own.
+
+    Attributes:
+      positions: The equations, as positions.
+      names: What rests on the host, by the variable that it is taken as.
+      own: What it loads itself.
+      ahead: What it loads for the next segment, or has for it.
+      stores: The variables that rest on the host from here on, until they are used.
+      results: The variables that others take.
+      updates: What is left of updates whose gradients earlier turns have completed, and
+        what follows from these. They come before its equations.
+      ties: When its loads begin, and when they are there.
+    """
+
+    positions: tuple[int, ...]
+    names: Mapping[jex.Var, jex.Var]
+    own: tuple[jex.Var, ...] = ()
+    ahead: tuple[jex.Var, ...] = ()
+    stores: tuple[jex.Var, ...] = ()
+    results: tuple[jex.Var, ...] = ()
+    updates: tuple[Outer, ...] = ()
+    ties: tuple[Tie, ...] = ()
+
+    @property
+    def loads(self) -> tuple[jex.Var, ...]:
+        """What rests on the host and is taken."""
+        return tuple(dict.fromkeys(self.names.values()))
+
+    @property
+    def replaced(self) -> dict[jex.Var, jex.Var | None]:
+        """The argument that each result of its updates on the host replaces."""
+        found: dict[jex.Var, jex.Var | None] = {}
+        for left in (node.left for node in self.updates if node.left):
+            for k, v in enumerate(left.results):
+                if _memory.on_host(v.aval):
+                    alias = left.update.in_place(k)
+                    before = None if alias is None else left.operands[alias]
+                    found[v] = before if isinstance(before, jex.Var) else None
+        return found
+
+
+def ties(
+    products: Sequence[Product], loads: Sequence[Move], stores: Sequence[Sequence[Move]]
+) -> tuple[Tie, ...]:
+    """When loads and stores begin, so that each has products to be hidden behind.
+
+    Left to itself, a GPU's compiler takes each for short, and has all of them at the
+    beginning or the end of a turn. It has two in flight at most, of both ways together
+    (F15): so a load and a store with each product, the large ones with the long ones.
+
+    Args:
+      products: In their order.
+      loads: What is loaded.
+      stores: What is stored, that of each update together.
+    """
+    loading, storing = _beside(products, loads), _in_turn(products, stores)
+    landed: dict[int, list[jex.Var]] = {}
+    for moves in (loading, storing):
+        for k, after in itertools.pairwise(sorted(moves)):
+            landed.setdefault(after, []).extend(x.result for x in moves[k])
+    return tuple(
+        Tie(
+            x,
+            tuple(loading.get(k, ())),
+            tuple(storing.get(k, ())),
+            tuple(landed.get(k, ())),
+        )
+        for k, x in enumerate(products)
+    )
+
+
+def _beside(
+    products: Sequence[Product], moves: Sequence[Move]
+) -> dict[int, list[Move]]:
+    """What is moved beside each product, the largest placed first."""
+    work, nbytes = sum(x.work for x in products), sum(x.nbytes for x in moves)
+    if not work:
+        return {}
+    room = [x.work * nbytes / work for x in products]
+    found: dict[int, list[Move]] = {}
+    for move in sorted(moves, key=lambda x: -x.nbytes):
+        k = max(range(len(room)), key=lambda k: room[k])
+        room[k] -= move.nbytes
+        found.setdefault(k, []).append(move)
+    return found
+
+
+def _in_turn(
+    products: Sequence[Product], groups: Sequence[Sequence[Move]]
+) -> dict[int, list[Move]]:
+    """What is moved beside each product, that of a group one after the other."""
+    left = [group for group in groups if group]
+    moves = sum(map(len, left))
+    work, nbytes = sum(x.work for x in products), sum(_bytes(x) for x in left)
+    found: dict[int, list[Move]] = {}
+    k = begun = passed = 0
+    while left and products:
+        # Not beside what those before it fill, if all can follow then.
+        while (
+            passed * work >= (begun + products[k].work) * nbytes
+            and len(products) - k > moves
+        ):
+            begun += products[k].work
+            k += 1
+
+        def misfit(group: Sequence[Move], k: int = k) -> float:
+            beside = sum(x.work for x in products[k : k + len(group)])
+            return abs(_bytes(group) * work - beside * nbytes)
+
+        group = min(left, key=misfit)
+        left.remove(group)
+        for move in group:
+            found.setdefault(k, []).append(move)
+            passed += move.nbytes
+            moves -= 1
+            if k + 1 < len(products):
+                begun += products[k].work
+                k += 1
+    return found
+
+
+def _bytes(moves: Sequence[Move]) -> int:
+    return sum(x.nbytes for x in moves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A step as a chain.
+
+    Attributes:
+      links: Segments, and what is evaluated between them.
+    """
+
+    links: tuple[Segment | tuple[Outer, ...], ...]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The segments, in order."""
+        return [link for link in self.links if isinstance(link, Segment)]
+
+    @property
+    def residuals(self) -> list[jex.Var]:
+        """The values that rest on the host from one segment to another."""
+        return [v for s in self.segments for v in s.stores]
+
+    def lines(self) -> Iterable[str]:
+        """Lines on how a step was cut."""
+        most = max(nbytes(s.loads) for s in self.segments)
+        yield (
+            f"{len(self.segments)} turns of layers that no scan runs, each a loop that "
+            f"runs once: {size_text(most)} of what rests on the host at most in one, "
+            "loaded by the turn before"
+        )
+        updated = [v for s in self.segments for v in s.replaced]
+        if updated:
+            yield (
+                f"{size_text(nbytes(updated))} of state and parameters are updated by "
+                "the turn after the one that completes their gradient, which has "
+                "loaded them"
+            )
+        if self.residuals:
+            yield (
+                f"{size_text(nbytes(self.residuals))} of residuals rest on the host "
+                "between the turns that make and take them"
+            )
+
+
+def nbytes(some: Iterable[jex.Var]) -> int:
+    """The bytes of variables on each device."""
+    return sum(_memory.nbytes_on_each_device(v.aval) for v in some)
