@@ -59,26 +59,27 @@ def is_uncommitted(x: Any) -> bool:
 
 def on_host(x: Any) -> bool:
     """Returns whether the type of a value, or a type itself, is of host memory."""
-    return _aval(x).memory_space == jax.memory.Space.Host
+    return type_of(x).memory_space == jax.memory.Space.Host
 
 
 def device_type(x: Any) -> Any:
     """The type of a value (shape, dtype, weak type, sharding) were it on the device."""
-    return _aval(x).update(memory_space=_SPACES["device"])
+    return type_of(x).update(memory_space=_SPACES["device"])
 
 
 def host_type(x: Any) -> Any:
     """The type of a value were it in host memory."""
-    return _aval(x).update(memory_space=_SPACES["pinned_host"])
+    return type_of(x).update(memory_space=_SPACES["pinned_host"])
 
 
-def _aval(x: Any) -> Any:
+def type_of(x: Any) -> Any:
+    """The type of a value, or of a type itself."""
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
 def nbytes(x: Any) -> int:
     """The bytes of a value or type, over all devices together."""
-    aval = _aval(x)
+    aval = type_of(x)
     return aval.size * aval.dtype.itemsize
 
 
@@ -88,7 +89,7 @@ def nbytes_on_each_device(x: Any) -> int:
     In Auto mode a type does not say how a value is sharded (F30): it is taken to be
     sharded over the whole mesh, as state that is worth offloading is.
     """
-    sharding = _aval(x).sharding
+    sharding = type_of(x).sharding
     shards = 1
     for name, kind in zip(
         sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True
@@ -105,17 +106,17 @@ def decoded_nbytes_on_each_device(x: Any, holds_codes: bool) -> int:
 
 def itemsize(x: Any) -> int:
     """The bytes of one number of a value or type."""
-    return _aval(x).dtype.itemsize
+    return type_of(x).dtype.itemsize
 
 
 def devices_of(x: Any) -> int:
     """The devices of the mesh that a value or type is on; 1 of none."""
-    return _aval(x).sharding.mesh.size or 1
+    return type_of(x).sharding.mesh.size or 1
 
 
 def shape_on_each_device(x: Any) -> tuple[int, ...]:
     """The shape of a value's or type's part on each device, as far as its type says."""
-    aval = _aval(x)
+    aval = type_of(x)
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     shards = (math.prod(mesh.shape[name] for name in names_of(part)) for part in spec)
     return tuple(-(-n // k) for n, k in zip(aval.shape, shards, strict=True))
@@ -147,7 +148,7 @@ def slice_axis(x: Any) -> int | None:
     layer axis, which is not sharded; of fewer none is. On a single device the leading
     axis.
     """
-    aval = _aval(x)
+    aval = type_of(x)
     mesh, spec = aval.sharding.mesh, aval.sharding.spec
     if not aval.shape:
         return None
@@ -165,7 +166,7 @@ def movable_nbytes(x: Any) -> int | None:
 
     A random key can be put there, but JAX traces it as a device value (F32).
     """
-    extended = jnp.issubdtype(_aval(x).dtype, jax.dtypes.extended)
+    extended = jnp.issubdtype(type_of(x).dtype, jax.dtypes.extended)
     return None if extended else nbytes(x)
 
 
@@ -188,7 +189,7 @@ def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
     # In Auto mode the compiler chooses.
     sharding = explicit_sharding(aval)
     filled = lax.full(aval.shape, value, aval.dtype, sharding=sharding)
-    if sharding is not None and explicit_sharding(_aval(filled)) != sharding:
+    if sharding is not None and explicit_sharding(type_of(filled)) != sharding:
         # JAX 0.12 forgets it where no mesh is set.
         filled = jax.sharding.reshard(filled, sharding)
     return transfer(filled, memory_kind)

@@ -154,14 +154,19 @@ class Rule:
     @property
     def regex(self) -> str:
         """The pattern as text."""
-        return compile_pattern(self.pattern).pattern
+        return self._compiled.pattern
+
+    @property
+    def _compiled(self) -> re.Pattern[str]:
+        # Once for a rule: it is looked up for each leaf.
+        return cast("re.Pattern[str]", self.pattern)
 
     def matches(self, path: str) -> bool:
         """Returns whether this rule's pattern matches the whole of ``path``.
 
         A part of an encoded leaf is matched by what matches the leaf.
         """
-        regex = compile_pattern(self.pattern)
+        regex = self._compiled
         leaf = _trees.encoded_leaf(path)
         return bool(regex.fullmatch(path) or (leaf and regex.fullmatch(leaf)))
 

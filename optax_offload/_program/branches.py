@@ -26,7 +26,6 @@ from optax_offload._program.graph import (
     Program,
     ancestors,
     dependents,
-    live,
     shape,
     variables,
 )
@@ -89,7 +88,7 @@ def find_branches(update: Update) -> Branches | None:
     }
     before = ancestors(program, predicate)
     others = [a for k, a in enumerate(program.outvars) if k not in outputs]
-    beside = set(live(dataclasses.replace(program, outvars=others))).difference(before)
+    beside = set(dataclasses.replace(program, outvars=others).live).difference(before)
     outvars = [a if k in outputs else _zero(a) for k, a in enumerate(program.outvars)]
     program = dataclasses.replace(program, outvars=outvars)
     updates = [k for k, output in enumerate(update.outputs) if output.is_update]
@@ -178,7 +177,7 @@ def _moved(
     program: Program, loaded: Collection[jex.Var], stores: Collection[int]
 ) -> set[jex.Var]:
     """The loads that are not only handed through."""
-    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
+    used = {v for i in program.live for v in variables(program.equations[i].invars)}
     used.update(variables(a for k, a in enumerate(program.outvars) if k not in stores))
     return used.intersection(loaded)
 

@@ -68,36 +68,43 @@ class Builder:
           params: The parameters that change.
         """
         operands = self.read_all(e.invars)
+        changed: dict[str, Any] = {"params": e.params | params} if params else {}
+        if any(a is not b for a, b in zip(operands, e.invars, strict=True)):
+            changed["invars"] = operands
         if results is not None:
             self.rename(e.outvars, results)
-        outvars = list(e.outvars) if results is None else list(results)
-        changed = e.params | dict(params or {})
-        self.equations.append(
-            e.replace(invars=operands, outvars=outvars, params=changed)
-        )
+            changed["outvars"] = list(results)
+        # Most are as they were, of steps with tens of thousands.
+        self.equations.append(e.replace(**changed) if changed else e)
         # Enough to know a predicate, and what a selection is multiplied with.
         if facts(e).folded is not None:
-            self._fold(e, operands, outvars[0])
+            self._fold(e, operands, self.equations[-1].outvars[0])
 
     def _fold(self, e: jex.JaxprEqn, operands: Sequence[Atom], result: jex.Var) -> None:
         """Knows the value of a result, if those of all operands are known."""
         fold = facts(e).folded
         assert fold is not None
-        values = [self.value(a) for a in operands]
-        if any(v is None for v in values):
-            return
+        values: list[Any] = []
+        for a in operands:
+            values.append(self.value(a))
+            if values[-1] is None:
+                return
         types: list[Any] = [a.aval for a in (*operands, result)]
         *given, made = (t.dtype for t in types)
         arrays = [np.asarray(v, dtype) for v, dtype in zip(values, given, strict=True)]
         with np.errstate(all="ignore"):
             self._known[result] = np.asarray(fold(*arrays), made)
 
-    def inline(self, closed: jex.ClosedJaxpr, operands: Sequence[Atom]) -> list[Atom]:
+    def inline(
+        self, closed: jex.ClosedJaxpr, operands: Sequence[Atom], *, once: bool = False
+    ) -> list[Atom]:
         """Adds the equations of a jaxpr, with variables of its own each time.
 
         Args:
           closed: The jaxpr.
           operands: The atoms that stand for its arguments.
+          once: Whether it is inlined nowhere else, so that its variables can stay. The
+            bodies in it may be: what is traced once is called many times.
 
         Returns:
           The atoms that stand for its results.
@@ -107,7 +114,7 @@ class Builder:
         for e in closed.jaxpr.eqns:
             body, inside = self._body(e)
             if body is None:
-                self.add(e, [jex.Var(v.aval) for v in e.outvars])
+                self.add(e, None if once else [jex.Var(v.aval) for v in e.outvars])
             else:
                 self.rename(e.outvars, self.inline(body, inside))
         return self.read_all(closed.jaxpr.outvars)
@@ -123,7 +130,7 @@ class Builder:
           The atoms that stand for the leaves of its result.
         """
         closed = jax.make_jaxpr(fn)(*(a.aval for a in operands))
-        return self.inline(closed, operands)
+        return self.inline(closed, operands, once=True)
 
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
         """Returns the body to inline for an equation, if it has one, and operands."""
@@ -144,16 +151,21 @@ class Builder:
         return None, operands
 
 
-def flatten(closed: jex.ClosedJaxpr) -> Program:
+def flatten(closed: jex.ClosedJaxpr, *, once: bool = False) -> Program:
     """Inlines nested jits, calls with own derivatives, and conds of a known branch.
 
     optax jits its bias correction: left whole, it ties every leaf to every other. So
     does the cond of `optax.MultiSteps`, whose predicate is the constant False unless
     steps are to be skipped. A jit that constrains shardings is left as it is.
+
+    Args:
+      closed: The jaxpr.
+      once: Whether its equations are part of no other program, so that its variables
+        can stay.
     """
     builder = Builder()
     invars = list(closed.jaxpr.invars)
-    outvars = builder.inline(closed, invars)
+    outvars = builder.inline(closed, invars, once=once)
     # The names of arguments and results are those of a function that is taken apart.
     debug_info = closed.jaxpr.debug_info.with_unknown_names()
     return Program(builder.equations, builder.constants, invars, outvars, debug_info)

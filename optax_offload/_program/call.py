@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching
 
 from optax_offload import _compat, _memory
 from optax_offload._lowered import Argument
+from optax_offload._program.build import Builder
 from optax_offload._program.graph import Atom, bound, evaluate, read
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.update import Input, Update
@@ -125,15 +126,40 @@ def _bind(what: Call, data: Sequence[Any]) -> list[Any]:
 
 
 def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
-    """The plain equations of a call, by which JAX learns whether anything is moved."""
+    """The plain equations of a call, by which JAX learns whether anything is moved.
+
+    They are the update's own, between what loads and what stores: traced once more,
+    they would take as long as the update did, and be kept beside it.
+
+    Args:
+      what: The call.
+      data: Its arguments, or their types.
+    """
+    program = what.update.program
     on_device = _memory.as_on_device.value
+    kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
 
-    def meaning(*data: Any) -> list[Any]:
-        loaded = [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
-        kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
-        return key_data(_memory.transfer_all(what.plain(loaded), kinds))
+    def load(*data: Any) -> list[Any]:
+        return [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
 
-    return jax.make_jaxpr(meaning)(*data)
+    def store(*results: Any) -> list[Any]:
+        return key_data(_memory.transfer_all(results, kinds))
+
+    builder = Builder(program.constants)
+    invars = [jex.Var(_memory.type_of(x)) for x in data]
+    builder.rename(program.invars, builder.trace(load, *invars))
+    for e in program.equations:
+        builder.add(e)
+    outvars = builder.trace(store, *builder.read_all(program.outvars))
+    jaxpr = jex.Jaxpr(
+        constvars=list(builder.constants),
+        invars=invars,
+        outvars=outvars,
+        eqns=builder.equations,
+        effects=frozenset(x for e in builder.equations for x in e.effects),
+        debug_info=program.debug_info,
+    )
+    return jex.ClosedJaxpr(jaxpr, list(builder.constants.values()))
 
 
 def equation_of(

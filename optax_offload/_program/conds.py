@@ -19,7 +19,6 @@ from optax_offload._program.graph import (
     Components,
     Program,
     dtype,
-    live,
     shape,
     variables,
 )
@@ -95,7 +94,7 @@ def _restricted(
         program = dataclasses.replace(
             program, outvars=[program.outvars[k] for k in results]
         )
-        equations = [program.equations[i] for i in live(program)]
+        equations = [program.equations[i] for i in program.live]
         smaller.append(dataclasses.replace(program, equations=equations))
     used = {
         i

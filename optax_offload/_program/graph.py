@@ -56,7 +56,17 @@ class Program:
     def used(self) -> frozenset[jex.Var]:
         """The variables that equations take or that are results."""
         used = {v for e in self.equations for v in variables(e.invars)}
-        return frozenset(used.union(variables(self.outvars)))
+        return self.results.union(used)
+
+    @functools.cached_property
+    def results(self) -> frozenset[jex.Var]:
+        """The variables that are results."""
+        return frozenset(variables(self.outvars))
+
+    @functools.cached_property
+    def live(self) -> Sequence[int]:
+        """The positions of the equations that a result or an effect needs, in order."""
+        return needed(self.equations, self.results, effects=True)
 
 
 def needed(
@@ -82,11 +92,6 @@ def needed(
             found.append(i)
             missing.update(v for v in variables(e.invars) if v not in known)
     return found[::-1]
-
-
-def live(program: Program) -> list[int]:
-    """The positions of the equations that a result or an effect needs, in order."""
-    return needed(program.equations, variables(program.outvars), effects=True)
 
 
 def ordered(program: Program, equations: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:

@@ -39,7 +39,7 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
     and from itself. Results to which only multiples of the argument lead, as a gradient
     that weight decay is part of, come last.
     """
-    program = flatten(closed)
+    program = flatten(closed, once=True)
     resting = {
         v for v, x in zip(program.invars, types, strict=True) if _memory.on_host(x)
     }

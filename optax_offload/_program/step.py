@@ -26,7 +26,6 @@ from optax_offload._program.graph import (
     Atom,
     Program,
     in_pairs,
-    live,
     passed_on,
     variables,
 )
@@ -130,7 +129,7 @@ class Step:
     @functools.cached_property
     def live(self) -> frozenset[int]:
         """The equations that a result or an effect needs, as positions."""
-        return frozenset(live(self.program))
+        return frozenset(self.program.live)
 
     @functools.cached_property
     def origins(self) -> Mapping[jex.Var, Sequence[Origin]]:
@@ -247,7 +246,7 @@ def in_equations(
       checkpoints: Whether those of all `jax.checkpoint` are among them, and not only
         those around scans.
     """
-    outer = flatten(closed)
+    outer = flatten(closed, once=True)
     taken = _Taken(outer, checkpoints)
     for e in outer.equations:
         taken.take(e)

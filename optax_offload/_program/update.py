@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
 from optax_offload._program.build import flatten
-from optax_offload._program.graph import Program, live
+from optax_offload._program.graph import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,12 @@ class Update:
         """The positions of the outputs that go to host memory."""
         return [k for k, output in enumerate(self.outputs) if output.stored]
 
+    @functools.cached_property
+    def encoded(self) -> frozenset[int]:
+        """The positions of the inputs that hold codes of 8 bits."""
+        encoded = (o.alias for o in self.outputs if o.holds_codes)
+        return frozenset(i for i in encoded if i is not None)
+
     @property
     def paths(self) -> list[str]:
         """The path of each output."""
@@ -141,7 +148,7 @@ class Update:
         program = dataclasses.replace(
             self.program, outvars=outvars, equations=equations
         )
-        equations = [equations[i] for i in live(program)]
+        equations = [equations[i] for i in program.live]
         used = set(dataclasses.replace(program, equations=equations).used)
         outputs = [self.outputs[k] for k in wanted]
         # State is written into the buffer of the old, whether that is read or not. An
@@ -186,7 +193,7 @@ def trace(
     leaves, structure = jax.tree.flatten(args)
     types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    program = flatten(closed)
+    program = flatten(closed, once=True)
     with_paths, out_structure = _trees.flatten_with_path(out)
     made = [
         (_trees.path_string(keys[1:]), a.aval)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload._program import Atom, Program, shape, variables
+from optax_offload._program import Atom, Program, shape
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.rules.registry import NotRowLocalError
 
@@ -36,7 +36,7 @@ def analyze(
       NotRowLocalError: The message names the equation that mixes rows.
     """
     analysis = Analysis(_row_count(loads), program.equations, program.producers)
-    analysis.whole = set(variables(program.outvars))
+    analysis.whole = program.results
     for v, axis in loads.items():
         analysis.mark(v, axis)
     for i in positions:
@@ -73,7 +73,7 @@ def analyze_made(program: Program, outputs: Mapping[jex.Var, int]) -> RowLocal:
       NotRowLocalError: The message names the equation that mixes rows.
     """
     analysis = Analysis(_row_count(outputs), program.equations, program.producers)
-    analysis.whole = set(variables(program.outvars)).difference(outputs)
+    analysis.whole = program.results.difference(outputs)
     analysis.follow_all = True
     for v, axis in outputs.items():
         analysis.demand(v, axis)

@@ -22,7 +22,6 @@ from optax_offload._program import (
     Program,
     flatten,
     in_pairs,
-    live,
     shape,
     variables,
 )
@@ -109,7 +108,7 @@ def _with_scans(
         constvars=list(constants),
         invars=made.invars,
         outvars=made.outvars,
-        eqns=[made.equations[i] for i in live(made)],
+        eqns=[made.equations[i] for i in made.live],
         effects=closed.jaxpr.effects,
         debug_info=closed.jaxpr.debug_info,
     )

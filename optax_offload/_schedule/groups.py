@@ -19,7 +19,6 @@ from optax_offload._program import (
     Program,
     Update,
     ancestors,
-    live,
     shape,
     variables,
 )
@@ -61,7 +60,7 @@ def group(update: Update) -> Grouping:
     members, alone = _members(update, loads, components)
     equations: dict[int, list[int]] = {component: [] for component in members}
     shared: list[int] = []
-    for i in components.equations:
+    for i in program.live:
         of = components.of
         used = variables(program.equations[i].invars)
         component = next((of[v] for v in used if v in of), None)
@@ -124,7 +123,7 @@ def _made_together(program: Program, of: Mapping[jex.Var, int]) -> dict[jex.Var,
     """Numbers arrays that no load leads to, alike where an equation joins them."""
     joined = Components[int]()
     numbered: dict[jex.Var, int] = {}
-    for i in live(program):
+    for i in program.live:
         e = program.equations[i]
         results = [v for v in e.outvars if shape(v) and v not in of]
         if results:
@@ -143,20 +142,17 @@ class _Components:
       of: The component of each variable that depends on a load. Variables that a live
         equation joins share one.
       ties: The equations that joined two variables, by component.
-      equations: The live equations, as positions.
     """
 
     of: Mapping[jex.Var, int]
     ties: Mapping[int, Sequence[jex.JaxprEqn]]
-    equations: Sequence[int]
 
 
 def _components(program: Program, loads: Sequence[int]) -> _Components:
     joined = Components[int]()
     node_of = {program.invars[i]: node for node, i in enumerate(loads)}
     joints: list[tuple[int, jex.JaxprEqn]] = []
-    equations = live(program)
-    for i in equations:
+    for i in program.live:
         e = program.equations[i]
         used = variables(e.invars)
         nodes = sorted({joined.of(node_of[v]) for v in used if v in node_of})
@@ -168,7 +164,7 @@ def _components(program: Program, loads: Sequence[int]) -> _Components:
     ties = {joined.of(node): list[jex.JaxprEqn]() for node in range(len(loads))}
     for node, e in joints:
         ties[joined.of(node)].append(e)
-    return _Components({v: joined.of(n) for v, n in node_of.items()}, ties, equations)
+    return _Components({v: joined.of(n) for v, n in node_of.items()}, ties)
 
 
 def _members(
@@ -214,8 +210,7 @@ def _whole(
     """A group, before it is known whether it can be sliced."""
     program = update.program
     several = len([k for k in outputs if update.outputs[k].is_update]) > 1
-    encoded = {o.alias for o in update.outputs if o.holds_codes}
-    loaded = [(program.invars[i].aval, i in encoded) for i in loads]
+    loaded = [(program.invars[i].aval, i in update.encoded) for i in loads]
     stored = [
         (program.outvars[k].aval, update.outputs[k].holds_codes)
         for k in outputs

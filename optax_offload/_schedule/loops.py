@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
@@ -110,7 +111,7 @@ class Loop:
         """The bytes of a slice of each group, or of all of it, on each device."""
         return tuple(m.nbytes for m in self.members)
 
-    @property
+    @functools.cached_property
     def members(self) -> tuple[Member, ...]:
         """The groups, each with its slices."""
         return _members(self.groups, self.rows)
@@ -128,6 +129,29 @@ class Loop:
             for at, (group, rows, _) in enumerate(self.members)
             if rows is not None and group.rows > self.slices * rows
         )
+
+    @functools.cached_property
+    def cost(self) -> float:
+        """The time that it takes, in bytes that the link could move in one direction.
+
+        Costs are whole numbers, so that of loops that take equally long every machine
+        chooses the same.
+
+        A part is loaded while the one before is stored, which takes as long as the
+        larger of them. Exceptions are the first and the last of an iteration, and those
+        of a group in one part, which is loaded again only when it has been stored.
+        Nothing runs beside the rows that remain when a loop has ended.
+        """
+        updates = [
+            (m.group, m.nbytes + LINK.latency_bytes * len(m.group.loads))
+            for m in self.members
+        ]
+        parts = [u / len(g.parts) for g, u in updates for _ in g.parts] * self.unroll
+        iteration = parts[0] + sum(map(max, parts, parts[1:])) + parts[-1]
+        total = self.trip_count * iteration + LINK.bytes_in(LOOP_SECONDS)
+        in_turn = (u for g, u in updates if not g.parts[1:])
+        left = sum(updates[rest.group][1] for rest in self.remainders)
+        return max(total, 2 * self.slices * max(in_turn, default=0)) + 2 * left
 
     def inputs(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to run the loop."""
@@ -184,29 +208,6 @@ def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
     return earlier.parts[n].outputs if like else earlier.outputs
 
 
-def cost(loop: Loop) -> float:
-    """The time of a loop, in bytes that the link could move in one direction.
-
-    Costs are whole numbers, so that of loops that take equally long every machine
-    chooses the same.
-
-    A part is loaded while the one before is stored, which takes as long as the larger
-    of them. Exceptions are the first and the last of an iteration, and those of a group
-    in one part, which is loaded again only when it has been stored. Nothing runs beside
-    the rows that remain when a loop has ended.
-    """
-    updates = [
-        (m.group, m.nbytes + LINK.latency_bytes * len(m.group.loads))
-        for m in loop.members
-    ]
-    parts = [u / len(g.parts) for g, u in updates for _ in g.parts] * loop.unroll
-    iteration = parts[0] + sum(map(max, parts, parts[1:])) + parts[-1]
-    total = loop.trip_count * iteration + LINK.bytes_in(LOOP_SECONDS)
-    in_turn = (u for g, u in updates if not g.parts[1:])
-    left = sum(updates[rest.group][1] for rest in loop.remainders)
-    return max(total, 2 * loop.slices * max(in_turn, default=0)) + 2 * left
-
-
 def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     """The fastest loop of which two slices, or leaves, fit into the window.
 
@@ -228,7 +229,7 @@ def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
         loops += _slice_loops(groups, window_bytes, bound)
     elif not several and not whole:
         return _loop_of(groups, 1, (), window_bytes)
-    return min(loops, key=cost, default=None)
+    return min(loops, key=lambda loop: loop.cost, default=None)
 
 
 def _in_order(groups: Sequence[Group]) -> Sequence[Group]:

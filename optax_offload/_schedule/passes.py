@@ -20,7 +20,6 @@ from optax_offload._program import (
     ancestors,
     dependents,
     facts,
-    live,
     shape,
     variables,
 )
@@ -72,7 +71,7 @@ def _sums(update: Update, loads: Collection[int]) -> list[jex.Var]:
     loaded = dependents(program, [program.invars[i] for i in loads])
     late: set[jex.Var] = set()
     found: list[jex.Var] = []
-    for i in live(program):
+    for i in program.live:
         e = program.equations[i]
         used = variables(e.invars)
         if not late.isdisjoint(used):
@@ -91,7 +90,7 @@ def _reading(update: Update, sums: Sequence[jex.Var]) -> Update:
     """A pass that computes what is reduced, and stores nothing."""
     program = dataclasses.replace(update.program, outvars=[*sums])
     outputs = [Output(_path(update, v), "device", None, is_update=False) for v in sums]
-    equations = [program.equations[i] for i in live(program)]
+    equations = [program.equations[i] for i in program.live]
     program = dataclasses.replace(program, equations=equations)
     return dataclasses.replace(update, program=program, outputs=tuple(outputs))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from optax_offload._schedule.group import Group
-from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, Loop, cost, fastest
+from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, Loop, fastest
 
 # Loops of one group each may start when its gradient is there, those that need two or
 # more no compiler starts as early (F63). They may take so many times as long: 1.25
@@ -39,7 +39,7 @@ def stages(
 
 
 def _cost_of(stages: Sequence[Group | Loop]) -> float:
-    return sum(cost(stage) for stage in stages if isinstance(stage, Loop))
+    return sum(stage.cost for stage in stages if isinstance(stage, Loop))
 
 
 def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group | Loop]:
@@ -56,8 +56,8 @@ def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group |
         alone = _alone(group, window_bytes)
         for at in reversed(range(len(unfilled))):
             joined = fastest([*unfilled[at].groups, group], window_bytes)
-            apart = cost(unfilled[at]) + cost(alone)
-            if joined and cost(joined) <= apart:
+            apart = unfilled[at].cost + alone.cost
+            if joined and joined.cost <= apart:
                 unfilled[at] = joined
                 break
         else:

@@ -5,7 +5,6 @@ import pytest
 from updates import plan_of, stacked, traced
 
 from optax_offload import _compat
-from optax_offload._schedule import loops
 from optax_offload._schedule import schedule as scheduled
 from optax_offload._schedule.loops import Loop, Remainder
 
@@ -177,7 +176,7 @@ def test_large_slices_do_not_alternate_with_small_ones():
     small, large = sorted(schedule.groups, key=lambda group: group.nbytes)
 
     def cost(*groups):
-        return loops.cost(Loop(groups, 12, (2,) * len(groups), 6, ()))
+        return Loop(groups, 12, (2,) * len(groups), 6, ()).cost
 
     assert cost(small, small) < 2 * cost(small)
     assert cost(small, large) > cost(small) + cost(large)
