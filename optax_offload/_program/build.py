@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.core
 import numpy as np
 from jax.extend import core as jex
 
+from optax_offload import _memory
 from optax_offload._program.bodies import of_call
 from optax_offload._program.graph import Atom, Program, bound
 from optax_offload._program.primitives import facts
@@ -31,6 +33,8 @@ class Builder:
         self._names: dict[jex.Var, Atom] = {}
         # Scalars of which the value is known.
         self._known: dict[jex.Var, Any] = {}
+        # Many leaves are of a type, and tracing takes its time.
+        self._moves: dict[tuple[Any, str], jex.JaxprEqn] = {}
         self.close_over(constants or {})
 
     def close_over(self, constants: Mapping[jex.Var, Any]) -> None:
@@ -131,6 +135,20 @@ class Builder:
         """
         closed = jax.make_jaxpr(fn)(*(a.aval for a in operands))
         return self.inline(closed, operands, once=True)
+
+    def move(self, a: Atom, memory_kind: str) -> Atom:
+        """Returns the value of an atom in a memory; random keys stay where they are."""
+        here = _memory.kind_of_type(a.aval) == memory_kind
+        if here or _memory.movable_nbytes(a.aval) is None:
+            return a
+        how = a.aval, memory_kind
+        if how not in self._moves:
+            move = functools.partial(_memory.transfer, memory_kind=memory_kind)
+            (self._moves[how],) = jax.make_jaxpr(move)(a.aval).jaxpr.eqns
+        e = self._moves[how]
+        result = jex.Var(e.outvars[0].aval)
+        self.equations.append(e.replace(invars=[self.read(a)], outvars=[result]))
+        return result
 
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
         """Returns the body to inline for an equation, if it has one, and operands."""

@@ -138,19 +138,18 @@ def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
     program = what.update.program
     on_device = _memory.as_on_device.value
     kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
-
-    def load(*data: Any) -> list[Any]:
-        return [_memory.transfer(x, "device") for x in what.given.keys(list(data))]
-
-    def store(*results: Any) -> list[Any]:
-        return key_data(_memory.transfer_all(results, kinds))
-
     builder = Builder(program.constants)
-    invars = [jex.Var(_memory.type_of(x)) for x in data]
-    builder.rename(program.invars, builder.trace(load, *invars))
+    invars: list[Atom] = [jex.Var(_memory.type_of(x)) for x in data]
+    given = invars
+    if what.given.impls:
+        given = builder.trace(lambda *x: what.given.keys(list(x)), *given)
+    builder.rename(program.invars, [builder.move(a, "device") for a in given])
     for e in program.equations:
         builder.add(e)
-    outvars = builder.trace(store, *builder.read_all(program.outvars))
+    moved = zip(builder.read_all(program.outvars), kinds, strict=True)
+    outvars = [builder.move(a, kind) for a, kind in moved]
+    if any(_memory.movable_nbytes(a.aval) is None for a in outvars):
+        outvars = builder.trace(lambda *x: key_data(x), *outvars)
     jaxpr = jex.Jaxpr(
         constvars=list(builder.constants),
         invars=invars,

@@ -299,8 +299,6 @@ class _Taken:
         self._loaded: set[Atom] = set()
         self.builder = Builder(outer.constants)
         self.inlined_updates: list[InlinedUpdate] = []
-        # Many leaves are of a type, and tracing takes its time.
-        self._moves: dict[tuple[Any, str], jex.ClosedJaxpr] = {}
 
     def take(self, e: jex.JaxprEqn) -> None:
         """Takes an equation, or an update's own in its place."""
@@ -349,7 +347,7 @@ class _Taken:
         program, builder = what.update.program, self.builder
         first = len(builder.equations)
         builder.close_over(program.constants)
-        builder.rename(program.invars, [self._moved(a, "device") for a in operands])
+        builder.rename(program.invars, [builder.move(a, "device") for a in operands])
         for e in program.equations:
             builder.add(e, [jex.Var(v.aval) for v in e.outvars])
             for v in e.outvars:
@@ -357,7 +355,7 @@ class _Taken:
                     predicate, value = dropped[v]
                     builder.rename([v], [self._zero_if(predicate, value, v)])
         results = [
-            self._moved(builder.read(program.outvars[k]), output.memory_kind)
+            builder.move(builder.read(program.outvars[k]), output.memory_kind)
             for k, output in enumerate(what.update.outputs)
         ]
         inside = [*program.invars, *(v for e in program.equations for v in e.outvars)]
@@ -384,17 +382,6 @@ class _Taken:
         """A random key, given its data."""
         (key,) = self.builder.trace(lambda x: jax.random.wrap_key_data(x, impl=impl), a)
         return key
-
-    def _moved(self, a: Atom, memory_kind: str) -> Atom:
-        """Returns the value of an atom in a memory."""
-        if _memory.kind_of_type(a.aval) == memory_kind or _is_key(a):
-            return a
-        how = a.aval, memory_kind
-        if how not in self._moves:
-            move = functools.partial(_memory.transfer, memory_kind=memory_kind)
-            self._moves[how] = jax.make_jaxpr(move)(a.aval)
-        (result,) = self.builder.inline(self._moves[how], [a])
-        return result
 
 
 def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
@@ -425,10 +412,6 @@ def _split(what: Call) -> Call:
     return dataclasses.replace(
         what, update=dataclasses.replace(what.update, program=program)
     )
-
-
-def _is_key(a: Atom) -> bool:
-    return _memory.movable_nbytes(a.aval) is None
 
 
 def constrained(program: Program, v: jex.Var, x: Any) -> Any:
