@@ -139,7 +139,11 @@ def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
     on_device = _memory.as_on_device.value
     kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
     builder = Builder(program.constants)
-    invars: list[Atom] = [jex.Var(_memory.type_of(x)) for x in data]
+    types = map(_memory.type_of, data)
+    invars: list[Atom] = [
+        v if v.aval == aval else jex.Var(aval)
+        for v, aval in zip(program.invars, types, strict=True)
+    ]
     given = invars
     if what.given.impls:
         given = builder.trace(lambda *x: what.given.keys(list(x)), *given)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
@@ -58,28 +58,30 @@ def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Out
     never are: if an update has some, they and all that they take are evaluated in their
     place in the step, and not with the part of the update that remains.
     """
-    found = _rest(step, scans, fused, ())
-    whole = [v for node in found if node.left for v in _made_whole(step, node.left)]
-    return _rest(step, scans, fused, whole) if whole else found
+    made = list(replacements(step))
+    found = _rest(step, scans, fused, made)
+    whole = {v for node in found if node.left for v in _made_whole(step, node.left)}
+    inside = [x for x in made if x.result not in whole]
+    return _rest(step, scans, fused, inside) if whole else found
 
 
 def _rest(
     step: Step,
     scans: Collection[int],
     fused: Sequence[Fused],
-    apart: Collection[jex.Var],
+    inside: Iterable[Replacement],
 ) -> list[Outer]:
-    """Returns the rest, with some replacements made outside of updates."""
+    """Returns the rest, with these replacements made inside of updates."""
     program = step.program
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
     known = {v for i in sums for v in program.equations[i].outvars}
-    replacing = {x.result: x for x in replacements(step) if x.result not in apart}
+    replacing = {x.result: x for x in inside}
     # By the position of the last equation of the update that makes them.
     here: dict[int, list[Replacement]] = {}
     needed = {v for v in variables(program.outvars) if v not in results}
     # What is needed of an update beside what is left of it.
-    inside: set[jex.Var] = set()
+    beside: set[jex.Var] = set()
     found: list[Outer] = []
     for i in reversed(range(len(program.equations))):
         e = program.equations[i]
@@ -94,12 +96,12 @@ def _rest(
         if made is not None and made.result in needed:
             here.setdefault(made.inlined.positions[-1], []).append(made)
             continue
-        wanted = needed if inlined is None else inside
+        wanted = needed if inlined is None else beside
         if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
             found.append(Outer(i, tuple(step.reads(i))))
             needed.update(variables(e.invars))
             if inlined is not None:
-                inside.update(variables(e.invars))
+                beside.update(variables(e.invars))
     return found[::-1]
 
 

@@ -10,7 +10,7 @@ from updates import traced
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._program import Input, Output, Update, branches, live, variables
+from optax_offload._program import Input, Output, Update, branches, variables
 
 MOMENTS = r".*/(mu|nu)/.*"
 
@@ -33,7 +33,7 @@ def branches_of(tx, host=MOMENTS):
 def moved(update):
     """The names of the moments that a version loads."""
     program = update.program
-    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
+    used = {v for i in program.live for v in variables(program.equations[i].invars)}
     paths = {output.alias: output.path for output in update.outputs}
     return {paths[i].split("/")[-2] for i in update.loads if program.invars[i] in used}
 
@@ -129,7 +129,7 @@ def small(fn):
 def moved_in(version):
     """The loads that live equations of a version take."""
     program = version.program
-    used = {v for i in live(program) for v in variables(program.equations[i].invars)}
+    used = {v for i in program.live for v in variables(program.equations[i].invars)}
     return {i for i in version.loads if program.invars[i] in used}
 
 

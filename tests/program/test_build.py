@@ -212,3 +212,11 @@ def test_trace_adds_a_function():
     assert builder.equations[0].invars == [x]
     assert sine is builder.equations[0].outvars[0]
     assert tree is x
+
+
+def test_an_equation_that_stays_as_it_was_is_not_written_anew():
+    """Of what is used once, equations without a call before them are the same."""
+    closed = closed_of(lambda x: jnp.sin(x) * 2.0, VECTOR)
+    assert flatten(closed, once=True).equations == closed.jaxpr.eqns
+    anew = [v for e in flatten(closed).equations for v in e.outvars]
+    assert set(anew).isdisjoint(v for e in closed.jaxpr.eqns for v in e.outvars)

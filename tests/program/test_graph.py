@@ -15,7 +15,6 @@ from optax_offload._program import (
     dependents,
     described,
     evaluate,
-    live,
     needed,
     ordered,
     signature,
@@ -71,7 +70,7 @@ def printing(x):
 def test_live_has_effects_and_what_they_need():
     """An effect is needed though no result follows from it, what is unused is not."""
     program = program_of(printing, VECTOR)
-    found = named(program, live(program))
+    found = named(program, program.live)
     assert found[0] == "tan"
     assert found[-1] == "sin"
     assert len(found) == 3
@@ -82,7 +81,7 @@ def test_live_has_effects_and_what_they_need():
 def test_live_without_effects():
     """What no result follows from is not live."""
     program = program_of(diamond, VECTOR, VECTOR)
-    assert named(program, live(program)) == ["exp", "tanh", "add", "sin"]
+    assert named(program, program.live) == ["exp", "tanh", "add", "sin"]
 
 
 def test_ancestors_of_one_variable():

@@ -307,7 +307,7 @@ def test_rows_are_those_of_vmap(name, axis):
     axes = {program.invars[0]: axis}
     row_local = proof.analyze(program, positions, axes, program.outvars, {})
     env = dict(zip(program.invars, [x], strict=True)) | program.constants
-    rest = [i for i in _program.live(program) if i not in positions]
+    rest = [i for i in program.live if i not in positions]
     env |= _program.evaluate(program, rest, env.__getitem__)
 
     def some(v):
