@@ -72,7 +72,7 @@ class Builder:
           params: The parameters that change.
         """
         operands = self.read_all(e.invars)
-        changed: dict[str, Any] = {"params": e.params | params} if params else {}
+        changed: dict[str, Any] = {"params": {**e.params, **params}} if params else {}
         if any(a is not b for a, b in zip(operands, e.invars, strict=True)):
             changed["invars"] = operands
         if results is not None:

@@ -140,11 +140,11 @@ def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
     kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
     builder = Builder(program.constants)
     types = map(_memory.type_of, data)
-    invars: list[Atom] = [
+    invars = [
         v if v.aval == aval else jex.Var(aval)
         for v, aval in zip(program.invars, types, strict=True)
     ]
-    given = invars
+    given: Sequence[Atom] = invars
     if what.given.impls:
         given = builder.trace(lambda *x: what.given.keys(list(x)), *given)
     builder.rename(program.invars, [builder.move(a, "device") for a in given])
