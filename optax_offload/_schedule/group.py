@@ -112,6 +112,13 @@ class Group:
             raise TypeError(f"a group that is updated whole: {self.whole_reason}")
         return self.row_local
 
+    @property
+    def measures(self) -> Hashable:
+        """All that the slices of a loop and their order depend on: see `Loop.over`."""
+        rows = None if self.row_local is None else self.rows
+        counts = len(self.loads), len(self.parts)
+        return self.nbytes, *counts, rows, self.row_multiple, self.makes
+
     def reads(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to update the group."""
         aliases = [program.invars[alias] for alias in self.aliases]

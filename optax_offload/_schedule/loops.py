@@ -153,6 +153,10 @@ class Loop:
         left = sum(updates[rest.group][1] for rest in self.remainders)
         return max(total, 2 * self.slices * max(in_turn, default=0)) + 2 * left
 
+    def over(self, groups: Sequence[Group]) -> Loop:
+        """The loop for other groups, of which each measures as much as its own."""
+        return dataclasses.replace(self, groups=tuple(_in_order(groups)))
+
     def inputs(self, program: Program) -> list[jex.Var]:
         """The variables that it takes to run the loop."""
         return list(dict.fromkeys(v for g in self.groups for v in g.reads(program)))

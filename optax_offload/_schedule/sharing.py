@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from optax_offload._schedule.group import Group
 from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, Loop, fastest
@@ -33,7 +33,8 @@ def stages(
     shared = _in_shared_loops(groups, window_bytes)
     if at_once:
         return shared
-    apart = [_alone(g, window_bytes) if g.in_place else g for g in groups]
+    loops = _Loops(window_bytes)
+    apart = [loops.alone(g) if g.in_place else g for g in groups]
     slower = _cost_of(apart) > MOST_TIMES_APART * _cost_of(shared)
     return shared if slower else apart
 
@@ -49,13 +50,14 @@ def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group |
     """
     found: list[Group | Loop] = []
     unfilled: list[Loop] = []
+    loops = _Loops(window_bytes)
     for group in groups:
         if not group.in_place:
             found.append(group)
             continue
-        alone = _alone(group, window_bytes)
+        alone = loops.alone(group)
         for at in reversed(range(len(unfilled))):
-            joined = fastest([*unfilled[at].groups, group], window_bytes)
+            joined = loops.fastest([*unfilled[at].groups, group])
             apart = unfilled[at].cost + alone.cost
             if joined and joined.cost <= apart:
                 unfilled[at] = joined
@@ -70,7 +72,23 @@ def _in_shared_loops(groups: Sequence[Group], window_bytes: int) -> list[Group |
     return found + unfilled
 
 
-def _alone(group: Group, window_bytes: int) -> Loop:
-    alone = fastest([group], window_bytes)
-    assert alone is not None, "any group can be in a loop of its own"
-    return alone
+class _Loops:
+    """Loops over groups, looked for once for groups that measure as much."""
+
+    def __init__(self, window_bytes: int):
+        self._window_bytes = window_bytes
+        self._found: dict[Hashable, Loop | None] = {}
+
+    def fastest(self, groups: Sequence[Group]) -> Loop | None:
+        """The fastest loop over groups, if there is one."""
+        measures = tuple(group.measures for group in groups)
+        if measures not in self._found:
+            self._found[measures] = fastest(groups, self._window_bytes)
+        found = self._found[measures]
+        return None if found is None else found.over(groups)
+
+    def alone(self, group: Group) -> Loop:
+        """The fastest loop over one group."""
+        found = self.fastest([group])
+        assert found is not None, "any group can be in a loop of its own"
+        return found

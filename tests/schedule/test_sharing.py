@@ -4,8 +4,8 @@ import pytest
 
 from optax_offload import _compat
 from optax_offload._rows import RowLocal
-from optax_offload._schedule import Group, Loop, Part
-from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION
+from optax_offload._schedule import Group, Loop, Part, sharing
+from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, fastest
 from optax_offload._schedule.sharing import MOST_UNFILLED_LOOPS, stages
 
 MIB = 2**20
@@ -102,3 +102,33 @@ def test_nothing_to_do():
     """No group makes no stage."""
     assert stages([], MIB) == []
     assert stages([], MIB, at_once=True) == []
+
+
+def test_loops_are_looked_for_once_for_like_groups(monkeypatch):
+    """Of six hundred leaves there are as many loops as groups in the largest one."""
+    asked = []
+
+    def counted(groups, window_bytes):
+        asked.append(len(groups))
+        return fastest(groups, window_bytes)
+
+    monkeypatch.setattr(sharing, "fastest", counted)
+    found = stages([group(n, 16, 64 * 2**10) for n in range(600)], 16 * MIB, True)
+    most = UPDATES_IN_AN_ITERATION
+    assert loads(found) == [
+        [*range(n, min(n + most, 600))] for n in range(0, 600, most)
+    ]
+    assert sorted(asked) == [*range(1, most + 1)]
+
+
+def test_loops_over_like_groups_are_those_found_for_each(monkeypatch):
+    """In their order too, where some groups are larger than others."""
+    sizes = [(16, 64 * 2**10, 1), (64, MIB, 2), (128, 3 * MIB, 1), (64, MIB, 1)]
+    groups = [
+        group(n, rows, nbytes, parts=parts)
+        for n, (rows, nbytes, parts) in enumerate(sizes * 40)
+    ]
+    found = stages(groups, 16 * MIB, True)
+    monkeypatch.setattr(Group, "measures", property(id))
+    assert found == stages(groups, 16 * MIB, True)
+    assert len(found) > 4
