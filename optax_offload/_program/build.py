@@ -73,7 +73,7 @@ class Builder:
         """
         operands = self.read_all(e.invars)
         changed: dict[str, Any] = {"params": {**e.params, **params}} if params else {}
-        if any(a is not b for a, b in zip(operands, e.invars, strict=True)):
+        if operands != list(e.invars):  # Atoms are equal only to themselves.
             changed["invars"] = operands
         if results is not None:
             self.rename(e.outvars, results)
