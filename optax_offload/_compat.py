@@ -123,7 +123,7 @@ def check_inside(
 
     Args:
       primitive: The primitive of the equation.
-      body: What the equation means, given its parameters.
+      body: What the equation means, given the types of its operands, and parameters.
     """
     check: Any = _checkify.checkify_jaxpr
     # Between 0.10.2 and 0.12.0.1 a context has come before the other arguments.
@@ -131,7 +131,8 @@ def check_inside(
 
     def rule(*args: Any, **params: Any) -> Any:
         context, (error, enabled, *values) = args[:first], args[first:]
-        return check(*context, body(**params), enabled, error, *values)
+        body_of = body(*map(jax.typeof, values), **params)
+        return check(*context, body_of, enabled, error, *values)
 
     _checkify.error_checks[primitive] = rule
 

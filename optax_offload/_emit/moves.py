@@ -1,6 +1,7 @@
 """The only loads and stores: between where a value rests and where it is used.
 
-And the row kernel, which loads, computes and stores rows, in a loop or inside a scan.
+And the row kernel, which loads, computes and stores rows, in a loop or inside a scan;
+and scans of rows at rest, which no plan has taken up.
 """
 
 from __future__ import annotations
@@ -12,10 +13,13 @@ from typing import Any, TypeVar
 import jax
 from jax import lax
 from jax.extend import core as jex
+from jax.extend.core import primitives
+from jax.interpreters import mlir
 
 from optax_offload import _memory, _tpu_layout
+from optax_offload._compat import scan_counts
 from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import bound
+from optax_offload._program import Builder, bound, resting_scan, transform_as
 
 T = TypeVar("T")
 
@@ -151,3 +155,31 @@ class RowKernel:
             for v, leaf in self.operands.items()
         ]
         return bound(self.results, self.compute(*operands))
+
+
+def _scanned(
+    *values: Any, jaxpr: jex.ClosedJaxpr, stored: Sequence[int], **params: Any
+) -> list[Any]:
+    """The results of a scan of rows at rest, of which each turn moves its own."""
+    body, builder = jaxpr.jaxpr, Builder()
+    taken = list(body.invars)
+    for n in range(sum(scan_counts(params)), len(taken)):
+        v = taken[n]
+        if _memory.on_host(values[n]) and not _memory.on_host(v.aval):
+            taken[n] = jex.Var(_memory.host_type(v.aval))
+            builder.rename([v], builder.trace(load_whole, taken[n]))
+    for e in body.eqns:
+        builder.add(e)
+    results = builder.read_all(body.outvars)
+    for k in stored:
+        (results[k],) = builder.trace(lambda y: store(y, "pinned_host"), results[k])
+    moved = body.replace(invars=taken, eqns=builder.equations, outvars=results)
+    closed = jex.ClosedJaxpr(moved, jaxpr.consts)
+    return primitives.scan_p.bind(*values, jaxpr=closed, **params)
+
+
+transform_as(resting_scan, _scanned)
+# Where it is, as one that JAX made.
+mlir.register_lowering(
+    resting_scan, mlir.lower_fun(_scanned, multiple_results=True), cacheable=False
+)

@@ -14,10 +14,17 @@ from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
-from optax_offload._emit.moves import Leaf, RowKernel, load_whole, rows_of, together
+from optax_offload._emit.moves import (
+    Leaf,
+    RowKernel,
+    load_whole,
+    rows_of,
+    store,
+    together,
+)
 from optax_offload._lowered import Sharded, constrain
 from optax_offload._program import Program, bound, read
-from optax_offload._rows import Kernel, body_on_device, kernel_of
+from optax_offload._rows import Kernel, kernel_of
 from optax_offload._schedule import Pipeline, RowUpdate, Scan
 
 Env = Mapping[jex.Var, Any]
@@ -98,21 +105,13 @@ class ScanLoop:
             for after, before in u.fused.replaced.items()
             if before is not None
         }
-        # What rows are stored into; the body stores those that are kept by itself.
+        # What rows are stored into, of those that are kept as the turn has stored them.
         self._leaves = {
             v: unit.target(v, sharded) for unit in self._units for v in unit.results
         }
         for v in (*turn.kept, *turn.waiting):
             by_us = v in turn.waiting or v in turn.delayed
             self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
-        loaded = {*turn.ahead, *turn.loaded}
-        delayed = {v for v in turn.kept if v in turn.delayed}
-        taken, given = scan.body.rows_taken, scan.body.rows_given
-        self._body = body_on_device(
-            scan.body.closed,
-            [i for i, a, _ in taken if isinstance(a, jex.Var) and a in loaded],
-            [k for k, v, _ in given if v in delayed],
-        )
 
     def run(self) -> dict[jex.Var, Any]:
         """Evaluates the scan, and returns the values that it and updates define."""
@@ -236,7 +235,7 @@ class ScanLoop:
           state: The values that the iteration before has handed on.
           buffers: The buffers that rows are written into, by name.
         """
-        scan, turn, body = self._scan, self._turn, self._body
+        turn, body = self._turn, self._scan.body
         i, carry, rows_now = self._position(number), state.carry, state.ahead
         if turn.in_turn:
             then, carry, rows_now = self._begun(then, carry, rows_now)
@@ -245,13 +244,18 @@ class ScanLoop:
         # Nothing is written into a buffer before what is loaded from it is there.
         read = loaded | bound(turn.ahead, ahead)
         loaded |= bound(turn.ahead, rows_now)
-        xs = [self._x(a, i, buffers, loaded) for a in scan.body.xs]
-        consts = [self._read(a) for a in scan.body.consts]
-        results = jax.core.eval_jaxpr(body.jaxpr, body.consts, *consts, *carry, *xs)
+        xs = [self._x(a, i, buffers, loaded) for a in body.xs]
+        for n, x in enumerate(body.rows_taken):
+            xs[n] = load_whole(xs[n]) if x.rests else xs[n]
+        given = [*map(self._read, body.consts), *carry, *xs]
+        results = jax.core.eval_jaxpr(body.jaxpr, body.closed.consts, *given)
+        for x in body.stores:
+            if x.stack not in turn.delayed:
+                results[x.position] = store(results[x.position], "pinned_host")
         count = len(carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
-            for v, y in bound(scan.body.stacked, results[count:]).items()
+            for v, y in bound(body.stacked, results[count:]).items()
         }
         # Else every device adds all of a gradient up for its norm, and what waits is
         # made anew on the host.

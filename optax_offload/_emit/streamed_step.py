@@ -14,13 +14,13 @@ from typing import Any
 import jax
 import jax.core
 from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
 from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
-from optax_offload._program import Atom, Step, bound, run_now
+from optax_offload._program import Atom, Step, bound, transform_as
 from optax_offload._schedule import FusedStep, for_tpu
 
 
@@ -139,12 +139,6 @@ def _plain(*given: Any, jaxpr: jex.Jaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr, given[count:], *given[:count])
 
 
-def _as_arguments(jaxpr: jex.Jaxpr, **_: Any) -> jex.ClosedJaxpr:
-    """The step as it was, of its arguments and of what it closes over."""
-    types = [v.aval for v in (*jaxpr.invars, *jaxpr.constvars)]
-    return jax.make_jaxpr(lambda *given: _plain(*given, jaxpr=jaxpr))(*types)
-
-
 def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) -> Any:
     plan, operands = what.plan, what.operands
     found = arguments(ctx, given)
@@ -169,32 +163,12 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     return lower(ctx, fn, found, given)
 
 
-def _batched(given: Any, dims: Any, **params: Any) -> Any:
-    results = jax.vmap(lambda *x: _plain(*x, **params), in_axes=tuple(dims))(*given)
-    return results, [0] * len(results)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-    """Makes no tangents of values that have none."""
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of(*values: Any) -> list[Any]:
-        moved = bound(moving, values)
-        given = [moved.get(i, x) for i, x in enumerate(primals)]
-        return _plain(*given, **params)
-
-    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
 _step = jex.Primitive("streamed_step")
 _step.multiple_results = True
 # With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when
 # it binds them, which is when the step is lowered.
 _step.is_high = lambda *_, **__: False
-_step.def_impl(run_now(_step, _plain))
 _step.def_effectful_abstract_eval(_types)
 # Not as a function of its own, in which nothing would be an argument of the program.
 mlir.register_lowering(_step, _lower, cacheable=False)
-batching.primitive_batchers[_step] = _batched
-ad.primitive_jvps[_step] = _jvp
-_compat.check_inside(_step, _as_arguments)
+transform_as(_step, _plain)

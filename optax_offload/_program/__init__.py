@@ -23,7 +23,7 @@ from optax_offload._program.call import (
     called,
     equation_of,
     offloaded_update,
-    run_now,
+    transform_as,
 )
 from optax_offload._program.conds import selections
 from optax_offload._program.graph import (
@@ -51,10 +51,10 @@ from optax_offload._program.primitives import (
     LAYOUT,
     facts,
     handed_on,
-    is_store,
     is_transfer,
 )
 from optax_offload._program.remats import scans
+from optax_offload._program.resting_scans import resting_scan, with_rows
 from optax_offload._program.step import (
     InlinedUpdate,
     Step,
@@ -108,7 +108,6 @@ __all__ = [
     "has_update",
     "in_equations",
     "in_pairs",
-    "is_store",
     "is_transfer",
     "keeps_state",
     "key_data",
@@ -118,14 +117,16 @@ __all__ = [
     "offloaded_update",
     "ordered",
     "read",
-    "run_now",
+    "resting_scan",
     "scans",
     "selections",
     "shape",
     "signature",
     "take_apart",
     "trace",
+    "transform_as",
     "variables",
     "with_bodies",
+    "with_rows",
     "within",
 ]

@@ -1,8 +1,9 @@
 """A step that was traced as if all were on the device, with what rests on the host.
 
 An argument in host memory is used as if it were on the device. A scan takes it row by
-row, and loads each in its body; an update takes it where it is; any other use loads all
-of it, just before. A result that replaces it returns to where it rests.
+row, and each is loaded for it (`resting_scans.py`); an update takes it where it is; any
+other use loads all of it, just before. A result that replaces it returns to where it
+rests.
 
 Values that a scan would stack of rows at rest, such as the casts that the backward pass
 takes, are not stacked: their readers load the rows again.
@@ -28,6 +29,7 @@ from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.graph import bound, in_pairs, read, variables
 from optax_offload._program.primitives import facts
 from optax_offload._program.replaced import returning
+from optax_offload._program.resting_scans import scan_at_rest
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 from optax_offload._program.wanted import (
     Wanted,
@@ -312,11 +314,11 @@ class _Walk:
         ]
         kept = [i in wanted.updated for i in at.xs]
         made = made_of_rows(turn, xs, kept)
-        # Each once, whoever takes it.
-        sources: dict[int, Any] = {}
-        for x in xs:
+        # Each once, whoever takes it: loaded, or as it is.
+        sources: dict[tuple[int, bool], Any] = {}
+        for x, keep in zip(xs, kept, strict=True):
             for one in x.sources if isinstance(x, RowValue) else (x,):
-                sources.setdefault(id(one), one)
+                sources.setdefault((id(one), keep or not rests(one)), one)
         length = e.params["length"]
         for x, keep in zip(xs, kept, strict=True):
             taken = x.sources if isinstance(x, RowValue) else (x,)
@@ -325,10 +327,10 @@ class _Walk:
                 before = self._again.get(self._of(one), 1)
                 self._again[self._of(one)] = max(before, self._times)
 
-        def row(x: Any, keep: bool, rows: Mapping[int, Any]) -> Any:
+        def row(x: Any, keep: bool, rows: Mapping[tuple[int, bool], Any]) -> Any:
             if isinstance(x, RowValue):
-                return x.row([_on_device(rows[id(one)]) for one in x.sources])
-            return rows[id(x)] if keep else _on_device(rows[id(x)])
+                return x.row([rows[id(one), False] for one in x.sources])
+            return rows[id(x), keep or not rests(x)]
 
         def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
             self._times = around * length
@@ -339,17 +341,18 @@ class _Walk:
                 closed.jaxpr, closed.consts, [*consts, *carry, *own]
             )
             after, ys = turn.given(results)
+            rows = bound(turn.stacked, ys).items()
             return _memory.transfer_all(after, kinds), [
-                _memory.transfer(y, "pinned_host") if v in stored else y
-                for v, y in zip(turn.stacked, ys, strict=True)
-                if v not in made
+                y for v, y in rows if v not in made
             ]
 
         params, around = e.params, self._times
-        after, stacked = lax.scan(
+        after, stacked = scan_at_rest(
             body,
             carry,
             list(sources.values()),
+            loaded=[not as_is for _, as_is in sources],
+            stored=[v in stored for v in turn.stacked if v not in made],
             length=length,
             reverse=params["reverse"],
             unroll=params["unroll"],

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload import _compat, _memory
 
 T = TypeVar("T")
 
@@ -63,6 +63,11 @@ class Row(NamedTuple):
     position: int
     stack: Any
     row: Any
+
+    @property
+    def rests(self) -> bool:
+        """Whether what it is a row of rests on the host, and it is on the device."""
+        return _memory.on_host(self.stack.aval) and not _memory.on_host(self.row.aval)
 
 
 class Given(NamedTuple, Generic[T]):
@@ -159,6 +164,16 @@ class Body:
         of = range(len(self.carried), len(self.equation.outvars))
         return list(map(Row, of, self.stacked, rows))
 
+    @property
+    def loads(self) -> list[Row]:
+        """The rows that are loaded for a turn: it takes them on the device."""
+        return [x for x in self.rows_taken if x.rests]
+
+    @property
+    def stores(self) -> list[Row]:
+        """The rows that are stored for a turn: it leaves them on the device."""
+        return [x for x in self.rows_given if x.rests]
+
 
 def of_call(e: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
     """The body that an equation stands for; None if it is no call."""
@@ -195,7 +210,8 @@ def with_bodies(
 ) -> jex.JaxprEqn:
     """An equation with other bodies, of those that it evaluates.
 
-    A body that may close over nothing stays as it was where the other one does.
+    A body that may close over nothing stays as it was where the other one does. Where
+    all do, the equation is the same.
     """
     name = "branches" if e.primitive.name == "cond" else _LISTED.get(e.primitive.name)
     if name is None:
@@ -208,8 +224,11 @@ def with_bodies(
         return body if found.consts else found.jaxpr
 
     before = e.params[name]
-    after = tuple(map(other, before)) if isinstance(before, tuple) else other(before)
-    return e.replace(params={**e.params, name: after})
+    bodies = before if isinstance(before, tuple) else (before,)
+    after = tuple(map(other, bodies))
+    if all(x is y for x, y in zip(after, bodies, strict=True)):
+        return e
+    return e.replace(params={**e.params, name: after if bodies is before else after[0]})
 
 
 def of_platforms(e: jex.JaxprEqn) -> Sequence[Sequence[str] | None] | None:

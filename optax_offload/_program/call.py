@@ -13,6 +13,7 @@ tangents that are written into buffers that are none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -234,6 +235,39 @@ def run_now(
     return now
 
 
+def transform_as(primitive: jex.Primitive, meaning: Callable[..., list[Any]]) -> None:
+    """Has JAX transform an equation as what it means.
+
+    Args:
+      primitive: The primitive of the equation.
+      meaning: What it means, given its operands and parameters.
+    """
+
+    def batched(given: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        one = functools.partial(meaning, **params)
+        results = jax.vmap(one, in_axes=tuple(dims))(*given)
+        return results, [0] * len(results)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        # No tangents are made of values that have none.
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+        def of(*values: Any) -> list[Any]:
+            moved = bound(moving, values)
+            given = [moved.get(i, x) for i, x in enumerate(primals)]
+            return meaning(*given, **params)
+
+        return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
+
+    def closed(*types: Any, **params: Any) -> jex.ClosedJaxpr:
+        return jax.make_jaxpr(functools.partial(meaning, **params))(*types)
+
+    primitive.def_impl(run_now(primitive, meaning))
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = jvp
+    _compat.check_inside(primitive, closed)
+
+
 def _plain(*data: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *data)
 
@@ -304,4 +338,4 @@ offloaded_update.def_impl(run_now(offloaded_update, _plain))
 offloaded_update.def_effectful_abstract_eval(_types)
 batching.primitive_batchers[offloaded_update] = _batched
 ad.primitive_jvps[offloaded_update] = _jvp
-_compat.check_inside(offloaded_update, lambda jaxpr, **_: jaxpr)
+_compat.check_inside(offloaded_update, lambda *_, jaxpr, **__: jaxpr)

@@ -202,9 +202,10 @@ def passed_on(body: Body) -> dict[jex.Var, int]:
       body: The body of a scan, whose operands are given as positions.
     """
     through = handed_through(body.jaxpr)
-    taken = {x.position for x in body.rows_taken}
+    # Of what is loaded, or stored, there is another one.
+    taken = {x.position for x in body.rows_taken if not x.rests}
     rows = [x for x in body.rows_given if through.get(x.position) in taken]
-    return {x.stack: through[x.position] for x in rows}
+    return {x.stack: through[x.position] for x in rows if not x.rests}
 
 
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:

@@ -94,10 +94,31 @@ def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:
                 yield a, v
 
 
+def singly(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
+    """An equation that puts many leaves somewhere, as one for each; any other as is."""
+    if e.primitive.name != "device_put" or len(e.invars) == 1:
+        return [e]
+    return [
+        e.replace(
+            invars=[a],
+            outvars=[v],
+            params={name: (values[i],) for name, values in e.params.items()},
+        )
+        for i, (a, v) in enumerate(in_pairs(e))
+    ]
+
+
 def is_transfer(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation moves one value between memories, or keeps it."""
     return e.primitive.name == "device_put" and any(
         _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
+    )
+
+
+def is_load(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation moves one value from the host to the device."""
+    return (
+        is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.outvars[0].aval)
     )
 
 

@@ -25,11 +25,11 @@ from optax_offload._program.conds import split
 from optax_offload._program.graph import (
     Atom,
     Program,
-    in_pairs,
     passed_on,
     variables,
 )
-from optax_offload._program.primitives import facts, handed_on, is_transfer
+from optax_offload._program.primitives import facts, handed_on, is_transfer, singly
+from optax_offload._program.resting_scans import with_resting_scans
 from optax_offload._program.update import Update
 
 
@@ -227,7 +227,7 @@ def take_apart(
         inside = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
         inside += closed.in_avals[len(types) :]
         closed, at_rest = resting(closed, inside, residuals=residuals)
-    return in_equations(closed, refs, at_rest)
+    return in_equations(with_resting_scans(closed), refs, at_rest)
 
 
 def in_equations(
@@ -392,16 +392,7 @@ def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
 
 def apart(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     """An equation over many leaves, as one for each where it treats each alone."""
-    if e.primitive.name != "device_put":
-        return split(e)
-    return [
-        e.replace(
-            invars=[a],
-            outvars=[v],
-            params={name: (values[i],) for name, values in e.params.items()},
-        )
-        for i, (a, v) in enumerate(in_pairs(e))
-    ]
+    return [x for one in singly(e) for x in split(one)]
 
 
 def _split(what: Call) -> Call:

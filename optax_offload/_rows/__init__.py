@@ -1,7 +1,7 @@
 """Finds the values that have rows, and rewrites equations for some of the rows."""
 
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
-from optax_offload._rows.kernel import Kernel, body_on_device, kernel_of
+from optax_offload._rows.kernel import Kernel, kernel_of
 from optax_offload._rows.proof import analyze, analyze_made
 from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
 from optax_offload._rows.small_rows import whole_stacks, with_whole_stacks
@@ -17,7 +17,6 @@ __all__ = [
     "Sum",
     "analyze",
     "analyze_made",
-    "body_on_device",
     "is_arithmetic",
     "kernel_of",
     "made_by_rows",

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
-from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
-from optax_offload._program import Builder, bound, is_store, is_transfer, variables
+from optax_offload._program import Builder, is_transfer, variables
 from optax_offload._rows import RowLocal
 
 
@@ -53,35 +50,3 @@ def kernel_of(rows: RowLocal) -> Kernel:
         outputs=tuple(map(name, rows.outputs)),
     )
     return Kernel(device, rows.inputs, rows.outputs)
-
-
-def body_on_device(
-    body: jex.ClosedJaxpr, loaded: Collection[int], stored: Collection[int]
-) -> jex.ClosedJaxpr:
-    """The body of a scan that others load and store some rows for.
-
-    Args:
-      body: The body, which loads and stores them itself.
-      loaded: The positions of the arguments that it takes on the device.
-      stored: The positions of the results that it leaves there.
-    """
-    jaxpr, builder = body.jaxpr, Builder()
-    invars = list(jaxpr.invars)
-    for i in loaded:
-        invars[i] = jex.Var(_memory.device_type(jaxpr.invars[i].aval))
-    given = {a: b for a, b in bound(jaxpr.invars, invars).items() if a is not b}
-    before: dict[Any, Any] = {}
-    for e in jaxpr.eqns:
-        of = [given[a] for a in variables(e.invars) if a in given]
-        if of:
-            builder.rename(e.outvars, of)
-            continue
-        if is_store(e):
-            before[e.outvars[0]] = e.invars[0]
-        builder.add(e)
-    outvars = list(jaxpr.outvars)
-    for k in stored:
-        outvars[k] = before[outvars[k]]
-    results = builder.read_all(outvars)
-    changed = jaxpr.replace(invars=invars, eqns=builder.equations, outvars=results)
-    return jex.ClosedJaxpr(changed, body.consts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 from jax.extend import core as jex
@@ -13,12 +12,10 @@ from optax_offload._program import (
     Body,
     Builder,
     entered,
-    is_store,
-    is_transfer,
     variables,
     with_bodies,
+    with_rows,
 )
-from optax_offload._rows.kernel import body_on_device
 
 
 def whole_stacks(jaxpr: jex.Jaxpr) -> Iterator[jex.Var]:
@@ -51,8 +48,9 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
             invars[i] = here[a]
         for k in results:
             outvars[k] = jex.Var(_memory.device_type(e.outvars[k].aval))
-        moved = functools.partial(body_on_device, loaded=operands, stored=results)
-        changed = with_bodies(e, moved)
+        (body,) = entered(e)
+        stored = [x.position for x in body.stores if x.position not in results]
+        changed = with_rows(e, body.closed, stored)
         builder.add(changed.replace(invars=invars, outvars=outvars))
         for k in results:
             y = outvars[k]
@@ -70,26 +68,11 @@ def _closed(body: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
 
 
 def _whole_to(body: Body) -> tuple[list[int], list[int]]:
-    """The operands and results of a scan that a TPU has to move whole, by position.
-
-    Its body loads rows of these operands and does nothing else with them.
-    """
-    jaxpr = body.jaxpr
-    otherwise = {
-        v
-        for inner in jaxpr.eqns
-        for v in variables(inner.invars)
-        if not is_transfer(inner) or _memory.on_host(inner.outvars[0].aval)
-    }
-    otherwise.update(variables(jaxpr.outvars))
-    stored = {v for inner in jaxpr.eqns if is_store(inner) for v in inner.outvars}
+    """The operands and results of a scan that a TPU has to move whole, by position."""
     operands = [
-        i
-        for i, a, v in body.rows_taken
-        if isinstance(a, jex.Var) and v not in otherwise and _stays_whole(a)
+        x.position for x in body.loads for v in variables([x.stack]) if _stays_whole(v)
     ]
-    results = [k for k, v, a in body.rows_given if a in stored and _stays_whole(v)]
-    return operands, results
+    return operands, [x.position for x in body.stores if _stays_whole(x.stack)]
 
 
 def _stays_whole(v: jex.Var) -> bool:

@@ -57,6 +57,16 @@ class Scan:
         (body,) = entered(self.equation)
         return body
 
+    @property
+    def loaded(self) -> list[jex.Var]:
+        """The operands at rest whose rows are loaded for it alone, and used."""
+        body = self.body.jaxpr
+        used = {v for e in body.eqns for v in variables(e.invars)}
+        used.update(variables(body.outvars))
+        taken = (x.stack for x in self.body.loads if x.row in used)
+        others = variables(x.stack for x in self.body.rows_taken if not x.rests)
+        return [v for v in dict.fromkeys(variables(taken)) if v not in others]
+
 
 def over_rows(scan: Scan) -> Scan:
     """A scan of as many rows that computes nothing of its own.

@@ -15,8 +15,6 @@ from optax_offload._program import (
     Step,
     as_they_are,
     entered,
-    is_store,
-    is_transfer,
     variables,
 )
 from optax_offload._schedule.follow import Scan
@@ -92,7 +90,7 @@ def rows_ahead(step: Step, scan: Scan) -> list[jex.Var]:
     windows = (x.what.caller.window_bytes for x in step.inlined_updates)
     left = min((n for n in windows if n is not None), default=math.inf)
     found: list[jex.Var] = []
-    for v in only_loaded(scan):
+    for v in scan.loaded:
         if _nbytes(v) // scan.length <= left:
             left -= _nbytes(v) // scan.length
             found.append(v)
@@ -240,7 +238,7 @@ def moves_in_turn(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
     It is, where computation hides them, and where more than state rests on the host. Of
     state alone loads and stores overlap more without it.
     """
-    more = bool(only_loaded(scan))
+    more = bool(scan.loaded)
     return _compat.STORES_OVERLAP and (more or loads_first(step, scan, fused))
 
 
@@ -275,7 +273,7 @@ def _moved(scan: Scan, fused: Sequence[Fused]) -> tuple[int, int]:
     """The bytes that a scan loads and stores, on each device."""
     loaded = {
         v
-        for v in (*only_loaded(scan), *(v for f in fused for v in f.rows.inputs))
+        for v in (*scan.loaded, *(v for f in fused for v in f.rows.inputs))
         if _memory.on_host(v.aval)
     }
     stored = (v for f in fused for v in _stored(f))
@@ -287,29 +285,6 @@ def flops(scan: Scan) -> float:
     aval: Any = scan.equation.outvars[0].aval
     devices = aval.sharding.mesh.size or 1
     return scan.length * _flops.of_jaxpr(scan.body.jaxpr) / devices
-
-
-def only_loaded(scan: Scan) -> list[jex.Var]:
-    """The operands at rest whose rows a scan loads, and takes in no other way."""
-    body = scan.body.jaxpr
-    taken = {
-        *variables(body.outvars),
-        *(v for e in body.eqns for v in variables(e.invars)),
-    }
-    used, loaded = set(variables(body.outvars)), set[jex.Var]()
-    for e in body.eqns:
-        is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
-        if is_load and len(e.invars) == 1:
-            loaded.update(variables(e.invars) if e.outvars[0] in taken else ())
-        else:
-            used.update(variables(e.invars))
-    found = [
-        a
-        for _, a, v in scan.body.rows_taken
-        if isinstance(a, jex.Var) and v in loaded and v not in used
-        if _memory.on_host(a.aval)
-    ]
-    return list(dict.fromkeys(found))
 
 
 def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
@@ -326,8 +301,7 @@ def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
         for body in entered(e)
         for v in variables(body.xs)
     }
-    stored = {v for e in scan.body.jaxpr.eqns if is_store(e) for v in e.outvars}
-    return [v for _, v, a in scan.body.rows_given if v in taken and a in stored]
+    return [x.stack for x in scan.body.stores if x.stack in taken]
 
 
 def _spreads(step: Step, scan: Scan) -> bool:

@@ -205,8 +205,7 @@ def _loaded(
     What parts of a row are written into is not read as a whole, but by the scan.
     """
     in_parts = {v for f in fused if f.parts for v in f.replaced.values()}
-    found = order.only_loaded(scan)
-    return tuple(v for v in found if v in in_parts and v not in ahead)
+    return tuple(v for v in scan.loaded if v in in_parts and v not in ahead)
 
 
 def _placed(ahead: Mapping[jex.Var, int]) -> dict[int, tuple[jex.Var, ...]]:
@@ -281,10 +280,6 @@ def _in_turn(scan: Scan, work: Work) -> dict[jex.Var, jex.Var]:
     """The stores that wait for another's, each large one for the one before it."""
     whole = (f for f in work.fused if f.parts is None)
     stores = [v for f in whole for v in RowUpdate(f).results]
-    rows = {x.stack: x.row for x in scan.body.rows_given}
-    # Some rows its body has stored already.
-    stores += (v for v in work.kept if not _memory.on_host(rows[v].aval))
-    stores += (v for v in work.waiting if not _memory.on_host(rows[v].aval))
     large = [
         v
         for v in stores

@@ -11,13 +11,14 @@ from small_steps import at_rest, loss, offloaded, stack, taken_apart, trained
 
 from optax_offload._program import (
     apart,
+    entered,
     handed_on,
-    is_store,
     is_transfer,
     of_values,
     take_apart,
     variables,
 )
+from optax_offload._program.primitives import is_load, is_store
 
 STACK, ROW = on_device(4, 3), on_device(3)
 
@@ -280,6 +281,7 @@ def test_transfers(fn, given, transfer, stores):
     for e in closed_of(fn, given).jaxpr.eqns:
         assert is_transfer(e) is transfer
         assert is_store(e) is stores
+        assert is_load(e) is (transfer and not stores and fn is load)
 
 
 def test_of_values_without_refs():
@@ -316,8 +318,9 @@ def test_a_function_that_stores_stacks():
     assert step.at_rest is not None
     assert step.at_rest.made_bytes == 4 * 3 * 4
     scan = only(step.program.equations, "scan")
-    body = scan.params["jaxpr"].jaxpr
-    assert any(map(is_store, body.eqns))
+    (body,) = entered(scan)
+    assert [x.stack for x in body.stores] == scan.outvars[1:]
+    assert not any(map(is_transfer, body.jaxpr.eqns))
 
 
 def test_every_update_is_found():

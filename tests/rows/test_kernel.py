@@ -4,15 +4,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from small_jaxprs import closed_of, load, names, on_device, on_host, only, program_of
+from small_jaxprs import closed_of, load, names, on_device, on_host, program_of
 from small_jaxprs import store as to_host
 
 from optax_offload import _memory
-from optax_offload._program import is_transfer, needed, variables
-from optax_offload._rows import RowLocal, body_on_device, kernel_of
+from optax_offload._program import is_transfer, variables
+from optax_offload._rows import RowLocal, kernel_of
 
-STACK, ROW = (4, 3), (3,)
+STACK = (4, 3)
 
 
 def rows_of(fn, *types):
@@ -88,51 +87,3 @@ def test_what_is_not_moved_stays():
     assert kernel.rows.inputs == rows.inputs
     assert kernel.rows.outputs == rows.outputs
     assert kernel.sources == rows.inputs
-
-
-def layer(h, xs):
-    """Loads a row of a parameter and one of what is kept, stores one and keeps one."""
-    w, kept = map(load, xs)
-    new = h * w + kept
-    return new, (to_host(new), new * 2.0)
-
-
-def body_of(body, carry, *stacks):
-    """The body of a scan."""
-    closed = closed_of(lambda c, *xs: lax.scan(body, c, xs), carry, *stacks)
-    return only(closed.jaxpr.eqns, "scan").params["jaxpr"]
-
-
-BODY = body_of(layer, on_device(*ROW), on_host(*STACK), on_host(*STACK))
-
-
-def test_a_body_for_which_others_load_and_store():
-    """All of what it moved itself is on the device, and no result has been moved."""
-    found = body_on_device(BODY, [1, 2], [1]).jaxpr
-    wanted = needed(found.eqns, found.outvars)
-    assert not any(is_transfer(found.eqns[i]) for i in wanted)
-    assert not any(_memory.on_host(v.aval) for v in found.invars)
-    assert not any(_memory.on_host(v.aval) for v in found.outvars)
-    h, w, kept = (np.full(ROW, x, np.float32) for x in (2, 3, 5))
-    new, stored, twice = jax.core.eval_jaxpr(found, (), h, w, kept)
-    np.testing.assert_allclose(new, 11)
-    np.testing.assert_allclose(stored, 11)
-    np.testing.assert_allclose(twice, 22)
-
-
-def test_a_body_for_which_others_load_some():
-    """The rest it loads and stores as it did."""
-    found = body_on_device(BODY, [2], []).jaxpr
-    moved = [e for e in found.eqns if is_transfer(e)]
-    assert len(moved) == 2
-    assert [_memory.on_host(v.aval) for v in found.invars] == [False, True, False]
-    assert [_memory.on_host(v.aval) for v in found.outvars] == [False, True, False]
-    assert moved[0].invars == [found.invars[1]]
-
-
-def test_a_body_that_others_do_nothing_for():
-    """It is as it was."""
-    found = body_on_device(BODY, [], [])
-    assert found.jaxpr.invars == BODY.jaxpr.invars
-    assert found.jaxpr.outvars == BODY.jaxpr.outvars
-    assert names(found.jaxpr.eqns) == names(BODY.jaxpr.eqns)

@@ -12,7 +12,7 @@ from optax_offload import _compat, _memory
 from optax_offload._program import take_apart
 from optax_offload._schedule import Scan, plan
 from optax_offload._schedule import order as ordering
-from optax_offload._schedule.order import by_gradients, only_loaded
+from optax_offload._schedule.order import by_gradients
 from optax_offload._schedule.pipeline import Work, for_gpu, for_tpu
 from optax_offload._step_options import Options
 
@@ -114,7 +114,7 @@ def test_beside_a_small_update_none_is_delayed():
     assert not ordering.delayed_rows(scan, by_gradients(scan, fused))
 
 
-def test_only_loaded_are_operands_whose_rows_are_loaded():
+def test_operands_whose_rows_are_loaded():
     """Not those on the device, nor those of which a row is used on the host too."""
 
     def fn(at_rest, here, kept, x):
@@ -126,7 +126,7 @@ def test_only_loaded_are_operands_whose_rows_are_loaded():
 
     types = on_host(LENGTH, 3), on_device(LENGTH, 3), on_host(LENGTH, 3), on_device(3)
     scan = scan_of(fn, *types)
-    assert only_loaded(scan) == [scan.body.xs[0]]
+    assert scan.loaded == [scan.body.xs[0]]
 
 
 def test_rows_that_nothing_needs_are_not_loaded():
@@ -141,7 +141,7 @@ def test_rows_that_nothing_needs_are_not_loaded():
 
     scan = scan_of(fn, *[on_host(LENGTH, 3)] * 3, on_device(3))
     assert len(scan.body.xs) == 3
-    assert only_loaded(scan) == [scan.body.xs[0]]
+    assert scan.loaded == [scan.body.xs[0]]
 
 
 def scan_of(fn, *types):
