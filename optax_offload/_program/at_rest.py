@@ -312,7 +312,8 @@ class _Walk:
             else self._load(x, e)
             for x, kind in zip(carry, kinds, strict=True)
         ]
-        kept = [i in wanted.updated for i in at.xs]
+        pairs = zip(at.xs, xs, strict=True)
+        kept = [i in wanted.updated and not isinstance(x, RowValue) for i, x in pairs]
         made = made_of_rows(turn, xs, kept)
         # Each once, whoever takes it: loaded, or as it is.
         sources: dict[tuple[int, bool], Any] = {}
@@ -341,10 +342,8 @@ class _Walk:
                 closed.jaxpr, closed.consts, [*consts, *carry, *own]
             )
             after, ys = turn.given(results)
-            rows = bound(turn.stacked, ys).items()
-            return _memory.transfer_all(after, kinds), [
-                y for v, y in rows if v not in made
-            ]
+            left = (y for v, y in zip(turn.stacked, ys, strict=True) if v not in made)
+            return _memory.transfer_all(after, kinds), list(left)
 
         params, around = e.params, self._times
         after, stacked = scan_at_rest(

@@ -79,9 +79,9 @@ def made_of_rows(
         if positions is None:
             continue
         equations = [program.equations[i] for i in positions]
-        used = {x for e in equations for x in variables(e.invars)} & set(source)
-        if used:
-            taken = list(used)
+        used = {x for e in equations for x in variables(e.invars)}
+        taken = [x for x in source if x in used]
+        if taken:
             jaxpr = jex.Jaxpr((), taken, [a], equations, debug_info=program.debug_info)
             found[v] = RowValue(tuple(source[x] for x in taken), jaxpr)
     return found
