@@ -120,9 +120,9 @@ IN_ENGINE = {
         (CHAIN,),
     ),
     "an update before the last that reads what it replaces": Mutant(
-        "_schedule/chain.py",
-        "max(known.get(v, 0), read.get(v, 0))",
-        "known.get(v, 0)",
+        "_schedule/placing.py",
+        "return max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))",
+        "return self._known.get(v, _FIRST)",
         (CHAIN,),
     ),
     "a residual that is taken before it rests": Mutant(
@@ -138,16 +138,46 @@ IN_ENGINE = {
         (CHAIN,),
     ),
     "arrays that join outputs overlooked": Mutant(
-        "_schedule/chain.py",
+        "_schedule/placing.py",
         "            joined.join(some)",
         "            joined.join(some[-1:])",
         (CHAIN,),
     ),
     "a segment's own loads taken for those before": Mutant(
         "_emit/segment.py",
-        "[on_device[v] for v in segment.ahead]",
-        "[on_device[v] for v in segment.ahead[::-1]]",
+        "[turn.on_device[v] for v in segment.ahead]",
+        "[turn.on_device[v] for v in segment.ahead[::-1]]",
         (SEGMENT,),
+    ),
+    "a segment that ends where much goes on": Mutant(
+        "_schedule/chain.py",
+        "if passing[k] < least:",
+        "if passing[k] > least:",
+        (CHAIN,),
+    ),
+    "a turn with room for any update": Mutant(
+        "_schedule/placing.py",
+        "self._taken.get(n, 0) + size > room",
+        "self._taken.get(n, 0) > room",
+        (CHAIN,),
+    ),
+    "large loads beside short products": Mutant(
+        "_schedule/segments.py",
+        "key=lambda x: -x.nbytes",
+        "key=lambda x: x.nbytes",
+        (CHAIN,),
+    ),
+    "a load whose end nothing waits for": Mutant(
+        "_schedule/segments.py",
+        "for moves in (loading, storing):",
+        "for moves in (storing,):",
+        (CHAIN,),
+    ),
+    "what is loaded behind the barrier of its checkpoint": Mutant(
+        "_program/remats.py",
+        "        and a not in loaded\n",
+        "",
+        (CHAIN,),
     ),
     # Positions.
     "rows copied as an older compiler reads positions": Mutant(
