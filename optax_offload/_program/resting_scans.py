@@ -19,7 +19,7 @@ from jax.extend.core import primitives
 from optax_offload import _memory
 from optax_offload._program.bodies import Body, entered, with_bodies
 from optax_offload._program.build import Builder
-from optax_offload._program.graph import variables
+from optax_offload._program.graph import bound, variables
 from optax_offload._program.primitives import is_load, is_store, singly
 
 
@@ -79,9 +79,24 @@ def scan_at_rest(
     some = [v for v, y in zip(jaxpr.outvars[len(types) :], stored, strict=True) if y]
     at_rest = [k for k, v in enumerate(e.outvars) if v in some]
     if at_rest or any(loaded):
+        # The types of what rests, which only the scan takes and gives.
+        given = bound(jaxpr.invars[len(types) :], xs)
+        resting = {v: jex.Var(jax.typeof(x)) for v, x in given.items()}
+        resting |= {v: jex.Var(_memory.host_type(v.aval)) for v in some}
+
+        def renamed(atoms: Sequence[Any]) -> list[Any]:
+            return [
+                a if isinstance(a, jex.Literal) else resting.get(a, a) for a in atoms
+            ]
+
+        e = with_rows(e, e.params["jaxpr"], at_rest)
         equations = [*jaxpr.eqns]
-        equations[at] = with_rows(e, e.params["jaxpr"], at_rest)
-        jaxpr = jaxpr.replace(eqns=equations)
+        equations[at] = e.replace(invars=renamed(e.invars), outvars=renamed(e.outvars))
+        jaxpr = jaxpr.replace(
+            invars=renamed(jaxpr.invars),
+            outvars=renamed(jaxpr.outvars),
+            eqns=equations,
+        )
     results = jax.core.eval_jaxpr(jaxpr, found.consts, *carry, *xs)
     return results[: len(types)], results[len(types) :]
 
