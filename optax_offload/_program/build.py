@@ -133,8 +133,9 @@ class Builder:
         Returns:
           The atoms that stand for the leaves of its result.
         """
+        # JAX may have traced the function before, and returns that jaxpr again.
         closed = jax.make_jaxpr(fn)(*(a.aval for a in operands))
-        return self.inline(closed, operands, once=True)
+        return self.inline(closed, operands)
 
     def move(self, a: Atom, memory_kind: str) -> Atom:
         """Returns the value of an atom in a memory; random keys stay where they are."""
