@@ -221,7 +221,7 @@ class Chain:
             yield (
                 f"{size_text(nbytes(updated))} of state and parameters are updated by "
                 "the turn after the one that completes their gradient, which has "
-                "loaded them"
+                "loaded them (on a TPU between turns)"
             )
         if self.residuals:
             yield (
