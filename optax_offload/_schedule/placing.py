@@ -79,11 +79,7 @@ class Placing:
         pieces: dict[_Moment, list[int]] = {}
         for each in independent(left.update):
             taken = variables([*numbers, *(left.operands[i] for i in each.inputs)])
-            moments = (
-                max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))
-                for v in taken
-            )
-            at = max(moments, default=_FIRST)
+            at = max(map(self._last, taken), default=_FIRST)
             resting = [v for v in dict.fromkeys(taken) if _memory.on_host(v.aval)]
             at = (
                 self._turn(at, nbytes(resting), asked or TURN_BYTES)

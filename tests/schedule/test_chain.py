@@ -271,6 +271,27 @@ def test_what_is_read_later_is_not_replaced_before():
     assert loads(step, found.segments)[6:] == [[1], [0], [2], [1]]
 
 
+def test_averages_that_the_model_takes_are_replaced_after_that():
+    """Nothing that they are made of waits for a gradient, as in a target network."""
+
+    def averaged(updates, state, params=None):
+        return updates, jax.tree.map(lambda m, p: 0.9 * m + 0.1 * p, state, params)
+
+    inner = optax.GradientTransformation(lambda p: p, averaged)
+    tx = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+
+    def step(layers, state, x):
+        value = loss([*layers, *state], x)
+        _, state = tx.update(layers, state, layers)
+        return state, value
+
+    found, _ = cut(step, matrices(), tx.init(matrices()), jnp.ones((4, WIDTH)))
+    replaced = [{*s.replaced.values()} for s in found.segments]
+    assert any(replaced)
+    for n, places in enumerate(replaced):
+        assert not any(places & {*s.loads} for s in found.segments[n + 1 :])
+
+
 @pytest.mark.parametrize("residuals", ["device", "host"])
 def test_residuals_rest_until_they_are_taken(residuals):
     """Those that are taken two segments on or later, by the one that makes them."""
