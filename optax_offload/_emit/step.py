@@ -177,6 +177,8 @@ class _Run:
         """Evaluates the equations that lead to variables, but for known values."""
         program = self._step.program
         missing = {v for v in wanted if v not in self._env}
+        if not missing:
+            return
         found: list[int] = []
         for i in reversed(range(len(program.equations))):
             if not missing.isdisjoint(self._step.defines(i)):

@@ -3,7 +3,7 @@
 Each segment is a loop that runs once, in whose body the arguments at rest that the next
 segment takes are loaded. So no transfer is between the operations of a step (F01), and
 one segment's arguments are on the device, and those of the next. What is left of an
-update goes where the gradients that it takes are complete.
+update is in the turn after the one that completes its gradients (`placing.py`).
 """
 
 from __future__ import annotations
@@ -198,6 +198,9 @@ class _Cut:
         kept = {*variables(self._program.outvars)}
         kept.update(v for node in self._updating for v in node.reads)
         stored = self._stored(made, used, kept) if residuals else {}
+        stores: dict[int, list[jex.Var]] = {}
+        for v in stored:
+            stores.setdefault(self._store_at(made[v]), []).append(v)
         links: list[Segment | tuple[Outer, ...]] = []
         for n, (loads, nodes) in enumerate(self._links):
             if not loads:
@@ -211,12 +214,11 @@ class _Cut:
             names |= {v: v for v in far}
             defined = [v for i in own for v in equations[i].outvars]
             results = [v for v in defined if v in kept or _is_taken(v, n, used, stored)]
-            stores = [v for v in stored if self._store_at(made[v]) == n]
             links.append(
                 Segment(
                     tuple(sorted((*again, *own))),
                     names,
-                    stores=tuple(stores),
+                    stores=tuple(stores.get(n, ())),
                     results=tuple(results),
                 )
             )
@@ -297,9 +299,7 @@ class _Cut:
                     n for n in range(len(found)) if n not in needs[operand] | waited
                 ]
                 before = (
-                    v
-                    for n in others
-                    for v in self._program.equations[found[n].position].outvars
+                    v for n in others for v in equations[found[n].position].outvars
                 )
                 waited |= needs[operand].union(others)
                 need.add(len(found))
@@ -334,14 +334,19 @@ def _end(
       loads: What each node loads.
       passing: The bytes that go on at each node to this one or later ones.
     """
+    there: set[jex.Var] = set()
+    # The bytes that are loaded before each node, and before the full one.
+    before = [0]
+    for some in loads[begin:full]:
+        more = {*some.values()} - there
+        there |= more
+        before.append(before[-1] + nbytes(more))
     found, least = full, passing[full]
     after = {*loads[full].values()}
-    before = nbytes({*_union(loads[begin:full]).values()})
     for k in range(full - 1, begin, -1):
         after.update(loads[k].values())
-        left = nbytes({*_union(loads[begin:k]).values()})
         full_too = loads[k] and nbytes(after) > SEGMENT_BYTES
-        if full_too or 2 * left < before:
+        if full_too or 2 * before[k - begin] < before[-1]:
             break
         if passing[k] < least:
             found, least = k, passing[k]
