@@ -70,32 +70,35 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
       segment: The segment.
       before: What there is before it.
     """
-    names = _captured(program, segment)
+    replaced = segment.replaced
+    rewritten = {v: x for v, x in segment.rewritten.items() if v in segment.results}
+    names = [v for v in _captured(program, segment) if v not in rewritten.values()]
     here = [before.env[v] for v in names]
     loaded = {v: before.loaded[v] for v in segment.loads if v in before.loaded}
     sources = [*dict.fromkeys((*segment.own, *segment.ahead))]
     sources = [v for v in sources if v not in loaded]
     hosts = [before.resting[v] for v in sources]
     places, data = Places.of(here), key_data(here)
-    replaced = segment.replaced
-    results = [v for v in segment.results if v not in replaced]
+    results = [v for v in segment.results if v not in {**replaced, **rewritten}]
     # A compiler that knew would take the loop apart (F10).
     iterations = lax.optimization_barrier(jnp.int32(1))
 
     def once(carry: Any) -> Any:
         number, passed = carry[0], carry[-1]
         # What is computed from these alone would be computed before the loop (F11).
-        (values, rest, given, passed), number = lax.optimization_barrier(
-            ((data, hosts, [*loaded.values()], passed), number)
+        (values, rest, given, old, passed), number = lax.optimization_barrier(
+            ((data, hosts, [*loaded.values()], carry[-2], passed), number)
         )
         known = program.constants | bound(names, places.keys(values))
+        known |= bound(rewritten.values(), old)
         turn = _Turn(program, segment, bound(sources, rest), bound(loaded, given))
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
         on_device = key_data([turn.known[v] for v in results])
         stores = [store(turn.known[v], "pinned_host") for v in segment.stores]
         ahead = [turn.on_device[v] for v in segment.ahead]
-        return number + 1, on_device, on_host, stores, ahead, passed
+        after = [turn.known[v] for v in rewritten]
+        return number + 1, on_device, on_host, stores, ahead, after, passed
 
     start = (
         jnp.int32(0),
@@ -106,13 +109,15 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         ],
         [_memory.full(v.aval, 0, "pinned_host") for v in segment.stores],
         [_memory.full(_memory.device_type(v.aval), 0) for v in segment.ahead],
+        [before.env[v] for v in rewritten.values()],
         [before.env[v] for v in before.made],
     )
-    _, on_device, on_host, stores, ahead, passed = lax.while_loop(
+    _, on_device, on_host, stores, ahead, after, passed = lax.while_loop(
         lambda carry: carry[0] < iterations, once, start
     )
     found = bound(results, Places.of_types(results).keys(on_device))
-    found |= bound(replaced, on_host) | bound(before.made, passed)
+    found |= bound(replaced, on_host) | bound(rewritten, after)
+    found |= bound(before.made, passed)
     return After(found, bound(segment.stores, stores), bound(segment.ahead, ahead))
 
 

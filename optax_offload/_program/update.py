@@ -96,6 +96,11 @@ class Update:
         return frozenset(i for i in encoded if i is not None)
 
     @property
+    def only_stores(self) -> bool:
+        """Returns whether it computes nothing, as where gradients wait on the host."""
+        return not self.program.equations
+
+    @property
     def paths(self) -> list[str]:
         """The path of each output."""
         return [output.path for output in self.outputs]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
@@ -24,6 +24,8 @@ from optax_offload._program import (
     shape,
     variables,
 )
+from optax_offload._schedule import liveness
+from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.placing import Placing, independent
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import (
@@ -34,7 +36,8 @@ from optax_offload._schedule.segments import (
     nbytes,
     ties,
 )
-from optax_offload._units import MIB
+from optax_offload._step_options import Options
+from optax_offload._units import MIB, size_text
 
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
@@ -42,6 +45,9 @@ LEAST_SEGMENTS = 8
 # So much of what rests is taken in one segment, or what one equation takes: a few
 # milliseconds of a link.
 SEGMENT_BYTES = 64 * MIB
+# Turns of gradients alone are worth it where so much less is on the device: a scheduler
+# that overlaps transfers keeps some 100 MiB more of a large model.
+LEAST_FREED_BYTES = 4 * SEGMENT_BYTES
 # A device multiplies so much in the time in which it writes a byte.
 FLOPS_PER_BYTE = 64
 # What is less is moved at any time.
@@ -51,28 +57,61 @@ LEAST_RESIDUAL_BYTES = 2**20
 
 
 def chain(
-    step: Step, nodes: Sequence[Outer], residuals: bool, *, on_tpu: bool = False
-) -> Chain | None:
-    """Cuts a step without scans; None where little would be left out at a time.
+    step: Step,
+    nodes: Sequence[Outer],
+    asked: Options,
+    reduced: Reduced | None,
+    *,
+    on_tpu: bool = False,
+) -> Chain | str:
+    """Cuts a step without scans; a reason where little would be left out at a time.
 
     Args:
       step: The step.
       nodes: The equations and updates of it, in order.
-      residuals: Whether what one segment makes for a later one rests on the host.
+      asked: The options that are asked for. Gradients whose update needs all of them
+        first wait on the host by "auto" as far as they would raise the peak.
+      reduced: What is reduced over gradients, if turns may use these up.
       on_tpu: Whether it is for a TPU's compiler. That spreads transfers over a turn by
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
-    found = _Cut(step, nodes)
+    found = _Cut(step, nodes, reduced)
     if len(found.segments) < LEAST_SEGMENTS:
-        return None
-    return found.chain(residuals, on_tpu)
+        return (
+            "layers that no scan runs are cut into turns where these are at least "
+            f"{LEAST_SEGMENTS}, each of {size_text(SEGMENT_BYTES)} of gradients or of "
+            "what rests on the host"
+        )
+    on_host = (
+        asked.late_gradients == "host" and reduced is not None and bool(reduced.sums)
+    )
+    if not (found.loads or on_host or found.excess >= LEAST_FREED_BYTES):
+        return (
+            "layers that no scan runs are not cut into turns: all of their gradients "
+            f"add {size_text(max(found.excess, 0))} to what the step keeps at most, "
+            f"and turns are worth it from {size_text(LEAST_FREED_BYTES)}"
+        )
+    waiting = found.waiting(on_host=on_host)
+    return found.chain(asked.residuals == "host", on_tpu, waiting)
+
+
+class _Link(NamedTuple):
+    """Equations of a step that are evaluated together.
+
+    Attributes:
+      nodes: The equations.
+      is_segment: Whether they are a segment, and not between two.
+    """
+
+    nodes: Sequence[Outer]
+    is_segment: bool
 
 
 class _Cut:
     """The equations of a step, in segments and between them."""
 
-    def __init__(self, step: Step, nodes: Sequence[Outer]):
+    def __init__(self, step: Step, nodes: Sequence[Outer], reduced: Reduced | None):
         self._step, self._program = step, step.program
         given = {*self._program.invars, *self._program.constants}
         self._arguments = {v for v in given if _memory.on_host(v.aval)}
@@ -91,13 +130,80 @@ class _Cut:
                 following.update(made)
             elif not self._is_source(node):
                 ordinary.append(node)
-        self._links = list(self._cut(ordinary))
+        if reduced is not None:
+            ordinary = self._with_sums_early(ordinary, reduced)
+        self._nodes = ordinary
+        # In the order in which they are complete.
+        self._gradients = [] if reduced is None else list(self._taken_by_updates())
+        self._links = list(self._cut())
 
     @functools.cached_property
     def segments(self) -> list[int]:
         """The links that are segments, as positions."""
-        links = enumerate(self._links)
-        return [n for n, (taken, _) in links if taken]
+        return [n for n, link in enumerate(self._links) if link.is_segment]
+
+    def _with_sums_early(self, nodes: Sequence[Outer], reduced: Reduced) -> list[Outer]:
+        """Equations in order, but those that reduce gradients where these are made."""
+        made: dict[jex.Var, int] = {}
+        after: list[int] = []
+        for k, node in enumerate(nodes):
+            if node.position in reduced.early:
+                k = max((made[v] for v in node.reads if v in made), default=-1)
+            after.append(k)
+            made |= dict.fromkeys(self._step.defines(node.position), k)
+        taken: dict[jex.Var, int] = {}
+        for k in reversed(range(len(nodes))):
+            if after[k] < 0:  # Of constants: where it is taken first.
+                made_here = self._step.defines(nodes[k].position)
+                after[k] = min((taken[v] for v in made_here if v in taken), default=k)
+            for v in nodes[k].reads:
+                taken[v] = min(after[k], taken.get(v, after[k]))
+        return [nodes[k] for k in sorted(range(len(nodes)), key=after.__getitem__)]
+
+    def _taken_by_updates(self) -> Iterable[jex.Var]:
+        """Yields what is computed for updates of what rests."""
+        lefts = [node.left for node in self._updating if node.left]
+        taken = {
+            v
+            for left in lefts
+            if any(_memory.on_host(a.aval) for a in left.operands)
+            for v in variables(left.operands)
+            if shape(v)
+        }
+        for node in self._nodes:
+            yield from (v for v in self._step.defines(node.position) if v in taken)
+
+    @property
+    def loads(self) -> bool:
+        """Whether segments take anything that rests, and not updates alone."""
+        return bool(self._source)
+
+    @functools.cached_property
+    def excess(self) -> int:
+        """The bytes by which gradients, kept until the end, would raise the peak."""
+        made: dict[jex.Var, int] = dict.fromkeys(self._gradients, 0)
+        counted = liveness.kept(self._step, self._nodes).difference(made)
+        live = liveness.passing(self._step, self._nodes, counted)
+        there, most = 0, 0
+        for k, node in enumerate(self._nodes):
+            there += nbytes(v for v in self._step.defines(node.position) if v in made)
+            most = max(most, there + live[k + 1])
+        return most - max(live)
+
+    def waiting(self, *, on_host: bool) -> set[jex.Var]:
+        """The gradients that are stored if their update needs all of them.
+
+        Args:
+          on_host: Whether all are that are worth a transfer, and not only the first.
+        """
+        found: set[jex.Var] = set()
+        left = self.excess
+        for v in self._gradients:
+            size = _memory.movable_nbytes(v.aval) or 0
+            if size >= LEAST_RESIDUAL_BYTES and (on_host or left > 0):
+                found.add(v)
+                left -= nbytes([v])
+        return found
 
     def _is_source(self, node: Outer) -> bool:
         """Returns whether an equation loads, or is evaluated wherever it is taken."""
@@ -132,52 +238,40 @@ class _Cut:
                 waiting += variables(self._program.equations[self._again[v]].invars)
         return positions, [*loaded]
 
-    def _cut(
-        self, nodes: Sequence[Outer]
-    ) -> Iterable[tuple[dict[jex.Var, jex.Var], list[Outer]]]:
-        """Yields what each segment loads, with its equations; nothing between them.
+    def _cut(self) -> Iterable[_Link]:
+        """Yields segments, and what is between them.
 
         A segment that is full ends where the least goes on to the next.
         """
-        made_of = [self._made_of(node.reads)[1] for node in nodes]
-        loads = [{v: self._source[v] for v in some} for some in made_of]
-        passing = self._passing(nodes)
+        nodes, gradients = self._nodes, {*self._gradients}
+        filling = [
+            {self._source[v] for v in self._made_of(node.reads)[1]}
+            | gradients.intersection(self._step.defines(node.position))
+            for node in nodes
+        ]
+        passing = liveness.passing(self._step, nodes)
         begin, last, inside = 0, 0, False
         there: set[jex.Var] = set()
         for k, node in enumerate(nodes):
-            more = set(loads[k].values())
+            more = filling[k]
             apart = self._touches_host(node)
             if inside and (apart or not _fit(there, more)):
-                end = k if apart else _end(begin, k, loads, passing)
-                yield _union(loads[begin:end]), [*nodes[begin:end]]
-                begin, there = end, {*_union(loads[end:k]).values()}
+                end = k if apart else _end(begin, k, filling, passing)
+                yield _Link(nodes[begin:end], True)
+                begin, there = end, set[jex.Var]().union(*filling[end:k])
             inside = inside and not apart
             if apart or not more:
                 continue
             if not inside and begin < k:
-                yield {}, [*nodes[begin:k]]
+                yield _Link(nodes[begin:k], False)
                 begin = k
             inside, last = True, k
             there |= more
         if inside:
-            yield _union(loads[begin:]), [*nodes[begin : last + 1]]
+            yield _Link(nodes[begin : last + 1], True)
             begin = last + 1
         if nodes[begin:]:
-            yield {}, [*nodes[begin:]]
-
-    def _passing(self, nodes: Sequence[Outer]) -> list[int]:
-        """The bytes that are computed before each node, and taken by it or later."""
-        made: dict[jex.Var, int] = {}
-        last: dict[jex.Var, int] = {}
-        for k, node in enumerate(nodes):
-            last |= dict.fromkeys(node.reads, k)
-            made |= dict.fromkeys(self._step.defines(node.position), k)
-        changes = [0] * (len(nodes) + 2)
-        for v, k in made.items():
-            if last.get(v, k) > k:
-                changes[k + 1] += nbytes([v])
-                changes[last[v] + 1] -= nbytes([v])
-        return [*itertools.accumulate(changes)]
+            yield _Link(nodes[begin:], False)
 
     def _touches_host(self, node: Outer) -> bool:
         """Returns whether an equation takes or leaves values where they rest."""
@@ -185,13 +279,13 @@ class _Cut:
         atoms = (*variables(e.invars), *e.outvars)
         return any(_memory.on_host(v.aval) for v in atoms)
 
-    def chain(self, residuals: bool, on_tpu: bool) -> Chain:
-        """The chain."""
+    def chain(self, residuals: bool, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
+        """The chain; gradients that wait do so on the host if they are of these."""
         equations = self._program.equations
         made: dict[jex.Var, int] = {}
         used: dict[jex.Var, set[int]] = {}
-        for n, (_, nodes) in enumerate(self._links):
-            for node in nodes:
+        for n, link in enumerate(self._links):
+            for node in link.nodes:
                 made |= dict.fromkeys(self._step.defines(node.position), n)
                 for v in node.reads:
                     used.setdefault(v, set()).add(n)
@@ -202,8 +296,8 @@ class _Cut:
         for v in stored:
             stores.setdefault(self._store_at(made[v]), []).append(v)
         links: list[Segment | tuple[Outer, ...]] = []
-        for n, (loads, nodes) in enumerate(self._links):
-            if not loads:
+        for n, (nodes, is_segment) in enumerate(self._links):
+            if not is_segment:
                 links.append(tuple(nodes))
                 continue
             taken = [v for node in nodes for v in node.reads]
@@ -222,7 +316,13 @@ class _Cut:
                     results=tuple(results),
                 )
             )
-        placing = Placing(self._step, links, made, in_turns=not on_tpu)
+        placing = Placing(
+            self._step,
+            links,
+            made,
+            in_turns=not on_tpu,
+            on_host=waiting,
+        )
         for node in self._updating:
             placing.place(node)
         return Chain(tuple(self._in_order(placing.links(), on_tpu)))
@@ -311,41 +411,43 @@ class _Cut:
         return found
 
 
-def _union(some: Iterable[Mapping[jex.Var, jex.Var]]) -> dict[jex.Var, jex.Var]:
-    return {v: x for each in some for v, x in each.items()}
+def _size(filling: Iterable[jex.Var]) -> int:
+    """The bytes that are loaded, or the gradients' if that is more."""
+    some = [*filling]
+    loads = nbytes(v for v in some if _memory.on_host(v.aval))
+    return max(loads, nbytes(some) - loads)
 
 
 def _fit(there: set[jex.Var], more: set[jex.Var]) -> bool:
-    """Returns whether a segment has room for more loads."""
-    return more <= there or nbytes(there | more) <= SEGMENT_BYTES
+    """Returns whether a segment has room for more."""
+    return more <= there or _size(there | more) <= SEGMENT_BYTES
 
 
 def _end(
     begin: int,
     full: int,
-    loads: Sequence[Mapping[jex.Var, jex.Var]],
+    filling: Sequence[set[jex.Var]],
     passing: Sequence[int],
 ) -> int:
     """Where a segment ends, in the second half of what it may take.
 
     Args:
       begin: The first of its nodes.
-      full: The node for whose loads it has no room.
-      loads: What each node loads.
+      full: The node for which it has no room.
+      filling: What each node loads, and the gradients that it makes.
       passing: The bytes that go on at each node to this one or later ones.
     """
     there: set[jex.Var] = set()
-    # The bytes that are loaded before each node, and before the full one.
+    # What fills it before each node, and before the full one, in bytes.
     before = [0]
-    for some in loads[begin:full]:
-        more = {*some.values()} - there
-        there |= more
-        before.append(before[-1] + nbytes(more))
+    for some in filling[begin:full]:
+        there |= some
+        before.append(_size(there) if some else before[-1])
     found, least = full, passing[full]
-    after = {*loads[full].values()}
+    after = {*filling[full]}
     for k in range(full - 1, begin, -1):
-        after.update(loads[k].values())
-        full_too = loads[k] and nbytes(after) > SEGMENT_BYTES
+        after |= filling[k]
+        full_too = filling[k] and _size(after) > SEGMENT_BYTES
         if full_too or 2 * before[k - begin] < before[-1]:
             break
         if passing[k] < least:

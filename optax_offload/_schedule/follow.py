@@ -68,6 +68,16 @@ class Scan:
         return [v for v in dict.fromkeys(variables(taken)) if v not in others]
 
 
+def candidates(step: Step) -> list[int]:
+    """The scans of a step that have rows, as positions."""
+    equations = step.program.equations
+    return [
+        i
+        for i in sorted(step.live)
+        if equations[i].primitive.name == "scan" and equations[i].params["length"] > 1
+    ]
+
+
 def over_rows(scan: Scan) -> Scan:
     """A scan of as many rows that computes nothing of its own.
 

@@ -12,11 +12,12 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory, _trees
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import order, pipeline, waiting
+from optax_offload._schedule import late, order, pipeline, waiting
 from optax_offload._schedule.chain import chain
 from optax_offload._schedule.chosen_state import ChosenState
-from optax_offload._schedule.follow import Scan, Unfused, over_rows
+from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain
 from optax_offload._schedule.unfused import gradients, updates_inside
@@ -111,6 +112,8 @@ class FusedStep(Printed):
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
         """The equations and updates outside of the scans, and the scans, in order."""
+        if self.chain:
+            return self._to_cut
         fused = [f for each in self.scans for f in each.fused]
         positions = {each.scan.position for each in self.scans}
         return tuple(rest(self.step, positions, fused))
@@ -156,16 +159,32 @@ class FusedStep(Printed):
         kept = [v for v in stacked if v in self._taken]
         return kept, late if each.way == "host" else []
 
-    @functools.cached_property
+    @property
     def chain(self) -> Chain | None:
-        """The step in segments, if layers at rest are run by no scan."""
-        rest = self.step.at_rest
-        if self.scans or self.streaming or not _compat.SEGMENTS_ARE_FREED:
+        """The step in segments, if layers are run by no scan."""
+        return self._cut if isinstance(self._cut, Chain) else None
+
+    @functools.cached_property
+    def _cut(self) -> Chain | str:
+        """The step in segments, or why it is not."""
+        if self.scans or self.streaming or self.step.moves_rows:
+            return "it has scans"
+        if not _compat.SEGMENTS_ARE_FREED:
+            return "layers that no scan runs are cut into turns with JAX 0.12 or newer"
+        nodes, reduced = self._to_cut, self.reduced
+        return chain(self.step, nodes, self.asked, reduced, on_tpu=self.on_tpu)
+
+    @functools.cached_property
+    def reduced(self) -> Reduced | None:
+        """What is reduced over gradients, if those may wait on the host."""
+        if not self.asked.fuse or self.asked.late_gradients == "device":
             return None
-        if rest is None or rest.positions != "none":
-            return None
-        residuals = self.asked.residuals == "host"
-        return chain(self.step, self.rest, residuals, on_tpu=self.on_tpu)
+        return late.reduced(self.step)
+
+    @functools.cached_property
+    def _to_cut(self) -> tuple[Outer, ...]:
+        """All equations and updates, in order, as a chain takes them."""
+        return tuple(rest(self.step, (), (), self.reduced))
 
     @functools.cached_property
     def _taken(self) -> frozenset[jex.Var]:
@@ -214,7 +233,8 @@ class FusedStep(Printed):
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""
-        return tuple(_reasons(self))
+        uncut = "" if isinstance(self._cut, Chain) else self._cut
+        return tuple(_reasons(self, uncut))
 
     def refused(self) -> tuple[Unfused, ...]:
         """The gradients that were to wait in a way that was asked for, and do not."""
@@ -377,16 +397,6 @@ def passes_of(step: Step, scans: Sequence[FusedScan]) -> waiting.Passes:
     return waiting.passes(step, positions, [(x.scan, x.fused) for x in scans])
 
 
-def candidates(step: Step) -> list[int]:
-    """The scans of a step that have rows, as positions."""
-    equations = step.program.equations
-    return [
-        i
-        for i in sorted(step.live)
-        if equations[i].primitive.name == "scan" and equations[i].params["length"] > 1
-    ]
-
-
 def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
     yield (
         f"{'backward ' * each.scan.is_backward}scan of {each.scan.length} iterations: "
@@ -455,7 +465,7 @@ def _moved(fused: Sequence[Fused]) -> str:
     return f"; {size_text(nbytes)} of state loaded" if nbytes else ""
 
 
-def _reasons(plan: FusedStep) -> Iterator[str]:
+def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
     found: dict[str, list[int]] = {}
@@ -474,10 +484,6 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"
     elif not candidates(plan.step):
-        yield (
-            "no scan found: only gradients of layers that a scan runs (nn.scan, "
-            "nnx.scan, lax.scan) can be updated in it; those of layers that Python "
-            "loops over cannot"
-        )
+        yield uncut
     else:
         yield "no scan stacks what an update takes row by row, as gradients of layers"

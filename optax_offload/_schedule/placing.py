@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._program import (
+    Atom,
     Components,
     Step,
     Update,
@@ -18,6 +19,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
+from optax_offload._schedule import late
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Segment, nbytes
 from optax_offload._units import MIB
@@ -45,14 +47,28 @@ class Placing:
         made: Mapping[jex.Var, int],
         *,
         in_turns: bool,
+        on_host: Collection[jex.Var],
     ):
+        """A chain whose updates have no place yet.
+
+        Args:
+          step: The step.
+          links: Its links, with their equations alone.
+          made: The link that makes each variable.
+          in_turns: Whether updates are in turns, or all between these.
+          on_host: The gradients that are on the host where they wait for others.
+        """
         self._step, self._links, self._in_turns = step, list(links), in_turns
+        self._on_host = on_host
         self._known = {v: (n, _AMONG) for v, n in made.items()}
+        # Gradients that wait, and where they do.
+        self._waiting: dict[jex.Var, jex.Var] = {}
         # What is replaced is read no more.
         self._read: dict[jex.Var, _Moment] = {}
         for n, link in enumerate(links):
             if isinstance(link, Segment):
                 self._read |= dict.fromkeys(link.loads, (n, _AMONG))
+        self._last_link = len(self._links) - 1
         self._segments = [n for n, x in enumerate(links) if isinstance(x, Segment)]
         self._inside: dict[int, list[Outer]] = {}
         self._after: dict[int, list[Outer]] = {}
@@ -73,24 +89,80 @@ class Placing:
 
         Those of a turn are one, so that what they have in common is computed once.
         """
-        numbers = [a for a in left.operands if not shape(a)]
         asked = left.inlined.what.caller.window_bytes
-        whole = self._in_turns and find_branches(left.update) is None
+        in_turns = self._in_turns and find_branches(left.update) is None
         pieces: dict[_Moment, list[int]] = {}
-        for each in independent(left.update):
-            taken = variables([*numbers, *(left.operands[i] for i in each.inputs)])
-            at = max(map(self._last, taken), default=_FIRST)
+        waiting: dict[int, jex.Var] = {}
+        for each, at in self._complete(left):
+            taken = variables(left.operands[i] for i in each.inputs)
             resting = [v for v in dict.fromkeys(taken) if _memory.on_host(v.aval)]
+            wait = [i for i in each.inputs if self._waits(left.operands[i], at)]
             at = (
                 self._turn(at, nbytes(resting), asked or TURN_BYTES)
-                if whole and any(map(shape, resting))
+                if in_turns and not wait and any(map(shape, resting))
                 else (at[0], _AFTER)
             )
             pieces.setdefault(at, []).extend(each.outputs)
+            path = left.update.paths[each.outputs[0]]
+            for i in wait:
+                (v,) = variables([left.operands[i]])
+                if v in self._on_host:
+                    waiting[i] = self._stored(node, left, v, path)
+        if waiting:
+            update, operands = left.update, left.operands
+            left = left._replace(
+                update=update.with_inputs_on_host({*update.loads, *waiting}),
+                operands=tuple(waiting.get(i, a) for i, a in enumerate(operands)),
+            )
+            node = Outer(node.position, tuple(variables(left.operands)), left)
         for at, outputs in sorted(pieces.items()):
+            if at == (self._last_link, _AFTER):
+                # What the last turn has loaded is updated before.
+                at = len(self._links) - 1, _AFTER
             piece = node if len(pieces) == 1 else _piece(node, left, sorted(outputs))
             assert piece.left is not None
             self._put(piece, at, piece.left.results)
+
+    def _complete(self, left: RemainingUpdate) -> list[tuple[Independent, _Moment]]:
+        """Parts of an update, each with the moment when all that it takes is there."""
+        program = left.update.program
+        at: dict[jex.Var, _Moment] = {}
+        for v, a in zip(program.invars, left.operands, strict=True):
+            at[v] = self._last(a) if isinstance(a, jex.Var) else _FIRST
+
+        def last(some: Iterable[Atom]) -> _Moment:
+            return max((at.get(v, _FIRST) for v in variables(some)), default=_FIRST)
+
+        for e in program.equations:
+            at |= dict.fromkeys(e.outvars, last(e.invars))
+        found: list[tuple[Independent, _Moment]] = []
+        for each in independent(left.update):
+            made = last(program.outvars[k] for k in each.outputs)
+            found.append(
+                (each, max(made, last(program.invars[i] for i in each.inputs)))
+            )
+        return found
+
+    def _waits(self, a: Atom, at: _Moment) -> bool:
+        """Returns whether what a turn makes is updated later than in the next."""
+        if not isinstance(a, jex.Var) or a not in self._known or not shape(a):
+            return False
+        made = self._known[a][0]
+        after = next((n for n in self._segments if n > made), len(self._links))
+        return at[0] > after
+
+    def _stored(
+        self, node: Outer, left: RemainingUpdate, v: jex.Var, path: str
+    ) -> jex.Var:
+        """Where a gradient waits, which the turn after the one that makes it stores."""
+        if v not in self._waiting:
+            result = self._waiting[v] = jex.Var(_memory.host_type(v.aval))
+            update = late.stored(left.update, v, path)
+            store = RemainingUpdate(left.inlined, (result,), update, (v,))
+            at = self._known[v]
+            at = self._turn(at, 0, TURN_BYTES) if self._in_turns else (at[0], _AFTER)
+            self._put(Outer(node.position, (v,), store), at, [result])
+        return self._waiting[v]
 
     def _last(self, v: jex.Var) -> _Moment:
         """When a variable is known, and what it replaces is read no more."""

@@ -51,8 +51,13 @@ class Replacement(NamedTuple):
     result: jex.Var
 
 
-def replacements(step: Step) -> Iterator[Replacement]:
-    """Finds results made elementwise of updates and arguments, which they replace."""
+def replacements(step: Step, *, of_gradients: bool = True) -> Iterator[Replacement]:
+    """Finds results made elementwise of updates and arguments, which they replace.
+
+    Args:
+      step: The step.
+      of_gradients: Whether updates can take the place of their gradients.
+    """
     program = step.program
     users: dict[jex.Var, list[int]] = {}
     for i in sorted(step.live):
@@ -64,19 +69,27 @@ def replacements(step: Step) -> Iterator[Replacement]:
             if not isinstance(a, jex.Var) or not output.is_update or output.stored:
                 continue
             if shape(a) and program.producers.get(a, -1) in inlined.positions:
-                found = _replacement(step, users, inlined, k)
+                beside = not of_gradients or inlined.what.update.in_place(k) is None
+                found = _replacement(step, users, inlined, k, beside)
                 if found is not None:
                     yield found
 
 
 def _replacement(
-    step: Step, users: Mapping[jex.Var, Sequence[int]], inlined: InlinedUpdate, k: int
+    step: Step,
+    users: Mapping[jex.Var, Sequence[int]],
+    inlined: InlinedUpdate,
+    k: int,
+    beside: bool,
 ) -> Replacement | None:
-    """The last that follows from an output, which nothing else takes."""
+    """The last that follows from an output, which nothing else takes.
+
+    Where the output has the place of its gradient, and not one beside that, only what
+    rests on the host is replaced.
+    """
     program = step.program
     (v,) = variables([inlined.results[k]])
     results = set(variables(program.outvars))
-    beside = inlined.what.update.in_place(k) is None
     positions: set[int] = set()
     takes: set[jex.Var] = set()
     found: Replacement | None = None

@@ -10,6 +10,7 @@ from jax.extend import core as jex
 from optax_offload import _memory
 from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
 from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.late import NOTHING, Reduced, with_scaled
 from optax_offload._schedule.replacements import (
     Replacement,
     replacements,
@@ -51,18 +52,31 @@ class Outer(NamedTuple):
     left: RemainingUpdate | None = None
 
 
-def rest(step: Step, scans: Collection[int], fused: Sequence[Fused]) -> list[Outer]:
+def rest(
+    step: Step,
+    scans: Collection[int],
+    fused: Sequence[Fused],
+    reduced: Reduced | None = None,
+) -> list[Outer]:
     """The equations and updates outside of scans, and the scans, in order.
 
     Equations that only the updates in the scans need are left out. Those with effects
     never are: if an update has some, they and all that they take are evaluated in their
     place in the step, and not with the part of the update that remains.
+
+    Args:
+      step: The step.
+      scans: The scans that have updates, as positions.
+      fused: The updates in them.
+      reduced: What is reduced over gradients that may wait on the host. Updates take
+        that, and can replace no gradient.
     """
-    made = list(replacements(step))
-    found = _rest(step, scans, fused, made)
+    made = list(replacements(step, of_gradients=reduced is None))
+    reduced = reduced or NOTHING
+    found = _rest(step, scans, fused, made, reduced)
     whole = {v for node in found if node.left for v in _made_whole(step, node.left)}
     inside = [x for x in made if x.result not in whole]
-    return _rest(step, scans, fused, inside) if whole else found
+    return _rest(step, scans, fused, inside, reduced) if whole else found
 
 
 def _rest(
@@ -70,12 +84,14 @@ def _rest(
     scans: Collection[int],
     fused: Sequence[Fused],
     inside: Iterable[Replacement],
+    reduced: Reduced,
 ) -> list[Outer]:
     """Returns the rest, with these replacements made inside of updates."""
     program = step.program
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
-    known = {v for i in sums for v in program.equations[i].outvars}
+    beforehand = (*sums, *reduced.sums)
+    known = {v for i in beforehand for v in program.equations[i].outvars}
     replacing = {x.result: x for x in inside}
     # By the position of the last equation of the update that makes them.
     here: dict[int, list[Replacement]] = {}
@@ -88,6 +104,8 @@ def _rest(
         inlined = step.inlined_at.get(i)
         if inlined is not None and i == inlined.positions[-1]:
             node = _left(step, inlined, needed, known, here.get(i, ()))
+            if node.left and reduced.scaled:
+                node = _with_scaled(step, node, node.left, reduced)
             found += [node] if node.left else []
             needed.update(node.reads)
         if i in sums:
@@ -96,7 +114,7 @@ def _rest(
         if made is not None and made.result in needed:
             here.setdefault(made.inlined.positions[-1], []).append(made)
             continue
-        wanted = needed if inlined is None else beside
+        wanted = needed if inlined is None or i in reduced.sums else beside
         if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
             found.append(Outer(i, tuple(step.reads(i))))
             needed.update(variables(e.invars))
@@ -130,6 +148,15 @@ def _left(
     results = (*found.values(), *(x.result for x in made))
     left = RemainingUpdate(inlined, results, update, tuple(operands))
     return Outer(inlined.positions[-1], tuple(variables(operands)), left)
+
+
+def _with_scaled(
+    step: Step, node: Outer, left: RemainingUpdate, reduced: Reduced
+) -> Outer:
+    """What is left of an update, that makes what it takes of gradients as they are."""
+    update, operands = with_scaled(step, left.update, left.operands, reduced.scaled)
+    left = left._replace(update=update, operands=tuple(operands))
+    return Outer(node.position, tuple(variables(operands)), left)
 
 
 def _made_whole(step: Step, left: RemainingUpdate) -> Iterator[jex.Var]:

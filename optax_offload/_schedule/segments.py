@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._program import shape
 from optax_offload._schedule.rest import Outer
 from optax_offload._units import size_text
 
@@ -94,14 +95,20 @@ class Segment:
     @property
     def replaced(self) -> dict[jex.Var, jex.Var | None]:
         """The argument that each result of its updates on the host replaces."""
-        found: dict[jex.Var, jex.Var | None] = {}
+        return {v: x for v, x in self._in_place() if _memory.on_host(v.aval)}
+
+    @property
+    def rewritten(self) -> dict[jex.Var, jex.Var]:
+        """What each result on the device is written in the place of, if anything."""
+        in_place = ((v, x) for v, x in self._in_place() if x is not None)
+        return {v: x for v, x in in_place if not _memory.on_host(v.aval) and shape(v)}
+
+    def _in_place(self) -> Iterator[tuple[jex.Var, jex.Var | None]]:
         for left in (node.left for node in self.updates if node.left):
             for k, v in enumerate(left.results):
-                if _memory.on_host(v.aval):
-                    alias = left.update.in_place(k)
-                    before = None if alias is None else left.operands[alias]
-                    found[v] = before if isinstance(before, jex.Var) else None
-        return found
+                alias = left.update.in_place(k)
+                before = None if alias is None else left.operands[alias]
+                yield v, before if isinstance(before, jex.Var) else None
 
 
 def ties(
@@ -204,6 +211,17 @@ class Chain:
         return [link for link in self.links if isinstance(link, Segment)]
 
     @property
+    def waiting(self) -> list[jex.Var]:
+        """The gradients that rest on the host until all of them are there."""
+        nodes = (
+            node
+            for link in self.links
+            for node in (link.updates if isinstance(link, Segment) else link)
+        )
+        lefts = (node.left for node in nodes if node.left)
+        return [v for x in lefts if x.update.only_stores for v in x.results]
+
+    @property
     def residuals(self) -> list[jex.Var]:
         """The values that rest on the host from one segment to another."""
         return [v for s in self.segments for v in s.stores]
@@ -216,12 +234,20 @@ class Chain:
             f"runs once: {size_text(most)} of what rests on the host at most in one, "
             "loaded by the turn before"
         )
-        updated = [v for s in self.segments for v in s.replaced]
+        waiting = self.waiting
+        made = {v for s in self.segments for v in s.replaced}
+        updated = made.difference(waiting)
         if updated:
             yield (
                 f"{size_text(nbytes(updated))} of state and parameters are updated by "
                 "the turn after the one that completes their gradient, which has "
                 "loaded them (on a TPU between turns)"
+            )
+        if waiting:
+            yield (
+                f"{size_text(nbytes(waiting))} of gradients, whose update needs all of "
+                "them first, are stored to host memory by the turn after, and loaded "
+                "with their state"
             )
         if self.residuals:
             yield (

@@ -18,6 +18,7 @@ from optax_offload._schedule.follow import (
     RowUses,
     Scan,
     Unfused,
+    candidates,
     follow,
     is_backward,
     without,
@@ -27,7 +28,6 @@ from optax_offload._schedule.fused_step import (
     FusedScan,
     FusedStep,
     Way,
-    candidates,
     passes_of,
 )
 from optax_offload._schedule.order import residuals_behind, rows_ahead
@@ -414,6 +414,14 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
             "of scanned layers does for the backward pass"
         )
     refused, asked = found.refused(), found.asked.late_gradients
+    waits = found.chain is not None and found.reduced and found.reduced.sums
+    if waits and asked == "recompute":
+        yield (
+            "late_gradients='recompute' was asked for, and cannot be had for layers "
+            "that no scan runs, as no turn of theirs runs twice. 'host' can"
+        )
+    if found.chain:
+        return
     if not refused:
         nothing = () if found.scans else found.reasons()
         wanted = asked in get_args(Way) and gradients(found.step, found.unfused)

@@ -120,9 +120,14 @@ def step_of(model, tx):
     return step
 
 
-def check(model, inner, *, residuals="device", near=1e-5):
+def all_of(inner):
+    """An optimizer whose state is on the host."""
+    return oo.offload(inner, oo.Rule(".*", min_bytes=0))
+
+
+def check(model, inner, offload=all_of, *, late="auto", residuals="device"):
     """Some steps with layers and state at rest, against plain ones."""
-    offloading = oo.offload(inner, oo.Rule(".*", min_bytes=0))
+    offloading = offload(inner)
     x = jax.random.normal(jax.random.key(2), (4, WIDTH))
     params = parameters()
     state = inner.init(params)
@@ -130,20 +135,22 @@ def check(model, inner, *, residuals="device", near=1e-5):
         jax.tree.map(jnp.copy, params), "layers/.*", "pinned_host"
     )
     offloaded = offloading.init(at_rest)
-    step = oo.jit(
-        step_of(model, offloading), donate_argnums=(0, 1), residuals=residuals
-    )
+    options = {"residuals": residuals, "late_gradients": late}
+    step = oo.jit(step_of(model, offloading), donate_argnums=(0, 1), **options)
     found = step.schedule(at_rest, offloaded, x).chain
     assert found is not None
     assert len(found.segments) > 6
     assert bool(found.residuals) == (residuals == "host")
-    want = jax.jit(step_of(model, inner))
+    assert found.waiting or late != "host"
+    # The rounding that is written: with more of it a plain step in bfloat16 differs.
+    as_written = {"xla_allow_excess_precision": False}
+    want = jax.jit(step_of(model, inner), compiler_options=as_written)
     for _ in range(STEPS):
         params, state, value = want(params, state, x)
         at_rest, offloaded, got = step(at_rest, offloaded, x)
         np.testing.assert_allclose(got, value, rtol=1e-5)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=near),
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
         (at_rest, offloaded),
         (params, state),
     )
@@ -176,9 +183,57 @@ def test_optimizers(inner):
     check(plain, inner)
 
 
+CLIP = optax.clip_by_global_norm(0.1)
+ADAM = optax.adam(1e-2, eps=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("inner", "offload"),
+    [
+        (optax.chain(CLIP, ADAM), lambda _: optax.chain(CLIP, all_of(ADAM))),
+        (optax.chain(CLIP, ADAM), all_of),
+        (optax.chain(CLIP, optax.clip_by_global_norm(0.05), ADAM), all_of),
+        (optax.chain(optax.add_decayed_weights(0.1), CLIP, ADAM), all_of),
+        (optax.apply_if_finite(ADAM, 3), all_of),
+        (
+            optax.MultiSteps(optax.chain(CLIP, ADAM), 2).gradient_transformation(),
+            all_of,
+        ),
+    ],
+    ids=["before", "inside", "twice", "with_decay", "apply_if_finite", "multi_steps"],
+)
+def test_gradients_wait_on_the_host(inner, offload):
+    """Until all are there, whatever needs them."""
+    check(plain, inner, offload, late="host")
+
+
+@pytest.mark.parametrize("clip", [optax.identity(), CLIP], ids=["not", "clip"])
+def test_state_alone_at_rest(clip, monkeypatch):
+    """Turns are of gradients, and parameters are replaced on the device."""
+    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 1)
+    inner = optax.sgd(1e-2, momentum=0.9)
+    tx, offloading = optax.chain(clip, inner), optax.chain(clip, all_of(inner))
+    x = jax.random.normal(jax.random.key(2), (2, WIDTH))
+    params, ours = parameters(), parameters()
+    state, offloaded = tx.init(params), offloading.init(ours)
+    step = oo.jit(step_of(checkpointed, offloading), donate_argnums=(0, 1))
+    assert step.schedule(ours, offloaded, x).chain is not None
+    want = jax.jit(step_of(checkpointed, tx))
+    for _ in range(STEPS):
+        params, state, _ = want(params, state, x)
+        ours, offloaded, _ = step(ours, offloaded, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        (ours, offloaded),
+        (params, state),
+    )
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(ours)} == {"device"}
+    oo.memory_report(offloaded, oo.Rule(".*", min_bytes=0)).check()
+
+
 def test_in_bfloat16():
     """Casts are computed again in each segment."""
-    check(in_bfloat16, optax.adam(1e-2, eps=1e-3), near=1e-3)
+    check(in_bfloat16, optax.adam(1e-2, eps=1e-3))
 
 
 def test_effects_are_had_once(capfd):
@@ -232,20 +287,25 @@ def test_evaluation():
 @pytest.mark.newest
 @pytest.mark.skipif(not _compat.SEGMENTS_ARE_FREED, reason="of JAX 0.12 and newer")
 @pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize("late", [False, True], ids=["now", "late"])
 @pytest.mark.parametrize(
     ("name", "of_a_layer"), [("h100", 2**14), ("v5e:1x1", 2 * MIB)]
 )
-def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, monkeypatch):
+def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch):
     """With all of the layers at rest, and what they keep for the backward pass.
 
-    Each has 4 MiB of parameters, of gradients and of residuals. A TPU's compiler keeps
-    a part of that.
+    Each has 4 MiB of parameters, of gradients and of residuals. Where a norm is taken
+    of all gradients, these are at rest until it is known. A TPU's compiler keeps a part
+    of each.
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(chain, "SEGMENT_BYTES", 8 * MIB)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB)
     target = aot.Target(name)
-    tx = oo.offload(optax.adam(1e-2, eps=1e-3))
+    tx = oo.offload(ADAM, window_bytes=16 * MIB)
+    if late:
+        tx = optax.chain(CLIP, tx)
+    options = {"residuals": "host", "late_gradients": "host"}
 
     def loss(layers, x):
         for w in layers:
@@ -264,7 +324,7 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, monkeypatch):
         layers = oo.set_memory_kind(layers, ".*", "pinned_host")
         state = oo.eval_shape(tx.init, layers)
         x = matrix
-        jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+        jitted = oo.jit(step, donate_argnums=(0, 1), **options)
         return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
     assert peak(28) - peak(12) < 16 * of_a_layer

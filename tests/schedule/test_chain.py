@@ -8,7 +8,7 @@ from small_updates import update_of
 
 import optax_offload as oo
 from optax_offload import _compat
-from optax_offload._memory import nbytes
+from optax_offload._memory import nbytes, on_host
 from optax_offload._program import Step
 from optax_offload._schedule import Segment, chain, placing
 from optax_offload._schedule.placing import independent
@@ -207,27 +207,124 @@ def updated(found):
     return [sum(x) for x in inside], [sum(x) for x in between if x]
 
 
+def adam_at_rest():
+    """Adam, with all of its state on the host."""
+    return oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+
+
+def clipped(where):
+    """The same with a clip before it, or inside of what is offloaded."""
+    clip = optax.clip_by_global_norm(1.0)
+    if where == "before":
+        return optax.chain(clip, adam_at_rest())
+    return oo.offload(optax.chain(clip, optax.adam(1e-2)), oo.Rule(".*", min_bytes=0))
+
+
 def test_updates_are_in_the_turn_after():
-    """After that which completes their gradients; with a norm of all, at the end."""
-    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    """After that which completes their gradients, and loaded by it."""
+    tx = adam_at_rest()
     args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
     found, _ = cut(train_step(tx), *args)
-    # Parameter, mu and nu of each layer. The gradients of the first two are complete in
-    # one turn, after which one has nothing else; the count of steps is in none.
+    # Parameter, mu and nu of each layer. The last turn has nothing else; the count of
+    # steps is in none.
     forward = [0] * LAYERS
-    assert updated(found) == ([*forward, *[3] * (LAYERS - 2), 6], [1])
+    assert updated(found) == ([*forward, *[3] * LAYERS], [1])
     for before, s in zip(found.segments, found.segments[1:], strict=False):
         if s.updates:
             places = [v for v in s.replaced.values() if v is not None]
             assert set(places) <= set(s.loads) == set(before.ahead)
     assert not found.segments[-1].positions
-    clipped = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    state = clipped.init(matrices())
-    found, _ = cut(train_step(clipped), matrices(), state, jnp.ones((4, WIDTH)))
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_gradients_wait_on_the_host(where):
+    """Those whose update needs all of them, stored by the turn after."""
+    tx = clipped(where)
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, step = cut(train_step(tx), *args, late_gradients="host")
+    # That of the first layer is the last, and waits for nothing.
+    forward = [0] * LAYERS
+    each = [*forward, *[1] * (LAYERS - 1), 3]
+    assert updated(found) == (each, [1, 3 * (LAYERS - 1)])
+    assert [v.aval.shape for v in found.waiting] == [WEIGHT] * (LAYERS - 1)
+    assert all(on_host(v.aval) for v in found.waiting)
+    (left,) = [node.left for node in found.links[-1]]
+    assert set(found.waiting) < set(left.operands)
+    count = 1
+    assert len(left.update.loads) == 4 * (LAYERS - 1) + count
+    # Each is summed up where it is made, the last of them after the last turn of
+    # equations. What the norm scales is nowhere whole.
+    sums = [names(step, s.positions).count("reduce_sum") for s in found.segments]
+    assert sums[LAYERS - 1 : -1] == [*[1] * (LAYERS - 1), 0]
+    between = [link for link in found.links if isinstance(link, tuple)]
+    positions = [x.position for link in between for x in link if not x.left]
+    assert "select_n" not in names(step, positions)
+    assert "4.00 KiB of gradients, whose update needs all of them first" in str(
+        planned(train_step(tx), *args, late_gradients="host")
+    )
+
+
+def test_gradients_wait_on_the_host_where_that_saves_anything():
+    """As many as fit beside the most that a step keeps elsewhere do on the device."""
+    tx = clipped("before")
+
+    def waiting(batch, **options):
+        args = matrices(), tx.init(matrices()), jnp.ones((batch, WIDTH))
+        return len(cut(train_step(tx), *args, **options)[0].waiting)
+
+    some = waiting(4)
+    assert 0 < some < LAYERS - 1
+    assert waiting(8 * WIDTH) == 0
+    assert waiting(8 * WIDTH, late_gradients="host") == LAYERS - 1
+    assert waiting(4, late_gradients="device") == 0
+
+
+def test_norms_of_single_gradients_need_no_other():
+    """What a clip of each leaf's own scales is updated in the turn after, too."""
+    tx = optax.chain(optax.clip_by_block_rms(0.1), adam_at_rest())
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, _ = cut(train_step(tx), *args, late_gradients="host")
+    assert updated(found) == ([*[0] * LAYERS, *[3] * LAYERS], [1])
+
+
+@pytest.mark.parametrize("where", [None, "before", "inside"])
+def test_state_alone_at_rest(where, monkeypatch):
+    """Turns are of gradients, and parameters are replaced where they are."""
+    tx = clipped(where) if where else adam_at_rest()
+    layers = matrices(8)
+    args = layers, tx.init(layers), jnp.ones((4, WIDTH))
+    step = oo.jit(train_step(tx), donate_argnums=(0, 1))
+    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 3 * MATRIX_BYTES)
+    found = step.schedule(*args).chain
+    assert found is not None
+    assert bool(found.waiting) == (where is not None)
     inside, between = updated(found)
-    assert between == [1]
-    assert inside[-1] == 3 * LAYERS
-    assert not any(inside[:-1])
+    assert sum(inside) + sum(between) == 3 * 8 + 1 + len(found.waiting)
+    lefts = [node.left for s in found.segments for node in s.updates if node.left]
+    lefts += [x.left for link in found.links if isinstance(link, tuple) for x in link]
+    aliases = [
+        x.update.outputs[k].alias is not None
+        for x in lefts
+        if x and not x.update.only_stores
+        for k, v in enumerate(x.results)
+        if v.aval.shape == WEIGHT
+    ]
+    assert aliases == [True] * 3 * 8
+    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 8 * MATRIX_BYTES)
+    plan = step.schedule(*args)
+    assert plan.chain is None
+    (reason,) = plan.reasons()
+    assert reason.startswith("layers that no scan runs are not cut into turns: all")
+
+
+def test_no_turn_runs_twice():
+    """It is said where that was asked for."""
+    tx = clipped("before")
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    step = oo.jit(train_step(tx), late_gradients="recompute")
+    args = oo.set_memory_kind(args[0], ".*", "pinned_host"), *args[1:]
+    with pytest.warns(UserWarning, match="'recompute' was asked for, and cannot"):
+        step(*args)
 
 
 def test_what_has_no_room_is_updated_between_turns(monkeypatch):
@@ -325,7 +422,7 @@ def test_what_is_printed():
     most = max(sum(nbytes(v.aval) for v in s.loads) for s in plan.chain.segments)
     assert most > MATRIX_BYTES
     assert line == (
-        "9 turns of layers that no scan runs, each a loop that runs once: "
+        "10 turns of layers that no scan runs, each a loop that runs once: "
         f"{size_text(most)} of what rests on the host at most in one, loaded by the "
         "turn before"
     )

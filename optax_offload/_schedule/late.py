@@ -1,0 +1,229 @@
+"""Gradients of layers that no scan runs, where their update needs all of them first.
+
+What is reduced over them, as for a clip's norm, is reduced where they are made. They
+rest on the host then, and the update itself makes of them what the norm scales.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._program import (
+    Atom,
+    Builder,
+    Input,
+    Output,
+    Program,
+    Step,
+    Update,
+    facts,
+    shape,
+    variables,
+)
+from optax_offload._rows import is_arithmetic
+
+
+class Reduced(NamedTuple):
+    """What is reduced over gradients, and what is made of that outside of updates.
+
+    Attributes:
+      sums: The equations that reduce gradients to numbers, as positions.
+      early: These, with those that lead to them, and what follows from them alone. They
+        are evaluated as soon as they can be.
+      scaled: The equations that make arrays of these numbers and of gradients, as
+        positions, by what they make.
+    """
+
+    sums: frozenset[int]
+    early: frozenset[int]
+    scaled: Mapping[jex.Var, int]
+
+
+NOTHING = Reduced(frozenset(), frozenset(), {})
+
+
+def reduced(step: Step) -> Reduced:
+    """Finds what is reduced over nothing but gradients, and what takes that.
+
+    A norm of what a norm has scaled is not among it, nor is one that state or
+    parameters at rest are a part of: the update takes these itself.
+    """
+    program = step.program
+    gradients = _gradients(step)
+    numbers: set[jex.Var] = set()
+    sums: set[int] = set()
+    leading: set[int] = set()
+    following: set[int] = set()
+    scaled: dict[jex.Var, int] = {}
+    for i in sorted(step.live):
+        e = program.equations[i]
+        taken = variables(e.invars)
+        arrays = any(map(shape, (*taken, *e.outvars)))
+        late = not numbers.isdisjoint(taken) or not scaled.keys().isdisjoint(taken)
+        if late and not arrays:
+            numbers.update(e.outvars)
+            following.add(i)
+        elif late and i not in step.inlined_at and _is_elementwise(e):
+            scaled |= dict.fromkeys(e.outvars, i)
+        elif not late and _reduces(e):
+            leaves, between = _made_of(program, taken, gradients)
+            if all(v in gradients or _is_known(v, numbers) for v in leaves):
+                sums.add(i)
+                leading |= between
+                numbers.update(e.outvars)
+    early = sums | leading | following
+    return Reduced(frozenset(sums), frozenset(early), scaled)
+
+
+def _is_known(v: jex.Var, numbers: set[jex.Var]) -> bool:
+    """Returns whether a variable is a number that no gradients are reduced to."""
+    return not shape(v) and v not in numbers
+
+
+def _gradients(step: Step) -> set[jex.Var]:
+    """The arrays that updates take, and those that they are elementwise made of."""
+    program, found = step.program, set[jex.Var]()
+    waiting = [v for x in step.inlined_updates for v in variables(x.operands)]
+    while waiting:
+        v = waiting.pop()
+        i = program.producers.get(v)
+        if v in found or i is None or not shape(v) or _memory.on_host(v.aval):
+            continue
+        found.add(v)
+        if _is_elementwise(program.equations[i]):
+            waiting += variables(program.equations[i].invars)
+    return found
+
+
+def _is_elementwise(e: jex.JaxprEqn) -> bool:
+    """Returns whether each number of a result is computed from one of each operand."""
+    if e.primitive.name == "broadcast_in_dim":
+        return not any(map(shape, e.invars))
+    return (
+        len(e.outvars) == 1
+        and is_arithmetic(e)
+        and all(shape(a) in ((), shape(e.outvars[0])) for a in e.invars)
+    )
+
+
+def _reduces(e: jex.JaxprEqn) -> bool:
+    return facts(e).summed_by is not None and not any(map(shape, e.outvars))
+
+
+def _made_of(
+    program: Program, taken: Sequence[jex.Var], gradients: set[jex.Var]
+) -> tuple[set[jex.Var], set[int]]:
+    """What variables are made of by arithmetic, and the equations of that.
+
+    As far as gradients, if these are among it.
+    """
+    leaves: set[jex.Var] = set()
+    positions: set[int] = set()
+    waiting = list(taken)
+    while waiting:
+        v = waiting.pop()
+        i = program.producers.get(v)
+        e = None if i is None else program.equations[i]
+        inside = e is not None and (is_arithmetic(e) or facts(e).layout)
+        if v in gradients or not shape(v) or i is None or not inside:
+            leaves.add(v)
+        elif i not in positions:
+            positions.add(i)
+            waiting += variables(program.equations[i].invars)
+    return leaves, positions
+
+
+def with_scaled(
+    step: Step, update: Update, operands: Sequence[Atom], scaled: Mapping[jex.Var, int]
+) -> tuple[Update, list[Atom]]:
+    """An update that makes what it takes of gradients, where numbers have scaled them.
+
+    Args:
+      step: The step.
+      update: The update.
+      operands: The operands that the step gives it.
+      scaled: See `Reduced`.
+
+    Returns:
+      The update, and what the step gives it.
+    """
+    wanted = [a for a in operands if isinstance(a, jex.Var) and a in scaled]
+    if not wanted:
+        return update, list(operands)
+    positions, takes = _made_by(step.program, wanted, scaled)
+    old = update.program
+    kept = [i for i, a in enumerate(operands) if a not in wanted]
+    given: dict[Atom, int] = {}
+    for at, i in enumerate(kept):
+        given.setdefault(operands[i], at)
+    new = [v for v in takes if v not in given]
+    inner = [jex.Var(_memory.device_type(v.aval)) for v in new]
+    invars = [*(old.invars[i] for i in kept), *inner]
+    given |= {v: len(kept) + n for n, v in enumerate(new)}
+    builder = Builder(old.constants)
+    builder.rename(takes, [invars[given[v]] for v in takes])
+    for i in positions:
+        e = step.program.equations[i]
+        builder.add(e, [jex.Var(v.aval) for v in e.outvars])
+    gone = [i for i, a in enumerate(operands) if a in wanted]
+    made = builder.read_all(variables(operands[i] for i in gone))
+    builder.rename([old.invars[i] for i in gone], made)
+    for e in old.equations:
+        builder.add(e)
+    program = dataclasses.replace(
+        old,
+        equations=builder.equations,
+        constants=builder.constants,
+        invars=invars,
+        outvars=builder.read_all(old.outvars),
+    )
+    moved: dict[int | None, int] = {i: at for at, i in enumerate(kept)}
+    for i in gone:  # What an update replaces is what its gradient was made of.
+        like = next((v for v in takes if v.aval == operands[i].aval), None)
+        if like is not None:
+            moved[i] = given[like]
+    outputs = tuple(
+        dataclasses.replace(x, alias=moved.get(x.alias), like=moved.get(x.like))
+        for x in update.outputs
+    )
+    inputs = (
+        *(update.inputs[i] for i in kept),
+        *(Input(_memory.on_host(v.aval)) for v in new),
+    )
+    return Update(program, inputs, outputs), [*(operands[i] for i in kept), *new]
+
+
+def _made_by(
+    program: Program, wanted: Iterable[jex.Var], scaled: Mapping[jex.Var, int]
+) -> tuple[list[int], list[jex.Var]]:
+    """The equations that make variables of numbers, and what these take."""
+    positions: set[int] = set()
+    takes: dict[jex.Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        v = waiting.pop()
+        if v not in scaled:
+            takes[v] = None
+        elif scaled[v] not in positions:
+            positions.add(scaled[v])
+            waiting += variables(program.equations[scaled[v]].invars)
+    return sorted(positions), [*takes]
+
+
+def stored(of: Update, v: jex.Var, path: str) -> Update:
+    """An update that stores a gradient, which waits on the host.
+
+    Args:
+      of: The update that takes it.
+      v: The gradient.
+      path: The path of the leaf that is updated.
+    """
+    inner = jex.Var(_memory.device_type(v.aval))
+    output = Output(path, "pinned_host", None, is_update=False, like=0)
+    program = Program([], {}, [inner], [inner], of.program.debug_info)
+    return Update(program, (Input(),), (output,))
