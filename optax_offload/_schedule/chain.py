@@ -43,8 +43,10 @@ from optax_offload._units import MIB, size_text
 # take to compile.
 LEAST_SEGMENTS = 8
 # So much of what rests is taken in one segment, or what one equation takes: a few
-# milliseconds of a link.
+# milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
+# the number of segments.
 SEGMENT_BYTES = 64 * MIB
+MANY_BYTES = 2**30
 # Turns of gradients alone are worth it where so much less is on the device: a scheduler
 # that overlaps transfers keeps some 100 MiB more of a large model.
 LEAST_FREED_BYTES = 4 * SEGMENT_BYTES
@@ -179,16 +181,19 @@ class _Cut:
         return bool(self._source)
 
     @functools.cached_property
+    def _live(self) -> list[int]:
+        """The bytes that are alive before each equation, but for gradients."""
+        counted = liveness.kept(self._step, self._nodes).difference(self._gradients)
+        return liveness.passing(self._step, self._nodes, counted)
+
+    @functools.cached_property
     def excess(self) -> int:
         """The bytes by which gradients, kept until the end, would raise the peak."""
-        made: dict[jex.Var, int] = dict.fromkeys(self._gradients, 0)
-        counted = liveness.kept(self._step, self._nodes).difference(made)
-        live = liveness.passing(self._step, self._nodes, counted)
-        there, most = 0, 0
+        made, there, most = {*self._gradients}, 0, 0
         for k, node in enumerate(self._nodes):
             there += nbytes(v for v in self._step.defines(node.position) if v in made)
-            most = max(most, there + live[k + 1])
-        return most - max(live)
+            most = max(most, there + self._live[k + 1])
+        return most - max(self._live)
 
     def waiting(self, *, on_host: bool) -> set[jex.Var]:
         """The gradients that are stored if their update needs all of them.
@@ -249,14 +254,15 @@ class _Cut:
             | gradients.intersection(self._step.defines(node.position))
             for node in nodes
         ]
+        room = _room(_size(set[jex.Var]().union(*filling)))
         passing = liveness.passing(self._step, nodes)
         begin, last, inside = 0, 0, False
         there: set[jex.Var] = set()
         for k, node in enumerate(nodes):
             more = filling[k]
             apart = self._touches_host(node)
-            if inside and (apart or not _fit(there, more)):
-                end = k if apart else _end(begin, k, filling, passing)
+            if inside and (apart or not _fit(there, more, room)):
+                end = k if apart else _end(begin, k, filling, passing, room)
                 yield _Link(nodes[begin:end], True)
                 begin, there = end, set[jex.Var]().union(*filling[end:k])
             inside = inside and not apart
@@ -340,10 +346,15 @@ class _Cut:
         used: Mapping[jex.Var, set[int]],
         kept: set[jex.Var],
     ) -> dict[jex.Var, set[int]]:
-        """The values that rest until later segments take them, and these."""
-        segments = self.segments
+        """The values that rest until later segments take them, and these.
+
+        Only what is alive where the most is: what a layer computes again in the
+        backward pass is used up there.
+        """
+        segments, most = self.segments, self._live.index(max(self._live))
         found: dict[jex.Var, set[int]] = {}
-        for v, n in made.items():
+        for v in liveness.alive(self._step, self._nodes, most):
+            n = made[v]
             if v in kept or n > segments[-1] or not shape(v):
                 continue
             if (_memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
@@ -418,9 +429,14 @@ def _size(filling: Iterable[jex.Var]) -> int:
     return max(loads, nbytes(some) - loads)
 
 
-def _fit(there: set[jex.Var], more: set[jex.Var]) -> bool:
+def _room(total: int) -> int:
+    """The bytes that fill a segment of a step, by those that fill all."""
+    return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
+
+
+def _fit(there: set[jex.Var], more: set[jex.Var], room: int) -> bool:
     """Returns whether a segment has room for more."""
-    return more <= there or _size(there | more) <= SEGMENT_BYTES
+    return more <= there or _size(there | more) <= room
 
 
 def _end(
@@ -428,6 +444,7 @@ def _end(
     full: int,
     filling: Sequence[set[jex.Var]],
     passing: Sequence[int],
+    room: int,
 ) -> int:
     """Where a segment ends, in the second half of what it may take.
 
@@ -436,6 +453,7 @@ def _end(
       full: The node for which it has no room.
       filling: What each node loads, and the gradients that it makes.
       passing: The bytes that go on at each node to this one or later ones.
+      room: The bytes that fill a segment.
     """
     there: set[jex.Var] = set()
     # What fills it before each node, and before the full one, in bytes.
@@ -447,7 +465,7 @@ def _end(
     after = {*filling[full]}
     for k in range(full - 1, begin, -1):
         after |= filling[k]
-        full_too = filling[k] and _size(after) > SEGMENT_BYTES
+        full_too = filling[k] and _size(after) > room
         if full_too or 2 * before[k - begin] < before[-1]:
             break
         if passing[k] < least:

@@ -467,6 +467,8 @@ def _moved(fused: Sequence[Fused]) -> str:
 
 def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
+    if plan.chain:  # What scans inside of layers stack is no gradient.
+        return
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):
@@ -479,7 +481,7 @@ def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
     for reason in inside:
         if reason not in found:
             yield f"an offloaded update is left as it is: {reason}"
-    if plan.scans or plan.chain or found or inside:
+    if plan.scans or found or inside:
         return
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"

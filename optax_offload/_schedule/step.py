@@ -278,6 +278,8 @@ class _Search:
             for before in f.replaced.values()
             if before is not None
         }
+        if not owner:
+            return
         scan = self._scan
         for v in variables([*scan.body.consts, *scan.body.carry]):
             if v in owner:
