@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from jax.extend import core as jex
@@ -17,6 +17,7 @@ from optax_offload._schedule.chain import chain
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, over_rows
 from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain
 from optax_offload._schedule.unfused import gradients, updates_inside
@@ -98,6 +99,7 @@ class FusedStep(Printed):
         of the one before.
       chosen: What it makes of new state.
       on_tpu: Whether it is for a TPU's compiler alone.
+      inside: The equations whose bodies are steps of their own, by position.
     """
 
     step: Step
@@ -107,6 +109,7 @@ class FusedStep(Printed):
     streaming: tuple[FusedScan, ...] = ()
     chosen: ChosenState = dataclasses.field(default_factory=ChosenState)
     on_tpu: bool = False
+    inside: Mapping[int, Inside[FusedStep]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -183,14 +186,28 @@ class FusedStep(Printed):
         return tuple(dict.fromkeys((*whole_stacks(self.step.jaxpr), *found)))
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether anything in it is carried out otherwise than it is written."""
+        inside = any(x.is_streamed for x in self.inside.values())
+        return bool(self.scans or self.streaming or self.chain or inside)
+
+    @property
+    def steps(self) -> Sequence[FusedStep]:
+        """Itself, and the steps that bodies in it are."""
+        inside = (x for each in self.inside.values() for x in each.plans)
+        return [self, *(step for x in inside for step in x.steps)]
+
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that never exist, on each device."""
-        return sum(f.gradient_bytes for each in self.scans for f in each.fused)
+        scans = (each for x in self.steps for each in x.scans)
+        return sum(f.gradient_bytes for each in scans for f in each.fused)
 
     @property
     def stored_bytes(self) -> int:
         """The bytes of those that wait in host memory, on each device."""
-        stored = (each for each in self.scans if each.way == "host")
+        scans = (each for x in self.steps for each in x.scans)
+        stored = (each for each in scans if each.way == "host")
         return sum(f.gradient_bytes for each in stored for f in each.late)
 
     @property
@@ -207,7 +224,7 @@ class FusedStep(Printed):
         hide them behind, keeps several times more alive for them (F01).
         """
         rest = self.step.at_rest
-        if self.scans or self.streaming or self.chain or rest is None:
+        if self.is_streamed or rest is None:
             return False
         overlapped = rest.positions != "none" or rest.step_loads
         return any(x.whole for x in rest.arguments) and not overlapped
@@ -249,12 +266,13 @@ class FusedStep(Printed):
             again = range(1, self.passes.last + 1) if each.way == "recompute" else ()
             for number in (0, *again):
                 lines += _of_turns(self, each, number)
-        if not self.scans and not self.chain:
+        lines += [line for each in self.inside.values() for line in each.lines()]
+        if not self.scans and not self.chain and not self.inside:
             lines += ["nothing is fused into a backward pass"]
         if self.whole_on_tpu:
             lines += [f"on a TPU {_whole_text(self)}"]
         lines += self.reasons()
-        lines += _loaded_again(self.chosen)
+        lines += self.chosen.lines()
         if self.hides_nothing:
             lines += [_HIDES_NOTHING]
         for each in self.schedules():
@@ -323,18 +341,6 @@ def _at_rest(plan: FusedStep) -> Iterator[str]:
         yield (
             f"{size_text(rest.residual_bytes)} of residuals rest on the host between "
             "the forward and the backward pass"
-        )
-
-
-def _loaded_again(chosen: ChosenState) -> Iterator[str]:
-    """Lines on state that is loaded once more, after its update."""
-    by_equation: dict[str, list[str]] = {}
-    for path, equation in chosen.again:
-        by_equation.setdefault(equation, []).append(path)
-    for equation, paths in by_equation.items():
-        yield (
-            f"loaded again after its update, for {equation}, and stored where it "
-            f"rested: {_trees.listed(paths)}"
         )
 
 
@@ -465,11 +471,11 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
     for reason, sizes in found.items():
         left = _counted(len(sizes), "gradient", sum(sizes))
         yield f"{left} left outside: {reason}"
-    inside = updates_inside(plan.step)
+    inside = updates_inside(plan.step, plan.inside)
     for reason in inside:
         if reason not in found:
             yield f"an offloaded update is left as it is: {reason}"
-    if plan.scans or plan.chain or found or inside:
+    if plan.scans or plan.chain or plan.inside or found or inside:
         return
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,19 +28,20 @@ def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
     ]
 
 
-def updates_inside(step: Step) -> list[str]:
-    """Finds updates inside of other equations, which are not searched."""
-    equations = (step.program.equations[i] for i in sorted(step.live))
+def updates_inside(step: Step, planned: Collection[int]) -> list[str]:
+    """Finds updates inside of other equations, which are not planned as steps."""
+    live = sorted(step.live.difference(planned))
+    equations = (step.program.equations[i] for i in live)
     names = [e.primitive.name for e in equations if holds_update(e)]
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
-def in_bodies(step: Step) -> Iterator[Unfused]:
+def in_bodies(step: Step, planned: Collection[int]) -> Iterator[Unfused]:
     """Possible gradients of scans that are not searched: in bodies, or carried."""
     program = step.program
     shapes = {shape(v) for v in program.invars if _is_inexact(v)}
     returned = set(variables(program.outvars))
-    for i in sorted(step.live):
+    for i in sorted(step.live.difference(planned)):
         e = program.equations[i]
         name = e.primitive.name
         nested = scans(e)

@@ -437,6 +437,8 @@ def test_a_reason_where_nothing_is_fused():
     step = step_of(tx, nothing)
     assert said(step, fuse=False) == ("it was asked not to: fuse=False")
 
+    step = step_of(tx, nothing, jax.grad(unrolled))
+
     def if_even(params, state, tokens):
         def skip(params, state):
             return params, state, None
