@@ -192,6 +192,13 @@ class FusedStep(Printed):
         return bool(self.scans or self.streaming or self.chain or inside)
 
     @property
+    def is_fused_backward(self) -> bool:
+        """Whether gradients of a backward pass in it never exist."""
+        inside = (x for each in self.inside.values() for x in each.plans)
+        own = any(each.scan.is_backward for each in self.scans)
+        return own or any(x.is_fused_backward for x in inside)
+
+    @property
     def steps(self) -> Sequence[FusedStep]:
         """Itself, and the steps that bodies in it are."""
         inside = (x for each in self.inside.values() for x in each.plans)
@@ -200,8 +207,10 @@ class FusedStep(Printed):
     @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that never exist, on each device."""
-        scans = (each for x in self.steps for each in x.scans)
-        return sum(f.gradient_bytes for each in scans for f in each.fused)
+        own = sum(f.gradient_bytes for each in self.scans for f in each.fused)
+        # Of microbatches the sums exist.
+        inside = (x for x in self.inside.values() if x.holds_update)
+        return own + sum(x.gradient_bytes for each in inside for x in each.plans)
 
     @property
     def stored_bytes(self) -> int:

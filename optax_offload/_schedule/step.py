@@ -30,7 +30,7 @@ from optax_offload._schedule.fused_step import (
     candidates,
     passes_of,
 )
-from optax_offload._schedule.inside import inside
+from optax_offload._schedule.inside import inside, microbatches
 from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
@@ -50,7 +50,11 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
       on_tpu: Whether a row is only moved where a TPU can do that.
     """
     equations = step.program.equations
-    steps = inside(step, lambda x: plan(x, asked, on_tpu=on_tpu))
+
+    def plan_body(body: Step) -> FusedStep:
+        return plan(body, asked, on_tpu=on_tpu)
+
+    steps = inside(step, plan_body)
     apart = {i for i, each in steps.items() if each.is_streamed}
     positions = [i for i in candidates(step) if i not in apart]
     fused: list[FusedScan] = []
@@ -64,9 +68,11 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
             fused.append(found)
         else:
             unfused += found.unfused
-    unfused += in_bodies(step, steps) if asked.fuse else ()
     done = {s.scan.position for s in fused}
-    others = (Scan(i, equations[i]) for i in positions if i not in done)
+    left = [i for i in positions if i not in done]
+    sums = microbatches(step, left, plan_body)
+    unfused += in_bodies(step, steps, sums) if asked.fuse else ()
+    others = (Scan(i, equations[i]) for i in left if i not in sums)
     streaming = tuple(
         FusedScan(scan, (), (), "host", ())
         for scan in others
@@ -79,7 +85,7 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
         asked,
         streaming,
         on_tpu=on_tpu,
-        inside=steps,
+        inside={**steps, **sums},
     )
     if on_tpu or not found.chain:
         return found
@@ -441,7 +447,8 @@ def _not_waiting(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
             yield from _not_waiting(x, of_body)
     refused, asked = found.refused(), found.asked.late_gradients
     if not refused:
-        nothing = () if found.scans or found.inside else found.reasons()
+        steps = any(x.holds_update for x in found.inside.values())
+        nothing = () if found.scans or steps else found.reasons()
         wanted = asked in get_args(Way) and gradients(found.step, found.unfused)
         for line in nothing if wanted else ():
             yield f"late_gradients={asked!r} was asked for, and nothing waits: {line}"

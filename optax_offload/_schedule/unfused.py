@@ -36,12 +36,20 @@ def updates_inside(step: Step, planned: Collection[int]) -> list[str]:
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
-def in_bodies(step: Step, planned: Collection[int]) -> Iterator[Unfused]:
-    """Possible gradients of scans that are not searched: in bodies, or carried."""
+def in_bodies(
+    step: Step, steps: Collection[int], microbatches: Collection[int]
+) -> Iterator[Unfused]:
+    """Possible gradients of scans that are not searched: in bodies, or carried.
+
+    Args:
+      step: The step.
+      steps: The equations whose bodies are steps of their own, as positions.
+      microbatches: The scans that only the sums of gradients leave.
+    """
     program = step.program
     shapes = {shape(v) for v in program.invars if _is_inexact(v)}
     returned = set(variables(program.outvars))
-    for i in sorted(step.live.difference(planned)):
+    for i in sorted(step.live.difference(steps)):
         e = program.equations[i]
         name = e.primitive.name
         nested = scans(e)
@@ -49,7 +57,7 @@ def in_bodies(step: Step, planned: Collection[int]) -> Iterator[Unfused]:
         if name in ("while", "cond") or not (nested or name == "scan"):
             continue
         why = "its scan sums it up over all iterations"
-        if nested:
+        if nested and i not in microbatches:
             why = f"its backward scan is inside of another equation ({name})"
         of_scan = itertools.chain.from_iterable(map(_sums, entered(e)))
         for v in of_scan if name == "scan" else e.outvars:

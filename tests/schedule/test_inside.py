@@ -54,9 +54,9 @@ def skipped(step):
 @pytest.mark.parametrize(
     ("form", "said"),
     [
-        (looped, "scan of 3 iterations, each a step:"),
-        (again, "while loop, each iteration a step:"),
-        (skipped, "cond, branch 1 of 2 a step:"),
+        (looped, "scan of 3 iterations, each a step of its own:"),
+        (again, "while loop, each a step of its own:"),
+        (skipped, "cond, branch 1 of 2, each a step of its own:"),
     ],
 )
 def test_bodies_are_steps(form, said):
@@ -80,8 +80,8 @@ def test_bodies_of_bodies():
     tx = offloaded(optax.adam(1e-3))
     found = planned(looped(looped(train_step(tx))), tx)
     assert str(found).splitlines()[:2] == [
-        "scan of 3 iterations, each a step:",
-        "  scan of 3 iterations, each a step:",
+        "scan of 3 iterations, each a step of its own:",
+        "  scan of 3 iterations, each a step of its own:",
     ]
     assert found.gradient_bytes == BYTES
 
@@ -121,6 +121,36 @@ def test_an_update_alone_in_a_branch():
     found = planned(step, tx)
     assert not found.inside
     assert "left outside: the update is in a cond" in str(found)
+
+
+def test_microbatches():
+    """Their gradients never exist, and the sums of them do."""
+    tx = offloaded(optax.adam(1e-3))
+
+    def step(params, state, x):
+        def add(total, x):
+            return total + jax.grad(loss)(params, x[None]), None
+
+        grads, _ = lax.scan(add, jnp.zeros_like(params), x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    found = planned(step, tx)
+    lines = str(found).splitlines()
+    assert lines[:2] == [
+        "scan of 2 iterations, each adds rows of its gradients to their sums:",
+        "  backward scan of 6 iterations: 1 gradient of 1.50 KiB never on the device "
+        "whole",
+    ]
+    assert (
+        "1 gradient of 1.50 KiB left outside: its scan sums it up over all iterations"
+    ) in lines
+    assert found.gradient_bytes == 0
+    assert found.is_streamed
+    assert found.schedules()
+    assert not planned(step, tx, fuse=False).inside
+    (said,) = refusals(planned(step, tx, late_gradients="host"), ["", ""])
+    assert "nothing waits: 1 gradient" in said
 
 
 def test_gradients_of_bodies_that_cannot_wait():
