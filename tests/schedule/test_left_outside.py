@@ -526,8 +526,8 @@ def test_what_was_asked_for_and_is_not_done_warns():
     with pytest.warns(
         oo.OffloadWarning,
         match="^late_gradients='recompute' was asked for, and nothing waits: "
-        "4 gradients of 16.00 KiB left outside: its backward scan is inside of another "
-        "equation",
+        "4 gradients of 16.00 KiB left outside: its scan sums it up over all "
+        "iterations",
     ):
         jax.eval_shape(step, *args)
 
