@@ -1,6 +1,7 @@
 """Offloading never raises the peak of a step: ordinary models, compiled for an H100."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -262,6 +263,37 @@ def test_steps_in_bodies(form, clip):
     found = peak(model, optimizer, offload=True, jit=oo.jit, **options)
     assert found < plain
     assert found < 1.05 * once
+
+
+@pytest.mark.slow
+def test_microbatches_of_scanned_layers():
+    """Most of a microbatch's gradients are never beside their sums."""
+    model, tx = Decoder(layers=6, scan=True), oo.offload(optax.adamw(1e-3))
+    params = model.parameters()
+
+    def step(params, state, microbatches):
+        def add(total, x):
+            return jax.tree.map(jnp.add, total, jax.grad(model.loss)(params, x)), None
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = jax.lax.scan(add, zeros, microbatches)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = model.inputs()
+    args = params, oo.eval_shape(tx.init, params), struct(3, *x.shape, dtype=x.dtype)
+    fused, whole = (
+        aot.measure(
+            step,
+            *args,
+            target=TARGET,
+            donate_argnums=(0, 1),
+            jit=functools.partial(oo.jit, fuse=fuse),
+        ).used_bytes
+        for fuse in (True, False)
+    )
+    layers = sum(4 * x.size for x in jax.tree.leaves(params["layers"]))
+    assert fused < whole - 0.6 * layers
 
 
 @pytest.mark.slow
