@@ -223,7 +223,9 @@ class FusedStep(Printed):
     def flops_again(self) -> float:
         """The operations of backward passes that run again, on each device."""
         again = [x for x in self.scans if x.late and x.way == "recompute"]
-        return sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
+        own = sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
+        inside = ((each.turns, x) for each in self.inside.values() for x in each.plans)
+        return own + sum(turns * x.flops_again for turns, x in inside)
 
     @property
     def hides_nothing(self) -> bool:

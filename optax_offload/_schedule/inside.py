@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from jax.extend import core as jex
 
@@ -65,6 +65,11 @@ class Inside(Generic[T]):
 
     equation: jex.JaxprEqn
     plans: tuple[T, ...]
+
+    @property
+    def turns(self) -> int:
+        """How often each of them is evaluated, as far as that is known."""
+        return self.equation.params.get("length", 1)
 
     @property
     def holds_update(self) -> bool:
@@ -143,9 +148,9 @@ def _step(body: Body, around: AtRest | None) -> Step:
     """
     at_rest = None
     if around is not None:
-        moved: Literal["none", "others"] = "others" if _moves(body.jaxpr) else "none"
+        positions = around.positions if _moves(body.jaxpr) else "none"
         at_rest = dataclasses.replace(
-            around, arguments=(), residual_bytes=0, made_bytes=0, positions=moved
+            around, arguments=(), residual_bytes=0, made_bytes=0, positions=positions
         )
     return in_equations(body.closed, (), at_rest)
 

@@ -123,6 +123,18 @@ def test_an_update_alone_in_a_branch():
     assert "left outside: the update is in a cond" in str(found)
 
 
+def test_backward_passes_that_run_again():
+    """In each turn of which the number is known."""
+    tx = optax.chain(CLIPPED, offloaded(optax.adam(1e-3)))
+    once, looped_, skipped_ = (
+        planned(form(train_step(tx)), tx, late_gradients="recompute").flops_again
+        for form in (lambda step: step, looped, skipped)
+    )
+    assert once > 0
+    assert looped_ == 3 * once
+    assert skipped_ == once
+
+
 def test_microbatches():
     """Their gradients never exist, and the sums of them do."""
     tx = offloaded(optax.adam(1e-3))
