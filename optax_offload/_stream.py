@@ -321,7 +321,7 @@ def plan_of(
 
 def is_as_it_was(found: FusedStep) -> bool:
     """Returns whether a step can be called as it is."""
-    return not found.scans and found.step.at_rest is None
+    return not found.is_streamed and found.step.at_rest is None
 
 
 def check_new_state(found: FusedStep, results: Any) -> None:

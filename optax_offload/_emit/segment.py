@@ -39,6 +39,7 @@ class Before(NamedTuple):
         carried through the loop makes a compiler finish these first: of gradients, it
         would keep all.
       sharded: The shardings of arguments whose types do not say it.
+      zero: What its buffers are filled with at first.
     """
 
     env: Values
@@ -46,6 +47,7 @@ class Before(NamedTuple):
     loaded: Values
     made: Sequence[jex.Var]
     sharded: Mapping[jex.Var, Sharded]
+    zero: Any = 0
 
 
 class After(NamedTuple):
@@ -55,11 +57,13 @@ class After(NamedTuple):
       results: The values of its results.
       stored: Those that rest on the host from here on.
       ahead: Those that it has loaded for the next one.
+      zero: A zero that is known when it is done.
     """
 
     results: dict[jex.Var, Any]
     stored: dict[jex.Var, Any]
     ahead: dict[jex.Var, Any]
+    zero: Any
 
 
 def run_segment(program: Program, segment: Segment, before: Before) -> After:
@@ -102,23 +106,26 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
 
     start = (
         jnp.int32(0),
-        [*map(_empty, results)],
+        [_empty(v, before.zero) for v in results],
         [
-            _memory.full(v.aval, 0, "pinned_host") if at is None else before.env[at]
+            _memory.full(v.aval, before.zero, "pinned_host")
+            if at is None
+            else before.env[at]
             for v, at in replaced.items()
         ],
-        [_memory.full(v.aval, 0, "pinned_host") for v in segment.stores],
-        [_memory.full(_memory.device_type(v.aval), 0) for v in segment.ahead],
+        [_memory.full(v.aval, before.zero, "pinned_host") for v in segment.stores],
+        [_memory.full(_memory.device_type(v.aval), before.zero) for v in segment.ahead],
         [before.env[v] for v in rewritten.values()],
         [before.env[v] for v in before.made],
     )
-    _, on_device, on_host, stores, ahead, after, passed = lax.while_loop(
+    last, on_device, on_host, stores, ahead, after, passed = lax.while_loop(
         lambda carry: carry[0] < iterations, once, start
     )
     found = bound(results, Places.of_types(results).keys(on_device))
     found |= bound(replaced, on_host) | bound(rewritten, after)
     found |= bound(before.made, passed)
-    return After(found, bound(segment.stores, stores), bound(segment.ahead, ahead))
+    stored, loaded = bound(segment.stores, stores), bound(segment.ahead, ahead)
+    return After(found, stored, loaded, last - 1)
 
 
 class _Turn:
@@ -260,10 +267,10 @@ def _captured(program: Program, segment: Segment) -> list[jex.Var]:
     return [v for v in taken if v not in apart]
 
 
-def _empty(v: jex.Var) -> Any:
+def _empty(v: jex.Var, zero: Any) -> Any:
     """A value of a variable's type; of a random key's the data."""
     aval: Any = v.aval
     if _memory.movable_nbytes(aval) is not None:
-        return _memory.full(aval, 0, _memory.kind_of_type(aval))
+        return _memory.full(aval, zero, _memory.kind_of_type(aval))
     data = jax.eval_shape(jax.random.key_data, aval)
     return jnp.zeros(data.shape, data.dtype)

@@ -43,6 +43,7 @@ def results(
     sharded: Mapping[jex.Var, Sharded],
     *,
     on_tpu: bool,
+    in_a_body: bool = False,
 ) -> list[Any]:
     """The results of a step, evaluated as its plan says.
 
@@ -51,8 +52,9 @@ def results(
       values: The values of its arguments, and of the constants that it closes over.
       sharded: The shardings of arguments whose types do not say it.
       on_tpu: Whether it is for a TPU's compiler.
+      in_a_body: Whether it is evaluated in a loop or branch of another step.
     """
-    return _Run(plan, values, sharded, on_tpu).results()
+    return _Run(plan, values, sharded, on_tpu, in_a_body).results()
 
 
 class _Run:
@@ -64,8 +66,10 @@ class _Run:
         values: Mapping[jex.Var, Any],
         sharded: Mapping[jex.Var, Sharded],
         on_tpu: bool,
+        in_a_body: bool,
     ):
         self._plan, self._step, self._on_tpu = plan, plan.step, on_tpu
+        self._in_a_body = in_a_body
         self._sharded = sharded
         self._env: dict[jex.Var, Any] = {**values, **plan.step.program.constants}
 
@@ -101,14 +105,17 @@ class _Run:
         resting = {v: x for v, x in self._env.items() if _memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
         made: list[jex.Var] = []
+        zero: Any = 0
         for link in chain.links:
             if isinstance(link, Segment):
                 self._require(reads(link.updates))
-                before = Before(self._env, resting, ahead, made, self._sharded)
+                before = Before(self._env, resting, ahead, made, self._sharded, zero)
                 after = run_segment(program, link, before)
                 self._env |= after.results | self._tokens(link.positions)
                 resting |= after.stored
                 ahead, made = after.ahead, []
+                if self._in_a_body:  # There zeros that are known are made first (F82).
+                    zero = after.zero
                 continue
             self._require(v for node in link for v in node.reads)
             self._run_nodes(link)

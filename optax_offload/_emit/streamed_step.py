@@ -19,9 +19,24 @@ from jax.interpreters import mlir
 from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
 from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
-from optax_offload._lowered import Argument, arguments, check_pairs, lower, shardings
-from optax_offload._program import Atom, Step, bound, transform_as
-from optax_offload._schedule import FusedStep, for_tpu
+from optax_offload._lowered import (
+    Argument,
+    Sharded,
+    arguments,
+    check_pairs,
+    lower,
+    shardings,
+)
+from optax_offload._program import (
+    Atom,
+    Step,
+    bound,
+    entered,
+    transform_as,
+    variables,
+    with_bodies,
+)
+from optax_offload._schedule import FusedStep, Inside, for_tpu
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,11 +47,14 @@ class _Call:
       plan: The plan of the step. It closes over no traced value.
       operands: The value that stands for each operand of the equation in the step.
       known: The operands that are no arguments and whose values are known.
+      sharded: The shardings of arguments that their types do not say, of a step that is
+        a body in another one; else None.
     """
 
     plan: FusedStep
     operands: tuple[jex.Var, ...]
     known: Mapping[jex.Var, Any]
+    sharded: Mapping[jex.Var, Sharded] | None
 
     def __repr__(self) -> str:
         return f"<{len(self.plan.scans)} scans>"
@@ -53,23 +71,9 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     """
     for message in _over_window(plan):
         warn(message)
-    step = plan.step
-    program = step.program
+    step, program = plan.step, plan.step.program
     args = [*args, *step.refs]
-    values = [x[...] if isinstance(x, jax.Ref) else x for x in args]
-    constants = program.constants
-    own = dict.fromkeys(step.jaxpr.constvars)
-    traced = [v for v, x in constants.items() if isinstance(x, jax.core.Tracer)]
-    given = {v: constants[v] for v in (*own, *traced)}
-    rest = {v: x for v, x in constants.items() if v not in given}
-    program = dataclasses.replace(program, constants=rest)
-    plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
-    known = {v: x for v, x in given.items() if v not in traced}
-    what = _Call(plan, (*program.invars, *given), known)
-    if plan.scans or plan.chain or step.moves_rows:
-        results = _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
-    else:
-        results = _plain(*values, *given.values(), jaxpr=step.jaxpr)
+    results = _called(plan, [x[...] if isinstance(x, jax.Ref) else x for x in args])
     refs = [
         (v, x)
         for v, x in zip(program.invars, args, strict=True)
@@ -83,9 +87,70 @@ def streamed(plan: FusedStep, args: Sequence[Any]) -> list[Any]:
     return results[:first]
 
 
+def _called(
+    plan: FusedStep,
+    values: Sequence[Any],
+    sharded: Mapping[jex.Var, Sharded] | None = None,
+) -> list[Any]:
+    """The results of a step of values, as one equation."""
+    step = plan.step
+    program = step.program
+    constants = program.constants
+    own = dict.fromkeys(step.jaxpr.constvars)
+    traced = [v for v, x in constants.items() if isinstance(x, jax.core.Tracer)]
+    given = {v: constants[v] for v in (*own, *traced)}
+    rest = {v: x for v, x in constants.items() if v not in given}
+    program = dataclasses.replace(program, constants=rest)
+    plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
+    known = {v: x for v, x in given.items() if v not in traced}
+    what = _Call(plan, (*program.invars, *given), known, sharded)
+    if plan.is_streamed or step.moves_rows:
+        return _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
+    return _plain(*values, *given.values(), jaxpr=step.jaxpr)
+
+
+def _with_steps_inside(
+    plan: FusedStep, sharded: Mapping[jex.Var, Sharded]
+) -> FusedStep:
+    """The plan of a step, in whose bodies that are steps of their own these are."""
+    if not plan.inside:
+        return plan
+    program = plan.step.program
+    equations = list(program.equations)
+    for i, each in plan.inside.items():
+        equations[i] = _with_steps(equations[i], each, sharded)
+    program = dataclasses.replace(program, equations=equations)
+    step = dataclasses.replace(plan.step, program=program)
+    return dataclasses.replace(plan, step=step)
+
+
+def _with_steps(
+    e: jex.JaxprEqn, each: Inside[FusedStep], sharded: Mapping[jex.Var, Sharded]
+) -> jex.JaxprEqn:
+    bodies = zip(entered(e), each.plans, strict=True)
+
+    def rewritten(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        body, plan = next(bodies)
+        if not plan.is_streamed:
+            return closed
+        rows = len(body.xs)
+        taken = list(zip(body.jaxpr.invars, body.operands, strict=True))
+        same = taken[: len(taken) - rows]
+        like = {
+            v: sharded[a]
+            for v, i in same
+            for a in variables([e.invars[i]])
+            if a in sharded
+        }
+        found = jax.make_jaxpr(lambda *values: _called(plan, values, like))
+        return found(*closed.in_avals)
+
+    return with_bodies(e, rewritten)
+
+
 def _over_window(plan: FusedStep) -> Iterator[str]:
     """Yields warnings; updates that wait on the host give their own."""
-    for each in plan.scans:
+    for each in (scan for step in plan.steps for scan in step.scans):
         stored = [f for f in each.late if f.component.late_sums]
         some = [*each.now, *stored] if each.way == "host" else each.fused
         for over in each.over_window(some):
@@ -146,19 +211,23 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     check_pairs(ctx)
     if plan.step.at_rest is not None and plan.step.at_rest.positions == "others":
         _check_positions(ctx)
-    sharded = {operands[i]: s for i, s in shardings(found, ctx.avals_in).items()}
+    here = shardings(found, ctx.avals_in)
+    sharded = {**(what.sharded or {}), **{operands[i]: s for i, s in here.items()}}
     # A TPU's compiler spreads transfers over an iteration by itself: there no row is
     # stored late, so that none is on the device longer.
     on_tpu = tuple(ctx.module_context.platforms) == ("tpu",)
     if on_tpu:
         plan = for_tpu(plan, operands, what.known)
+    plan = _with_steps_inside(plan, sharded)
 
     def fn(*given: Any) -> list[Any]:
         values = {
             v: _memory.transfer(x, _memory.kind_of_type(v.aval))
             for v, x in bound(operands, given).items()
         }
-        return emit.results(plan, values, sharded, on_tpu=on_tpu)
+        return emit.results(
+            plan, values, sharded, on_tpu=on_tpu, in_a_body=what.sharded is not None
+        )
 
     return lower(ctx, fn, found, given)
 

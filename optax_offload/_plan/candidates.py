@@ -243,7 +243,7 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         donated = step.donate_argnums or ()
         streamed = jit(step.fn, donate_argnums=donated, **variant.options)
         found = streamed.schedule(*step.args)
-    late = [f for each in found.scans for f in each.late]
+    late = [f for step in found.steps for each in step.scans for f in each.late]
     rest = found.step.at_rest
     leaves = [path for path, _ in _trees.leaves_with_paths(step.args)]
     by_rows = {leaves[x.position] for x in rest.arguments if x.scans} if rest else set()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload import _compat, _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
@@ -22,7 +22,8 @@ class Wanted:
 
     Attributes:
       updated: The arguments that updates take as state.
-      rows: The arguments that scans take rows of.
+      rows: The arguments that scans take rows of; and all of a body that is a step of
+        its own, whose layers are loaded where they are used.
       spread: The spread over a mesh that equations want of some of both.
     """
 
@@ -55,6 +56,8 @@ def wanted_at_rest(body: jex.Jaxpr) -> Wanted:
             for v in variables([e.invars[i]]):
                 if spread.setdefault(v, wanted) != wanted:
                     rows.discard(v)
+    if _compat.SEGMENTS_ARE_FREED and any(map(has_update, body.eqns)):
+        rows.update(v for v in body.invars if v not in spread)
     arguments = list(enumerate(body.invars))
     return Wanted(
         frozenset(i for i, v in arguments if v in updated),

@@ -5,6 +5,7 @@ from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep, Turns
 from optax_offload._schedule.group import Group, Part, Target
+from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.parts import Place
@@ -29,6 +30,7 @@ __all__ = [
     "FusedScan",
     "FusedStep",
     "Group",
+    "Inside",
     "Loop",
     "Outer",
     "OverWindow",

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload import _compat, _memory, _trees
 from optax_offload._program import (
     Call,
     Places,
@@ -64,6 +64,17 @@ class ChosenState:
     returned: tuple[int, ...] = ()
     again: tuple[tuple[str, str], ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Lines on state that is loaded once more, after its update."""
+        by_equation: dict[str, list[str]] = {}
+        for path, equation in self.again:
+            by_equation.setdefault(equation, []).append(path)
+        for equation, paths in by_equation.items():
+            yield (
+                f"loaded again after its update, for {equation}, and stored where it "
+                f"rested: {_trees.listed(paths)}"
+            )
 
 
 def with_chosen_state(

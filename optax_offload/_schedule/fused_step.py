@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _trees
-from optax_offload._program import Program, Resting, Step, is_transfer, variables
+from optax_offload import _compat, _memory
+from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import late, order, pipeline, waiting
+from optax_offload._schedule import late, order, pipeline, taken, waiting
 from optax_offload._schedule.chain import chain
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain
+from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
 from optax_offload._step_options import Options
@@ -59,7 +61,7 @@ class FusedScan:
     def gradients(self, fused: Sequence[Fused]) -> str:
         """Returns how many gradients some of these are, and of how many bytes."""
         count = sum(len(f.component.gradients) for f in fused)
-        return _counted(count, self.noun, sum(f.gradient_bytes for f in fused))
+        return counted(count, self.noun, sum(f.gradient_bytes for f in fused))
 
     def in_parts(self, f: Fused) -> int | None:
         """The number of parts in which a row is updated; None if it is whole."""
@@ -99,6 +101,7 @@ class FusedStep(Printed):
         of the one before.
       chosen: What it makes of new state.
       on_tpu: Whether it is for a TPU's compiler alone.
+      inside: The equations whose bodies are steps of their own, by position.
     """
 
     step: Step
@@ -108,6 +111,7 @@ class FusedStep(Printed):
     streaming: tuple[FusedScan, ...] = ()
     chosen: ChosenState = dataclasses.field(default_factory=ChosenState)
     on_tpu: bool = False
+    inside: Mapping[int, Inside[FusedStep]] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -202,21 +206,46 @@ class FusedStep(Printed):
         return tuple(dict.fromkeys((*whole_stacks(self.step.jaxpr), *found)))
 
     @property
+    def is_streamed(self) -> bool:
+        """Whether anything in it is carried out otherwise than it is written."""
+        inside = any(x.is_streamed for x in self.inside.values())
+        return bool(self.scans or self.streaming or self.chain or inside)
+
+    @property
+    def is_fused_backward(self) -> bool:
+        """Whether gradients of a backward pass in it never exist."""
+        inside = (x for each in self.inside.values() for x in each.plans)
+        own = any(each.scan.is_backward for each in self.scans)
+        return own or any(x.is_fused_backward for x in inside)
+
+    @property
+    def steps(self) -> Sequence[FusedStep]:
+        """Itself, and the steps that bodies in it are."""
+        inside = (x for each in self.inside.values() for x in each.plans)
+        return [self, *(step for x in inside for step in x.steps)]
+
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that never exist, on each device."""
-        return sum(f.gradient_bytes for each in self.scans for f in each.fused)
+        own = sum(f.gradient_bytes for each in self.scans for f in each.fused)
+        # Of microbatches the sums exist.
+        inside = (x for x in self.inside.values() if x.holds_update)
+        return own + sum(x.gradient_bytes for each in inside for x in each.plans)
 
     @property
     def stored_bytes(self) -> int:
         """The bytes of those that wait in host memory, on each device."""
-        stored = (each for each in self.scans if each.way == "host")
+        scans = (each for x in self.steps for each in x.scans)
+        stored = (each for each in scans if each.way == "host")
         return sum(f.gradient_bytes for each in stored for f in each.late)
 
     @property
     def flops_again(self) -> float:
         """The operations of backward passes that run again, on each device."""
         again = [x for x in self.scans if x.late and x.way == "recompute"]
-        return sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
+        own = sum(order.flops(x.scan) * self.passes.twice(x.late) for x in again)
+        inside = ((each.turns, x) for each in self.inside.values() for x in each.plans)
+        return own + sum(turns * x.flops_again for turns, x in inside)
 
     @property
     def hides_nothing(self) -> bool:
@@ -226,7 +255,7 @@ class FusedStep(Printed):
         hide them behind, keeps several times more alive for them (F01).
         """
         rest = self.step.at_rest
-        if self.scans or self.streaming or self.chain or rest is None:
+        if self.is_streamed or rest is None:
             return False
         overlapped = rest.positions != "none" or rest.step_loads
         return any(x.whole for x in rest.arguments) and not overlapped
@@ -259,7 +288,7 @@ class FusedStep(Printed):
         )
 
     def __str__(self) -> str:
-        lines = [*_misplaced(self.step), *_at_rest(self)]
+        lines = [*taken.misplaced(self.step), *taken.at_rest(self.step, self.rest)]
         lines += self.chain.lines() if self.chain else ()
         for each in self.streaming:
             found = list(_of_turns(self, each, 0))
@@ -269,12 +298,13 @@ class FusedStep(Printed):
             again = range(1, self.passes.last + 1) if each.way == "recompute" else ()
             for number in (0, *again):
                 lines += _of_turns(self, each, number)
-        if not self.scans and not self.chain:
+        lines += [line for each in self.inside.values() for line in each.lines()]
+        if not self.scans and not self.chain and not self.inside:
             lines += ["nothing is fused into a backward pass"]
         if self.whole_on_tpu:
             lines += [f"on a TPU {_whole_text(self)}"]
         lines += self.reasons()
-        lines += _loaded_again(self.chosen)
+        lines += self.chosen.lines()
         if self.hides_nothing:
             lines += [_HIDES_NOTHING]
         for each in self.schedules():
@@ -290,105 +320,6 @@ _HIDES_NOTHING = (
     "xla_gpu_enable_latency_hiding_scheduler=False; jax.jit takes that in "
     "compiler_options"
 )
-
-
-def _misplaced(step: Step) -> Iterator[str]:
-    """A line on the state that is not where its update wants it."""
-    if step.misplaced:
-        yield (
-            "state planned for pinned_host comes to its update on the device: "
-            f"{_trees.listed(step.misplaced)}. A call raises "
-            "MemoryKindError, or moves it with on_misplaced='move'. A template of "
-            "jax.eval_shape may say no memory: use optax_offload.eval_shape"
-        )
-
-
-def _at_rest(plan: FusedStep) -> Iterator[str]:
-    """Lines on the ways in which arguments at rest, other than state, are taken."""
-    rest, program = plan.step.at_rest, plan.step.program
-    if rest is None:
-        return
-    updated = {v for node in plan.rest if node.left for v in node.reads}
-    taken: dict[tuple[Any, ...], list[Resting]] = {}
-    for x in rest.arguments:
-        v = program.invars[x.position]
-        whole = _loaded_whole(plan, v, x.whole)
-        with_state = v in updated and not x.is_state
-        if x.scans or whole or with_state:
-            key = x.scans, x.again, whole, with_state, x.returns
-            taken.setdefault(key, []).append(x)
-    for (scans, again, whole, with_state, returns), some in taken.items():
-        nbytes = sum(x.nbytes for x in some)
-        how: list[str] = []
-        if scans:
-            each = sum(x.nbytes // scans[0] for x in some)
-            lengths = ", ".join(map(str, sorted(set(scans))))
-            how.append(
-                f"{size_text(each)} of rows in each iteration of {len(scans)} "
-                f"scan{'s' * (len(scans) > 1)} of {lengths}"
-                + f", again in each of {again} iterations around"
-                * (again > 1)
-            )
-        if whole:
-            how.append(f"loaded whole by {_trees.listed(whole)}")
-        if with_state:
-            how.append("loaded with its state by its update")
-        if returns:
-            how.append("what replaces it returns there")
-        line = _counted(len(some), "argument", nbytes)
-        yield f"{line} at rest on the host: {'; '.join(how)}"
-    if rest.made_bytes:
-        yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
-    if rest.residual_bytes:
-        yield (
-            f"{size_text(rest.residual_bytes)} of residuals rest on the host between "
-            "the forward and the backward pass"
-        )
-
-
-def _loaded_again(chosen: ChosenState) -> Iterator[str]:
-    """Lines on state that is loaded once more, after its update."""
-    by_equation: dict[str, list[str]] = {}
-    for path, equation in chosen.again:
-        by_equation.setdefault(equation, []).append(path)
-    for equation, paths in by_equation.items():
-        yield (
-            f"loaded again after its update, for {equation}, and stored where it "
-            f"rested: {_trees.listed(paths)}"
-        )
-
-
-def _loaded_whole(
-    plan: FusedStep, v: jex.Var, names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The names of the equations that load all of an argument at rest."""
-    program = plan.step.program
-    outer = [node for node in plan.rest if node.left is None]
-    readers = [program.equations[n.position] for n in outer if v in n.reads]
-    readers = [e for e in readers if e.primitive.name != "scan"]
-    inside = not all(map(is_transfer, readers))  # In the body of one of them, too.
-    readers = [e for e in readers if is_transfer(e)]
-    loaded = {x for e in readers for x in e.outvars}
-    users = {
-        program.equations[n.position].primitive.name
-        for n in outer
-        if not loaded.isdisjoint(n.reads)
-    }
-    if inside:
-        users.update(set(names) - _takers(program, v))
-    return tuple(name for name in names if name in users)
-
-
-def _takers(program: Program, v: jex.Var) -> set[str]:
-    """The names of a program's equations that take all of a variable, loaded."""
-    equations = program.equations
-    loads = (e for e in equations if is_transfer(e) and v in e.invars)
-    loaded = {x for e in loads for x in e.outvars}
-    return {
-        e.primitive.name
-        for e in equations
-        if not loaded.isdisjoint(variables(e.invars))
-    }
 
 
 def passes_of(step: Step, scans: Sequence[FusedScan]) -> waiting.Passes:
@@ -448,16 +379,12 @@ def _of_turns(plan: FusedStep, each: FusedScan, number: int) -> Iterator[str]:
 
 def _whole_text(plan: FusedStep) -> str:
     nbytes = sum(_memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
-    some = _counted(len(plan.whole_on_tpu), "stack", nbytes)
+    some = counted(len(plan.whole_on_tpu), "stack", nbytes)
     return f"{some} moved whole, and not fused: no row of theirs is whole tiles"
 
 
 def _times(count: int) -> str:
     return "twice" if count == 2 else f"{count} times"
-
-
-def _counted(count: int, noun: str, nbytes: int) -> str:
-    return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"
 
 
 def _moved(fused: Sequence[Fused]) -> str:
@@ -467,21 +394,21 @@ def _moved(fused: Sequence[Fused]) -> str:
 
 def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
-    if plan.chain:  # What scans inside of layers stack is no gradient.
-        return
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
+    if plan.chain:  # What scans inside of layers stack is no gradient.
+        unfused = []
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):
         nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
         found.setdefault(o.reason, []).append(nbytes)
     for reason, sizes in found.items():
-        left = _counted(len(sizes), "gradient", sum(sizes))
+        left = counted(len(sizes), "gradient", sum(sizes))
         yield f"{left} left outside: {reason}"
-    inside = updates_inside(plan.step)
+    inside = updates_inside(plan.step, plan.inside)
     for reason in inside:
         if reason not in found:
             yield f"an offloaded update is left as it is: {reason}"
-    if plan.scans or found or inside:
+    if plan.scans or plan.chain or plan.inside or found or inside:
         return
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"

@@ -30,6 +30,7 @@ from optax_offload._schedule.fused_step import (
     Way,
     passes_of,
 )
+from optax_offload._schedule.inside import inside, microbatches
 from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
@@ -48,7 +49,14 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
       asked: The options that are asked for.
       on_tpu: Whether a row is only moved where a TPU can do that.
     """
-    equations, positions = step.program.equations, candidates(step)
+    equations = step.program.equations
+
+    def plan_body(body: Step) -> FusedStep:
+        return plan(body, asked, on_tpu=on_tpu)
+
+    steps = inside(step, plan_body)
+    apart = {i for i, each in steps.items() if each.is_streamed}
+    positions = [i for i in candidates(step) if i not in apart]
     fused: list[FusedScan] = []
     unfused: list[Unfused] = []
     # Where two scans have gradients of one parameter, the second updates it.
@@ -60,16 +68,24 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
             fused.append(found)
         else:
             unfused += found.unfused
-    unfused += in_bodies(step) if asked.fuse else ()
     done = {s.scan.position for s in fused}
-    others = (Scan(i, equations[i]) for i in positions if i not in done)
+    left = [i for i in positions if i not in done]
+    sums = microbatches(step, left, plan_body)
+    unfused += in_bodies(step, steps, sums) if asked.fuse else ()
+    others = (Scan(i, equations[i]) for i in left if i not in sums)
     streaming = tuple(
         FusedScan(scan, (), (), "host", ())
         for scan in others
         if rows_ahead(step, scan) or residuals_behind(step, scan)
     )
     found = FusedStep(
-        step, tuple(fused[::-1]), tuple(unfused), asked, streaming, on_tpu=on_tpu
+        step,
+        tuple(fused[::-1]),
+        tuple(unfused),
+        asked,
+        streaming,
+        on_tpu=on_tpu,
+        inside={**steps, **sums},
     )
     if on_tpu or not found.chain:
         return found
@@ -407,7 +423,8 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
       paths: The path of each result of the step.
     """
     rest = found.step.at_rest
-    by_segments = found.chain is not None and found.chain.residuals
+    chains = (x.chain for x in found.steps)
+    by_segments = any(x is not None and x.residuals for x in chains)
     kept = (rest and rest.residual_bytes) or by_segments
     if found.asked.residuals == "host" and not kept:
         yield (
@@ -415,6 +432,21 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
             "at least 64 KiB that only a later scan takes rows of, as the forward pass "
             "of scanned layers does for the backward pass"
         )
+    yield from _not_waiting(found, paths)
+
+
+def _not_waiting(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
+    """Warnings about gradients that do not wait as they were asked to."""
+    # The new values of refs, which have no path, come last.
+    outvars = zip(found.step.program.outvars, paths, strict=False)
+    named = [(a, path) for a, path in outvars if isinstance(a, jex.Var)]
+    path_of = dict(named)
+    for each in found.inside.values():
+        e = each.equation
+        unnamed = f"a result of a {e.primitive.name}"
+        of_body = [path_of.get(v, unnamed) for v in e.outvars]
+        for x in each.plans:
+            yield from _not_waiting(x, of_body)
     refused, asked = found.refused(), found.asked.late_gradients
     waits = found.chain is not None and found.reduced and found.reduced.sums
     if waits and asked == "recompute":
@@ -425,7 +457,8 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
     if found.chain:
         return
     if not refused:
-        nothing = () if found.scans else found.reasons()
+        steps = any(x.holds_update for x in found.inside.values())
+        nothing = () if found.scans or steps else found.reasons()
         wanted = asked in get_args(Way) and gradients(found.step, found.unfused)
         for line in nothing if wanted else ():
             yield f"late_gradients={asked!r} was asked for, and nothing waits: {line}"
@@ -442,11 +475,7 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
         by_reason.setdefault(o.reason, []).append(o)
     for reason, some in by_reason.items():
         results = {v for o in some for v in o.waits}
-        # The new values of refs, which have no path, come last.
-        outvars = zip(found.step.program.outvars, paths, strict=False)
-        leaves = [
-            path for a, path in outvars if isinstance(a, jex.Var) and a in results
-        ]
+        leaves = [path for v, path in named if v in results]
         can = f" late_gradients={other!r} can." * still.isdisjoint(
             o.gradient for o in some
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,19 +28,28 @@ def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
     ]
 
 
-def updates_inside(step: Step) -> list[str]:
-    """Finds updates inside of other equations, which are not searched."""
-    equations = (step.program.equations[i] for i in sorted(step.live))
+def updates_inside(step: Step, planned: Collection[int]) -> list[str]:
+    """Finds updates inside of other equations, which are not planned as steps."""
+    live = sorted(step.live.difference(planned))
+    equations = (step.program.equations[i] for i in live)
     names = [e.primitive.name for e in equations if holds_update(e)]
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
-def in_bodies(step: Step) -> Iterator[Unfused]:
-    """Possible gradients of scans that are not searched: in bodies, or carried."""
+def in_bodies(
+    step: Step, steps: Collection[int], microbatches: Collection[int]
+) -> Iterator[Unfused]:
+    """Possible gradients of scans that are not searched: in bodies, or carried.
+
+    Args:
+      step: The step.
+      steps: The equations whose bodies are steps of their own, as positions.
+      microbatches: The scans that only the sums of gradients leave.
+    """
     program = step.program
     shapes = {shape(v) for v in program.invars if _is_inexact(v)}
     returned = set(variables(program.outvars))
-    for i in sorted(step.live):
+    for i in sorted(step.live.difference(steps)):
         e = program.equations[i]
         name = e.primitive.name
         nested = scans(e)
@@ -48,7 +57,7 @@ def in_bodies(step: Step) -> Iterator[Unfused]:
         if name in ("while", "cond") or not (nested or name == "scan"):
             continue
         why = "its scan sums it up over all iterations"
-        if nested:
+        if nested and i not in microbatches:
             why = f"its backward scan is inside of another equation ({name})"
         of_scan = itertools.chain.from_iterable(map(_sums, entered(e)))
         for v in of_scan if name == "scan" else e.outvars:

@@ -123,6 +123,10 @@ CHOICES: dict[str, dict[Any, int]] = {
     "shard_map": {False: 3, True: 1},
     "called": {"directly": 8, "compiled": 1, "after make_jaxpr": 1},
 }
+# The step in the user's own loop, or in a branch: drawn of seeds from here on, so that
+# others draw what they did.
+LOOPS_FROM = 100_000
+LOOPS = {"scan": 2, "fori": 1, "while": 1, "cond": 2, "skipped": 1}
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -176,6 +180,7 @@ class Drawn:
     predicate: str = "finite"
     shard_map: bool = False
     called: str = "directly"
+    loop: str = "none"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -249,6 +254,11 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         found["sharded"] = "no" if found["sharded"] == "rows" else found["sharded"]
     if found["selected"] == "none":
         found["predicate"] = "finite"
+    if seed >= LOOPS_FROM and found["ref"] == "none":
+        found["loop"] = one(LOOPS)
+        # Where a branch leaves what it only hands through is nothing to compare.
+        if found["results"] == "old parameters":
+            found["results"] = "loss"
     return Drawn(seed=seed, modes=tuple(taken), **found)
 
 
@@ -701,7 +711,40 @@ class Program:
             results = {"params": new, "state": state, "batch": more[d.results]()}
             return tuple(results[name] for name in self.takes if name != "ref")
 
-        return step
+        return step if d.loop == "none" else self._looped(step)
+
+    def _looped(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """The step twice in a loop, or in a branch that is taken or not."""
+        loop, at = self.drawn.loop, self.takes.index("batch")
+
+        def given(carry: Any, tokens: Any) -> list[Any]:
+            return [*carry[:at], tokens, *carry[at:]]
+
+        def apart(found: Any) -> tuple[Any, Any]:
+            return (*found[:at], *found[at + 1 :]), found[at]
+
+        def steps(*args: Any) -> Any:
+            carry, tokens = apart(args)
+
+            def once(carry: Any) -> tuple[Any, Any]:
+                return apart(step(*given(carry, tokens)))
+
+            if loop == "scan":
+                carry, more = lax.scan(lambda c, _: once(c), carry, None, length=2)
+                return tuple(given(carry, more))
+            empty = jax.eval_shape(once, carry)[1]
+            more = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), empty)
+            count = jnp.sum(tokens) * 0 + 2 if loop == "while" else 2
+            if loop in ("fori", "while"):
+                carry, more = lax.fori_loop(
+                    0, count, lambda _, c: once(c[0]), (carry, more)
+                )
+            else:
+                taken = jnp.sum(tokens) >= (0 if loop == "cond" else 10**6)
+                carry, more = lax.cond(taken, once, lambda c: (c, more), carry)
+            return tuple(given(carry, more))
+
+        return steps
 
     def _constrained(self, tree: Any) -> Any:
         """With shardings that the step asks for, the parameters' own."""

@@ -18,6 +18,7 @@ PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
 CHAIN = "tests/schedule/test_chain.py"
 SEGMENT = "tests/emit/test_segment.py"
+INSIDE = "tests/schedule/test_inside.py"
 
 IN_ENGINE = {
     # Rows in the scan.
@@ -459,6 +460,19 @@ IN_ENGINE = {
         "return None if axis in self.along(e) else axis",
         "return axis",
         (REFUSED,),
+    ),
+    # Steps in bodies.
+    "gradients of microbatches counted with their sums": Mutant(
+        "_schedule/fused_step.py",
+        "inside = (x for x in self.inside.values() if x.holds_update)",
+        "inside = self.inside.values()",
+        (f"{INSIDE}::test_microbatches",),
+    ),
+    "shardings forgotten in a body": Mutant(
+        "_emit/streamed_step.py",
+        "            if a in sharded\n",
+        "            if False\n",
+        ("tests/emit/test_steps_in_bodies.py::test_state_in_bodies_stays_spread",),
     ),
     "rule: a scan over the rows": Mutant(
         f"{RULES}/bodies.py",

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 from fuzz_compare import run
-from fuzz_programs import CHOICES, Drawn, draw
+from fuzz_programs import CHOICES, LOOPS_FROM, Drawn, draw
 
 from optax_offload._emit import scan as body
 
@@ -57,6 +57,6 @@ def test_a_mistake_is_found(monkeypatch):
 def test_what_is_printed_can_be_run_again():
     """Every choice is a field, and the text of what was drawn has all of it."""
     fields = {field.name for field in dataclasses.fields(Drawn)}
-    assert {*CHOICES} | {"seed", "modes", "optimizer", "wrapped"} == fields
-    for seed in range(200):
+    assert {*CHOICES} | {"seed", "modes", "optimizer", "wrapped", "loop"} == fields
+    for seed in (*range(200), *range(LOOPS_FROM, LOOPS_FROM + 50)):
         assert Drawn.of_text(draw(seed).text()) == draw(seed)

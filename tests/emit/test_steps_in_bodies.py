@@ -1,0 +1,316 @@
+"""Steps in the user's own loops and branches compute what they computed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from harness import plain
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from scanned_models import (
+    BATCH,
+    DONATED,
+    layer,
+    loss_with,
+    make_params,
+    make_step,
+    offloaded,
+)
+
+import optax_offload as oo
+from optax_offload import _compat
+from optax_offload._schedule import chain
+
+BATCHES = jnp.stack([BATCH, BATCH + 1, BATCH * 3 % 32])
+
+
+def in_scan(step):
+    """As rejax and dynamax have it."""
+
+    def steps(params, state, batches):
+        def one(carry, tokens):
+            *carry, value = step(*carry, tokens)
+            return tuple(carry), value
+
+        (params, state), values = lax.scan(one, (params, state), batches)
+        return params, state, values
+
+    return steps
+
+
+def in_fori_loop(step):
+    """Of a length that is known."""
+
+    def steps(params, state, batches):
+        def one(i, carry):
+            return step(*carry[:2], batches[i])
+
+        return lax.fori_loop(0, len(BATCHES), one, (params, state, jnp.float32(0)))
+
+    return steps
+
+
+def in_while_loop(step):
+    """As often as an argument says."""
+
+    def steps(params, state, batches):
+        def one(carry):
+            i, params, state, _ = carry
+            return i + 1, *step(params, state, batches[i])
+
+        def goes_on(carry):
+            return batches[0, 0] + carry[0] < len(BATCHES)
+
+        return lax.while_loop(goes_on, one, (0, params, state, jnp.float32(0)))[1:]
+
+    return steps
+
+
+def in_cond(step):
+    """A step that may be skipped, as each second one is."""
+
+    def steps(params, state, batches):
+        value = jnp.float32(0)
+        for n, tokens in enumerate(batches):
+            params, state, value = lax.cond(
+                jnp.sum(tokens) + n > 10**6 * (n % 2),
+                step,
+                lambda params, state, _, value=value: (params, state, value),
+                params,
+                state,
+                tokens,
+            )
+        return params, state, value
+
+    return steps
+
+
+def in_two_scans(step):
+    """Epochs of steps."""
+    epoch = in_scan(step)
+
+    def epochs(params, state, batches):
+        def one(carry, _):
+            params, state = carry
+            params, state, values = epoch(params, state, batches)
+            return (params, state), values
+
+        (params, state), values = lax.scan(one, (params, state), None, length=2)
+        return params, state, values
+
+    return epochs
+
+
+FORMS = {
+    "scan": in_scan,
+    "fori_loop": in_fori_loop,
+    "while_loop": in_while_loop,
+    "cond": in_cond,
+    "two scans": in_two_scans,
+}
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "lion": lambda: optax.lion(1e-3),
+}
+
+
+def kinds(tree):
+    """The memory kinds of arrays with axes."""
+    return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim > 1}
+
+
+def check(steps, inner, around=lambda tx: tx, *, params=None, at_rest="", **options):
+    """Two calls of several steps each, against plain ones; and the plan of a call.
+
+    Args:
+      steps: Makes a function of parameters, a state and batches, given an optimizer.
+      inner: The optimizer.
+      around: Makes a transformation of it that is around the offloaded one.
+      params: The parameters.
+      at_rest: The paths of those that rest on the host.
+      **options: Options of `oo.jit`.
+    """
+    params = make_params() if params is None else params
+    tx, want = around(offloaded(inner)), jax.jit(steps(around(plain(inner))))
+    state = around(plain(inner)).init(params)
+    given = jax.tree.map(jnp.copy, params)
+    if at_rest:
+        given = oo.set_memory_kind(given, at_rest, "pinned_host")
+    placed = kinds(given)
+    moved = tx.init(given)
+    got = oo.jit(steps(tx), **DONATED, **options)
+    plan = got.schedule(given, moved, BATCHES)
+    value = found = None
+    for _ in range(2):
+        before = given
+        params, state, value = want(params, state, BATCHES)
+        given, moved, found = got(given, moved, BATCHES)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        (given, moved, found),
+        (params, state, value),
+    )
+    assert kinds(moved) == {"pinned_host"}
+    assert kinds(given) == placed
+    return plan
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_updates_are_fused_in_bodies(form, optimizer):
+    """State at rest is carried there, and no gradient of layers exists."""
+    steps = FORMS[form]
+    plan = check(lambda tx: steps(make_step(tx)), OPTIMIZERS[optimizer]())
+    assert plan.inside
+    assert not plan.scans
+    assert plan.gradient_bytes == len(plan.inside) * 2 * 4 * 16 * 24 * 4
+
+
+@pytest.mark.parametrize("late_gradients", ["auto", "host", "recompute"])
+@pytest.mark.parametrize("form", ["scan", "while_loop", "cond"])
+def test_late_gradients_in_bodies(form, late_gradients):
+    """They wait in each turn, in the way that was asked for."""
+
+    def clipped(tx):
+        return optax.chain(optax.clip_by_global_norm(0.5), tx)
+
+    plan = check(
+        lambda tx: FORMS[form](make_step(tx)),
+        optax.adamw(1e-2),
+        clipped,
+        late_gradients=late_gradients,
+    )
+    ways = {scan.way for step in plan.steps for scan in step.scans if scan.late}
+    assert ways == {"host", late_gradients} - {"auto"} or late_gradients != "host"
+    assert ways
+    assert bool(plan.stored_bytes) == (ways == {"host"})
+
+
+@pytest.mark.parametrize("form", ["scan", "while_loop", "cond"])
+def test_layers_at_rest_in_bodies(form):
+    """Rows of parameters are loaded in a scan within a loop, and return there."""
+    plan = check(
+        lambda tx: FORMS[form](make_step(tx)),
+        optax.adamw(1e-2),
+        at_rest="layers/.*",
+    )
+    assert plan.inside
+    assert plan.gradient_bytes
+
+
+@pytest.mark.parametrize("residuals", ["device", "host"])
+@pytest.mark.parametrize("form", ["scan", "while_loop", "cond"])
+def test_layers_of_a_python_loop_at_rest_in_bodies(form, residuals, monkeypatch):
+    """Each turn of the user's loop is cut into segments."""
+    monkeypatch.setattr(chain, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+
+    def unrolled(h, layers):
+        for w in layers:
+            h, _ = layer(h, w)
+        return h
+
+    params = make_params()
+    stacked = params["layers"]
+    params["layers"] = [{k: w[i] for k, w in stacked.items()} for i in range(4)]
+    plan = check(
+        lambda tx: FORMS[form](make_step(tx, loss_with(unrolled))),
+        optax.adamw(1e-3),
+        params=params,
+        at_rest="layers/.*",
+        residuals=residuals,
+    )
+    chains = [step.chain for step in plan.steps if step.chain]
+    assert len(chains) == len(plan.inside)
+    assert all(len(x.segments) > 6 for x in chains)
+    assert all(bool(x.residuals) == (residuals == "host") for x in chains)
+
+
+class Block(nn.Module):
+    """A layer, as `nn.scan` takes it."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        """The layer's output, twice as wide inside."""
+        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x))), None
+
+
+class Model(nn.Module):
+    """Layers that linen scans."""
+
+    @nn.compact
+    def __call__(self, tokens):
+        """The output for each token."""
+        scanned = nn.scan(
+            nn.remat(Block, prevent_cse=False),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=4,
+        )
+        return scanned()(nn.Embed(32, 16)(tokens), None)[0]
+
+
+def test_layers_of_linen_in_a_scan_of_steps():
+    """With `nn.scan` and `nn.remat`."""
+    model = Model()
+
+    def loss(params, tokens):
+        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, tokens)) - 1))
+
+    params = model.init(jax.random.key(0), BATCH)
+    plan = check(
+        lambda tx: in_scan(make_step(tx, loss)), optax.adamw(1e-3), params=params
+    )
+    assert plan.gradient_bytes
+
+
+@pytest.mark.parametrize("form", ["scan", "while_loop"])
+def test_effects_in_bodies_are_had_as_often(form, capfd):
+    """A step prints once in each turn."""
+
+    def steps(tx):
+        step = make_step(tx)
+
+        def printing(params, state, tokens):
+            *found, value = step(params, state, tokens)
+            jax.debug.print("the loss is {}", value)
+            return *found, value
+
+        return FORMS[form](printing)
+
+    plan = check(steps, optax.adamw(1e-2))
+    jax.effects_barrier()
+    assert plan.gradient_bytes
+    assert capfd.readouterr().out.count("the loss is") == 2 * 2 * len(BATCHES)
+
+
+def test_state_in_bodies_stays_spread():
+    """On a mesh in Auto mode, where no type in a body says how state is spread."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = NamedSharding(mesh, P(None, None, "x"))
+    whole = NamedSharding(mesh, P())
+    params = jax.tree.map(
+        lambda w: jax.device_put(w, spread if w.ndim == 3 else whole), make_params()
+    )
+    inner = optax.adamw(1e-2)
+    tx = offloaded(inner)
+    state = tx.init(params)
+    step = oo.jit(in_scan(make_step(tx)))
+    want = jax.jit(in_scan(make_step(inner)))
+    found = step(params, state, BATCHES)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        found,
+        want(params, inner.init(params), BATCHES),
+    )
+    for before, after in zip(
+        jax.tree.leaves(state[0].mu), jax.tree.leaves(found[1][0].mu), strict=True
+    ):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
