@@ -116,8 +116,8 @@ IN_ENGINE = {
     # Layers of a Python loop.
     "a segment that takes more than fits": Mutant(
         "_schedule/chain.py",
-        "<= SEGMENT_BYTES",
-        "<= 2 * SEGMENT_BYTES",
+        "_size(there | more) <= room",
+        "_size(there | more) <= 2 * room",
         (CHAIN,),
     ),
     "an update before the last that reads what it replaces": Mutant(
