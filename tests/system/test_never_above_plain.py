@@ -201,12 +201,8 @@ def in_a_branch(step):
     return steps
 
 
-def peak(model, optimizer, *, offload, jit, clip=False, at_rest="", form=None):
-    """The peak of a train step, in bytes; of a function of it where a form is given."""
-
-
-def measured(model, optimizer, *, offload, jit, clip=False, at_rest=""):
-    """The figures of a train step."""
+def measured(model, optimizer, *, offload, jit, clip=False, at_rest="", form=None):
+    """The figures of a train step; of a function of it where a form is given."""
     tx = oo.offload(optimizer) if offload else optimizer
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
 
