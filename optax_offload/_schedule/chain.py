@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
-from optax_offload._flops import of_equation
 from optax_offload._program import (
     Step,
     facts,
@@ -25,13 +25,14 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._schedule import liveness
+from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced
-from optax_offload._schedule.placing import Placing, independent
+from optax_offload._schedule.placing import Placing
+from optax_offload._schedule.products import LEAST_TIED_BYTES, products, stores
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import (
     Chain,
     Move,
-    Product,
     Segment,
     nbytes,
     ties,
@@ -50,10 +51,8 @@ MANY_BYTES = 2**30
 # Turns of gradients alone are worth it where so much less is on the device: a scheduler
 # that overlaps transfers keeps some 100 MiB more of a large model.
 LEAST_FREED_BYTES = 4 * SEGMENT_BYTES
-# A device multiplies so much in the time in which it writes a byte.
-FLOPS_PER_BYTE = 64
-# What is less is moved at any time.
-LEAST_TIED_BYTES = 2**18
+# What is less may be loaded again for what is computed again.
+SMALL_BYTES = 2**18
 # Less is not worth a transfer of its own.
 LEAST_RESIDUAL_BYTES = 2**20
 
@@ -186,6 +185,13 @@ class _Cut:
         counted = liveness.kept(self._step, self._nodes).difference(self._gradients)
         return liveness.passing(self._step, self._nodes, counted)
 
+    @property
+    def _fullest(self) -> int:
+        """The link in which the most is alive."""
+        most = self._live.index(max(self._live))
+        ends = itertools.accumulate(len(link.nodes) for link in self._links)
+        return next(n for n, end in enumerate(ends) if most <= end)
+
     @functools.cached_property
     def excess(self) -> int:
         """The bytes by which gradients, kept until the end, would raise the peak."""
@@ -287,16 +293,17 @@ class _Cut:
 
     def chain(self, residuals: bool, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
-        equations = self._program.equations
+        kept = {*variables(self._program.outvars)}
+        kept.update(v for node in self._updating for v in node.reads)
         made: dict[jex.Var, int] = {}
-        used: dict[jex.Var, set[int]] = {}
         for n, link in enumerate(self._links):
             for node in link.nodes:
                 made |= dict.fromkeys(self._step.defines(node.position), n)
-                for v in node.reads:
-                    used.setdefault(v, set()).add(n)
-        kept = {*variables(self._program.outvars)}
-        kept.update(v for node in self._updating for v in node.reads)
+        positions = self._positions(kept)
+        used: dict[jex.Var, set[int]] = {}
+        for n, own in enumerate(positions):
+            for v in (v for i in own for v in self._step.reads(i)):
+                used.setdefault(v, set()).add(n)
         stored = self._stored(made, used, kept) if residuals else {}
         stores: dict[int, list[jex.Var]] = {}
         for v in stored:
@@ -306,17 +313,16 @@ class _Cut:
             if not is_segment:
                 links.append(tuple(nodes))
                 continue
-            taken = [v for node in nodes for v in node.reads]
+            taken = [v for i in positions[n] for v in self._step.reads(i)]
             again, loaded = self._made_of(taken)
-            own = [node.position for node in nodes]
             names = {v: self._source[v] for v in loaded}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
-            defined = [v for i in own for v in equations[i].outvars]
+            defined = [v for x in nodes for v in self._outvars(x.position)]
             results = [v for v in defined if v in kept or _is_taken(v, n, used, stored)]
             links.append(
                 Segment(
-                    tuple(sorted((*again, *own))),
+                    tuple(sorted((*again, *positions[n]))),
                     names,
                     stores=tuple(stores.get(n, ())),
                     results=tuple(results),
@@ -333,6 +339,28 @@ class _Cut:
             placing.place(node)
         return Chain(tuple(self._in_order(placing.links(), on_tpu)))
 
+    def _outvars(self, i: int) -> Sequence[jex.Var]:
+        return self._program.equations[i].outvars
+
+    def _positions(self, kept: set[jex.Var]) -> list[list[int]]:
+        """The equations of each link, with those that it evaluates again."""
+        reads, parts, fixed = self._step.reads, list[list[int]](), {*kept}
+        for link in self._links:
+            parts.append([node.position for node in link.nodes])
+            if not link.is_segment:
+                fixed.update(v for i in parts[-1] for v in reads(i))
+        crossing = Crossing(self._step, parts, fixed, self._is_given)
+        taken = ((v for i in part for v in reads(i)) for part in parts)
+        again = (crossing.again(some, n) for n, some in enumerate(taken))
+        return [[*x, *y] for x, y in zip(parts, again, strict=True)]
+
+    def _is_given(self, v: jex.Var) -> bool:
+        """Returns whether each link has a variable, or loads it in no time."""
+        if v in self._source or v in self._again:
+            loaded = (self._source[x] for x in self._made_of([v])[1])
+            return nbytes(loaded) < SMALL_BYTES
+        return v in self._given
+
     def _segment_after(self, n: int) -> int | None:
         return next((m for m in self.segments if m > n), None)
 
@@ -348,14 +376,13 @@ class _Cut:
     ) -> dict[jex.Var, set[int]]:
         """The values that rest until later segments take them, and these.
 
-        Only what is alive where the most is: what a layer computes again in the
+        Only what goes on where the most is alive: what a layer computes again in the
         backward pass is used up there.
         """
-        segments, most = self.segments, self._live.index(max(self._live))
+        segments, fullest = self.segments, self._fullest
         found: dict[jex.Var, set[int]] = {}
-        for v in liveness.alive(self._step, self._nodes, most):
-            n = made[v]
-            if v in kept or n > segments[-1] or not shape(v):
+        for v, n in made.items():
+            if v in kept or n > min(segments[-1], fullest) or not shape(v):
                 continue
             if (_memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
                 continue
@@ -364,7 +391,7 @@ class _Cut:
             if near is None:
                 continue
             far = {m for m in used.get(v, ()) if m > near}
-            if far and far.issubset(segments):
+            if far and max(far) > fullest and far.issubset(segments):
                 found[v] = far
         return found
 
@@ -383,43 +410,14 @@ class _Cut:
             if on_tpu:
                 continue
             tied = ties(
-                self._products(s),
+                products(self._program, s),
                 [x for x in begin if x.nbytes >= LEAST_TIED_BYTES],
-                [*_stores(s)],
+                [*stores(s)],
             )
             found[n] = dataclasses.replace(s, ties=tied)
         ordered = iter(found.values())
         for link in links:
             yield next(ordered) if isinstance(link, Segment) else link
-
-    def _products(self, s: Segment) -> list[Product]:
-        """The products of a segment, with what they take that is computed in it."""
-        equations = self._program.equations
-        found: list[Product] = []
-        # The products that a variable needs, and those that were waited for.
-        needs: dict[jex.Var, set[int]] = {}
-        waited: set[int] = set()
-        for i in s.positions:
-            e = equations[i]
-            taken = [v for v in variables(e.invars) if v in needs]
-            need = {n for v in taken for n in needs[v]}
-            work = of_equation(e)
-            if work and taken:
-                operand = max(taken, key=lambda v: len(needs[v]))
-                others = [
-                    n for n in range(len(found)) if n not in needs[operand] | waited
-                ]
-                before = (
-                    v for n in others for v in equations[found[n].position].outvars
-                )
-                waited |= needs[operand].union(others)
-                need.add(len(found))
-                found.append(Product(i, operand, work, tuple(before)))
-            elif found and not facts(e).again:
-                work = FLOPS_PER_BYTE * nbytes(e.outvars)
-                found[-1] = found[-1]._replace(work=found[-1].work + work)
-            needs |= dict.fromkeys(e.outvars, need)
-        return found
 
 
 def _size(filling: Iterable[jex.Var]) -> int:
@@ -471,18 +469,6 @@ def _end(
         if passing[k] < least:
             found, least = k, passing[k]
     return found
-
-
-def _stores(s: Segment) -> Iterable[list[Move]]:
-    """What each update of a segment stores, with the gradients that it is made of."""
-    for left in (node.left for node in s.updates if node.left):
-        for each in independent(left.update):
-            taken = variables(left.operands[i] for i in each.inputs)
-            gradients = tuple(v for v in taken if v not in s.names)
-            made = (left.results[k] for k in each.outputs)
-            moves = [Move(v, nbytes([v])) for v in made if _memory.on_host(v.aval)]
-            moves = [move for move in moves if move.nbytes >= LEAST_TIED_BYTES]
-            yield [x._replace(gradients=gradients) for x in moves[:1]] + moves[1:]
 
 
 def _is_taken(

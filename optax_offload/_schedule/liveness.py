@@ -32,11 +32,6 @@ def passing(
     return [*itertools.accumulate(changes)]
 
 
-def alive(step: Step, nodes: Sequence[Outer], at: int) -> set[jex.Var]:
-    """The variables that are computed before a node, and taken by it or later."""
-    return {v for v, made, last in _spans(step, nodes) if made < at <= last}
-
-
 def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
     """The variables that a compiler has in memory, and fuses with no reader.
 
