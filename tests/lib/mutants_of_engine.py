@@ -17,6 +17,7 @@ STREAM = "tests/emit/test_update.py"
 PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
 CHAIN = "tests/schedule/test_chain.py"
+CROSSING = "tests/schedule/test_crossing.py"
 SEGMENT = "tests/emit/test_segment.py"
 INSIDE = "tests/schedule/test_inside.py"
 
@@ -154,6 +155,36 @@ IN_ENGINE = {
         "_schedule/chain.py",
         "if passing[k] < least:",
         "if passing[k] > least:",
+        (CHAIN,),
+    ),
+    "many arrays handed on for one product": Mutant(
+        "_schedule/crossing.py",
+        "self._drop_together([v for v in candidates if v in self.handed])",
+        "self._drop_together([])",
+        (CROSSING,),
+    ),
+    "arithmetic handed on beside what it is made of": Mutant(
+        "_schedule/crossing.py",
+        "self._drop_singly(candidates)",
+        "self._drop_singly([])",
+        (CROSSING,),
+    ),
+    "gradients that wait on the device": Mutant(
+        "_schedule/placing.py",
+        "if v in self._on_host:",
+        "if v in self._on_host and not v.aval.shape:",
+        (CHAIN,),
+    ),
+    "sums over gradients where they stood": Mutant(
+        "_schedule/chain.py",
+        "if node.position in reduced.early:",
+        "if node.position in reduced.early and not node.reads:",
+        (CHAIN,),
+    ),
+    "residuals of what is computed again": Mutant(
+        "_schedule/chain.py",
+        "if far and max(far) > fullest and",
+        "if far and",
         (CHAIN,),
     ),
     "a turn with room for any update": Mutant(

@@ -408,6 +408,28 @@ def test_residuals_rest_until_they_are_taken(residuals):
         assert not set(s.stores) & set(s.loads)
 
 
+def test_what_a_layer_computes_again_is_no_residual():
+    """It is used up before the next layer, though some turns later."""
+
+    def checkpointed(layers, x):
+        for pair in zip(layers[::3], layers[1::3], layers[2::3], strict=True):
+            x = jax.checkpoint(lambda x, pair: loss_free(pair, x))(x, pair)
+        return jnp.mean(x**2)
+
+    def loss_free(layers, x):
+        for w in layers:
+            x = jnp.tanh(x @ w)
+        return x
+
+    layers = matrices(4 * 3)
+    x = jnp.ones((4, WIDTH))
+    found, _ = cut(jax.grad(checkpointed), layers, x, residuals="host")
+    making = [n for n, s in enumerate(found.segments) if s.stores]
+    # In the last layer's turns the most is alive.
+    assert 0 < max(making) < len(layers) + 3
+    assert len(found.segments) > 2 * len(layers)
+
+
 def test_what_is_printed():
     """How the step was cut, instead of advice to write a scan."""
     tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
