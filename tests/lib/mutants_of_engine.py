@@ -183,8 +183,8 @@ IN_ENGINE = {
     ),
     "residuals of what is computed again": Mutant(
         "_schedule/chain.py",
-        "if far and max(far) > fullest and",
-        "if far and",
+        "if v in kept or n > min(segments[-1], fullest) or",
+        "if v in kept or n > segments[-1] or",
         (CHAIN,),
     ),
     "a turn with room for any update": Mutant(
