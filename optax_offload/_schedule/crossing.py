@@ -40,8 +40,9 @@ class Crossing:
         self._last: dict[jex.Var, int] = {}
         for n, positions in enumerate(parts):
             for i in positions:
-                self._made |= dict.fromkeys(step.defines(i), n)
-                self._last |= dict.fromkeys(step.reads(i), n)
+                e = step.program.equations[i]
+                self._made |= dict.fromkeys(e.outvars, n)
+                self._last |= dict.fromkeys(variables(e.invars), n)
         self.handed = {v for v, n in self._made.items() if self._last.get(v, n) > n}
         candidates = [v for v in self.handed if v not in fixed and self._is_cheap(v)]
         position = step.program.producers

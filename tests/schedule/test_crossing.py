@@ -124,6 +124,18 @@ def test_sums_of_layers_are_not_taken_apart():
     assert handed.count("sort") == 0
 
 
+def test_effects_are_no_values():
+    """What keeps them in order goes on, and is of no equation's results."""
+
+    def fn(x, w):
+        jax.debug.print("before")
+        y = jnp.sort(x @ w)
+        jax.debug.print("after")
+        return y + 1
+
+    assert crossing(fn, "sort")[0] == ["sort"]
+
+
 def nodes_of(fn, *types):
     """A function as a step, and its equations."""
     step = taken_apart(fn, *types)
