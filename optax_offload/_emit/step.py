@@ -43,7 +43,6 @@ def results(
     sharded: Mapping[jex.Var, Sharded],
     *,
     on_tpu: bool,
-    in_a_body: bool = False,
 ) -> list[Any]:
     """The results of a step, evaluated as its plan says.
 
@@ -52,9 +51,8 @@ def results(
       values: The values of its arguments, and of the constants that it closes over.
       sharded: The shardings of arguments whose types do not say it.
       on_tpu: Whether it is for a TPU's compiler.
-      in_a_body: Whether it is evaluated in a loop or branch of another step.
     """
-    return _Run(plan, values, sharded, on_tpu, in_a_body).results()
+    return _Run(plan, values, sharded, on_tpu).results()
 
 
 class _Run:
@@ -66,10 +64,8 @@ class _Run:
         values: Mapping[jex.Var, Any],
         sharded: Mapping[jex.Var, Sharded],
         on_tpu: bool,
-        in_a_body: bool,
     ):
         self._plan, self._step, self._on_tpu = plan, plan.step, on_tpu
-        self._in_a_body = in_a_body
         self._sharded = sharded
         self._env: dict[jex.Var, Any] = {**values, **plan.step.program.constants}
 
@@ -114,8 +110,7 @@ class _Run:
                 self._env |= after.results | self._tokens(link.positions)
                 resting |= after.stored
                 ahead, made = after.ahead, []
-                if self._in_a_body:  # There zeros that are known are made first (F82).
-                    zero = after.zero
+                zero = after.zero  # Known ones are made first (F82).
                 continue
             self._require(v for node in link for v in node.reads)
             self._run_nodes(link)

@@ -225,9 +225,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
             v: _memory.transfer(x, _memory.kind_of_type(v.aval))
             for v, x in bound(operands, given).items()
         }
-        return emit.results(
-            plan, values, sharded, on_tpu=on_tpu, in_a_body=what.sharded is not None
-        )
+        return emit.results(plan, values, sharded, on_tpu=on_tpu)
 
     return lower(ctx, fn, found, given)
 
