@@ -79,11 +79,7 @@ def chain(
     """
     found = _Cut(step, nodes, reduced)
     if len(found.segments) < LEAST_SEGMENTS:
-        return (
-            "layers that no scan runs are cut into turns where these are at least "
-            f"{LEAST_SEGMENTS}, each of {size_text(SEGMENT_BYTES)} of gradients or of "
-            "what rests on the host"
-        )
+        return too_few()
     on_host = (
         asked.late_gradients == "host" and reduced is not None and bool(reduced.sums)
     )
@@ -95,6 +91,22 @@ def chain(
         )
     waiting = found.waiting(on_host=on_host)
     return found.chain(asked.residuals == "host", on_tpu, waiting)
+
+
+def is_small(step: Step) -> bool:
+    """Whether so little rests on the host that no search for turns is needed."""
+    resting = (v for v in step.program.invars if _memory.on_host(v.aval))
+    # Each may be taken twice, by turns that end in the second half of their room.
+    return 4 * nbytes(resting) < LEAST_SEGMENTS * SEGMENT_BYTES
+
+
+def too_few() -> str:
+    """Why a step of few turns is not cut."""
+    return (
+        "layers that no scan runs are cut into turns where these are at least "
+        f"{LEAST_SEGMENTS}, each of {size_text(SEGMENT_BYTES)} of gradients or of what "
+        "rests on the host"
+    )
 
 
 class _Link(NamedTuple):

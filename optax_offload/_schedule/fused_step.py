@@ -13,7 +13,7 @@ from optax_offload import _compat, _memory
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import late, order, pipeline, taken, waiting
-from optax_offload._schedule.chain import chain
+from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
@@ -175,6 +175,8 @@ class FusedStep(Printed):
             return "it has scans"
         if not _compat.SEGMENTS_ARE_FREED:
             return "layers that no scan runs are cut into turns with JAX 0.12 or newer"
+        if is_small(self.step):
+            return too_few()
         nodes, reduced = self._to_cut, self.reduced
         return chain(self.step, nodes, self.asked, reduced, on_tpu=self.on_tpu)
 

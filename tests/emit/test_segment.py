@@ -13,6 +13,10 @@ from optax_offload import _compat, aot
 from optax_offload._schedule import chain
 from optax_offload._units import MIB
 
+pytestmark = pytest.mark.skipif(
+    not _compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
+)
+
 WIDTH = 16
 STEPS = 3
 
@@ -21,7 +25,6 @@ STEPS = 3
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(chain, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -285,7 +288,6 @@ def test_evaluation():
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
-@pytest.mark.skipif(not _compat.SEGMENTS_ARE_FREED, reason="of JAX 0.12 and newer")
 @pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize("late", [False, True], ids=["now", "late"])
 @pytest.mark.parametrize(
