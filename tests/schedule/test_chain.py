@@ -264,6 +264,9 @@ def test_gradients_wait_on_the_host(where):
     )
 
 
+@pytest.mark.skipif(
+    not _compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
+)
 def test_gradients_wait_on_the_host_where_that_saves_anything():
     """As many as fit beside the most that a step keeps elsewhere do on the device."""
     tx = clipped("before")
