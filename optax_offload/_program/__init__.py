@@ -51,6 +51,7 @@ from optax_offload._program.primitives import (
     LAYOUT,
     facts,
     handed_on,
+    is_load,
     is_transfer,
 )
 from optax_offload._program.remats import scans
@@ -108,6 +109,7 @@ __all__ = [
     "has_update",
     "in_equations",
     "in_pairs",
+    "is_load",
     "is_transfer",
     "keeps_state",
     "key_data",

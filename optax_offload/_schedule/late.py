@@ -22,6 +22,7 @@ from optax_offload._program import (
     Step,
     Update,
     facts,
+    is_load,
     shape,
     variables,
 )
@@ -155,7 +156,8 @@ def with_scaled(
     wanted = [a for a in operands if isinstance(a, jex.Var) and a in scaled]
     if not wanted:
         return update, list(operands)
-    positions, takes = _made_by(step.program, wanted, scaled)
+    positions, named = _made_by(step.program, wanted, scaled)
+    takes = [*dict.fromkeys(named.values())]
     old = update.program
     kept = [i for i, a in enumerate(operands) if a not in wanted]
     given: dict[Atom, int] = {}
@@ -166,7 +168,7 @@ def with_scaled(
     invars = [*(old.invars[i] for i in kept), *inner]
     given |= {v: len(kept) + n for n, v in enumerate(new)}
     builder = Builder(old.constants)
-    builder.rename(takes, [invars[given[v]] for v in takes])
+    builder.rename(named, [invars[given[v]] for v in named.values()])
     for i in positions:
         e = step.program.equations[i]
         builder.add(e, [jex.Var(v.aval) for v in e.outvars])
@@ -200,19 +202,37 @@ def with_scaled(
 
 def _made_by(
     program: Program, wanted: Iterable[jex.Var], scaled: Mapping[jex.Var, int]
-) -> tuple[list[int], list[jex.Var]]:
-    """The equations that make variables of numbers, and what these take."""
+) -> tuple[list[int], dict[jex.Var, jex.Var]]:
+    """The equations that make variables of numbers, and what these take.
+
+    What is loaded for them is where it rests, by the variable that it is taken as.
+    """
     positions: set[int] = set()
-    takes: dict[jex.Var, None] = {}
+    takes: dict[jex.Var, jex.Var] = {}
     waiting = list(wanted)
     while waiting:
         v = waiting.pop()
-        if v not in scaled:
-            takes[v] = None
-        elif scaled[v] not in positions:
-            positions.add(scaled[v])
-            waiting += variables(program.equations[scaled[v]].invars)
-    return sorted(positions), [*takes]
+        i = scaled.get(v, program.producers.get(v, -1))
+        e = program.equations[i] if i >= 0 else None
+        if e is not None and is_load(e):
+            (takes[v],) = variables(e.invars)
+        elif e is not None and (v in scaled or _of_loads(program, v)):
+            positions.add(i)
+            waiting += variables(e.invars)
+        else:
+            takes[v] = v
+    return sorted(positions), takes
+
+
+def _of_loads(program: Program, v: jex.Var) -> bool:
+    """Returns whether a variable is arithmetic of nothing but what is loaded."""
+    if v not in program.producers:
+        return False
+    e = program.equations[program.producers[v]]
+    arrays = [x for x in variables(e.invars) if shape(x)]
+    if is_load(e) or not (arrays and _is_elementwise(e)):
+        return is_load(e)
+    return all(_of_loads(program, x) for x in arrays)
 
 
 def stored(of: Update, v: jex.Var, path: str) -> Update:

@@ -471,3 +471,18 @@ def test_outputs_that_arrays_join():
 
     found = update_of(scaled, [(4,), (4,)], [(4,)])
     assert independent(found) == [([0, 1, 2], [0, 1, 2])]
+
+
+def test_parameters_that_decay_are_loaded_by_the_update():
+    """Beside the gradients that they are added to, and not all of them before it."""
+    decay = optax.add_decayed_weights(0.1)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), decay, adam_at_rest())
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, step = cut(train_step(tx), *args, late_gradients="host")
+    lefts = [x.left for link in found.links if isinstance(link, tuple) for x in link]
+    lefts += [x.left for s in found.segments for x in s.updates]
+    taken = [a for x in lefts if x for a in x.operands if a.aval.shape == WEIGHT]
+    # What is not at rest is a gradient, and nothing is made of a parameter.
+    made = [step.program.producers[a] for a in taken if a in step.program.producers]
+    assert made
+    assert not {"mul", "convert_element_type"} & {*names(step, made)}
