@@ -89,7 +89,7 @@ def with_print(params, x):
     return x
 
 
-def parameters(layers=6):
+def parameters(layers=4):
     """Layers as dictionaries, and a head."""
     keys = iter(jax.random.split(jax.random.key(1), 3 * layers + 1))
 
@@ -296,13 +296,13 @@ def test_evaluation():
 def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch):
     """With all of the layers at rest, and what they keep for the backward pass.
 
-    Each has 4 MiB of parameters, of gradients and of residuals. Where a norm is taken
-    of all gradients, these are at rest until it is known. A TPU's compiler keeps a part
-    of each.
+    Each has 4 MiB of parameters and of gradients, and 1 MiB of residuals. Where a norm
+    is taken of all gradients, these are at rest until it is known. A TPU's compiler
+    keeps a part of each.
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(chain, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
     target = aot.Target(name)
     tx = oo.offload(ADAM, window_bytes=16 * MIB)
     if late:
@@ -325,8 +325,8 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
         layers = [matrix] * count
         layers = oo.set_memory_kind(layers, ".*", "pinned_host")
         state = oo.eval_shape(tx.init, layers)
-        x = matrix
+        x = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=sharding)
         jitted = oo.jit(step, donate_argnums=(0, 1), **options)
         return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
-    assert peak(28) - peak(12) < 16 * of_a_layer
+    assert peak(16) - peak(8) < 8 * of_a_layer
