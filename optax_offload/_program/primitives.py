@@ -28,6 +28,7 @@ class Facts(NamedTuple):
       again: Whether it is cheaper to compute again than to keep.
       layout: Whether it only lays numbers out, as what decodes state does beside
         arithmetic.
+      in_place: Whether it writes its result in the place of its first operand.
       summed_by: The primitive that sums up what it gives for some rows.
     """
 
@@ -36,6 +37,7 @@ class Facts(NamedTuple):
     leads: Literal["adds", "scales"] | None = None
     again: bool = False
     layout: bool = False
+    in_place: bool = False
     summed_by: str | None = None
 
 
@@ -53,6 +55,7 @@ PRIMITIVES: Mapping[str, Facts] = {
     "copy": Facts(hands_on="numbers", leads="adds", again=True),
     "device_put": Facts(hands_on="value"),
     "dot_general": Facts(summed_by="add"),
+    "dynamic_update_slice": Facts(in_place=True),
     "max": Facts(leads="adds"),
     "min": Facts(leads="adds"),
     "mul": Facts(folded=np.multiply, leads="scales", again=True),
@@ -69,6 +72,8 @@ PRIMITIVES: Mapping[str, Facts] = {
     "reduce_sum": Facts(summed_by="add"),
     "reshape": Facts(again=True, layout=True),
     "reshard": Facts(hands_on="value", leads="adds"),
+    "scatter": Facts(in_place=True),
+    "scatter-add": Facts(in_place=True),
     "select_n": Facts(leads="adds"),
     "sharding_constraint": Facts(hands_on="value", leads="adds"),
     "slice": Facts(layout=True),

@@ -24,7 +24,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import liveness
+from optax_offload._schedule import cutting, liveness
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.placing import Placing
@@ -43,14 +43,9 @@ from optax_offload._units import MIB, size_text
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
 LEAST_SEGMENTS = 8
-# So much of what rests is taken in one segment, or what one equation takes: a few
-# milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
-# the number of segments.
-SEGMENT_BYTES = 64 * MIB
-MANY_BYTES = 2**30
 # Turns of gradients alone are worth it where so much less is on the device: a scheduler
 # that overlaps transfers keeps some 100 MiB more of a large model.
-LEAST_FREED_BYTES = 4 * SEGMENT_BYTES
+LEAST_FREED_BYTES = 256 * MIB
 # What is less may be loaded again for what is computed again.
 SMALL_BYTES = 2**18
 # Less is not worth a transfer of its own.
@@ -97,15 +92,15 @@ def is_small(step: Step) -> bool:
     """Whether so little rests on the host that no search for turns is needed."""
     resting = (v for v in step.program.invars if _memory.on_host(v.aval))
     # Each may be taken twice, by turns that end in the second half of their room.
-    return 4 * nbytes(resting) < LEAST_SEGMENTS * SEGMENT_BYTES
+    return 4 * nbytes(resting) < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
 
 
 def too_few() -> str:
     """Why a step of few turns is not cut."""
     return (
         "layers that no scan runs are cut into turns where these are at least "
-        f"{LEAST_SEGMENTS}, each of {size_text(SEGMENT_BYTES)} of gradients or of what "
-        "rests on the host"
+        f"{LEAST_SEGMENTS}, each of {size_text(cutting.SEGMENT_BYTES)} of gradients "
+        "or of what rests on the host"
     )
 
 
@@ -262,40 +257,21 @@ class _Cut:
         return positions, [*loaded]
 
     def _cut(self) -> Iterable[_Link]:
-        """Yields segments, and what is between them.
-
-        A segment that is full ends where the least goes on to the next.
-        """
+        """Yields segments, and what is between them."""
         nodes, gradients = self._nodes, {*self._gradients}
         filling = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
             | gradients.intersection(self._step.defines(node.position))
             for node in nodes
         ]
-        room = _room(_size(set[jex.Var]().union(*filling)))
         passing = liveness.passing(self._step, nodes)
-        begin, last, inside = 0, 0, False
-        there: set[jex.Var] = set()
-        for k, node in enumerate(nodes):
-            more = filling[k]
-            apart = self._touches_host(node)
-            if inside and (apart or not _fit(there, more, room)):
-                end = k if apart else _end(begin, k, filling, passing, room)
-                yield _Link(nodes[begin:end], True)
-                begin, there = end, set[jex.Var]().union(*filling[end:k])
-            inside = inside and not apart
-            if apart or not more:
-                continue
-            if not inside and begin < k:
-                yield _Link(nodes[begin:k], False)
-                begin = k
-            inside, last = True, k
-            there |= more
-        if inside:
-            yield _Link(nodes[begin : last + 1], True)
-            begin = last + 1
-        if nodes[begin:]:
-            yield _Link(nodes[begin:], False)
+        apart = [self._touches_host(node) for node in nodes]
+        pieces = cutting.pieces(filling, apart, passing)
+        spans = liveness.in_memory(self._step, nodes)
+        handed = gradients.union(variables(self._program.outvars))
+        alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
+        for piece in cutting.parted(pieces, filling, alive):
+            yield _Link(nodes[piece.begin : piece.end], piece.is_segment)
 
     def _touches_host(self, node: Outer) -> bool:
         """Returns whether an equation takes or leaves values where they rest."""
@@ -430,57 +406,6 @@ class _Cut:
         ordered = iter(found.values())
         for link in links:
             yield next(ordered) if isinstance(link, Segment) else link
-
-
-def _size(filling: Iterable[jex.Var]) -> int:
-    """The bytes that are loaded, or the gradients' if that is more."""
-    some = [*filling]
-    loads = nbytes(v for v in some if _memory.on_host(v.aval))
-    return max(loads, nbytes(some) - loads)
-
-
-def _room(total: int) -> int:
-    """The bytes that fill a segment of a step, by those that fill all."""
-    return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
-
-
-def _fit(there: set[jex.Var], more: set[jex.Var], room: int) -> bool:
-    """Returns whether a segment has room for more."""
-    return more <= there or _size(there | more) <= room
-
-
-def _end(
-    begin: int,
-    full: int,
-    filling: Sequence[set[jex.Var]],
-    passing: Sequence[int],
-    room: int,
-) -> int:
-    """Where a segment ends, in the second half of what it may take.
-
-    Args:
-      begin: The first of its nodes.
-      full: The node for which it has no room.
-      filling: What each node loads, and the gradients that it makes.
-      passing: The bytes that go on at each node to this one or later ones.
-      room: The bytes that fill a segment.
-    """
-    there: set[jex.Var] = set()
-    # What fills it before each node, and before the full one, in bytes.
-    before = [0]
-    for some in filling[begin:full]:
-        there |= some
-        before.append(_size(there) if some else before[-1])
-    found, least = full, passing[full]
-    after = {*filling[full]}
-    for k in range(full - 1, begin, -1):
-        after |= filling[k]
-        full_too = filling[k] and _size(after) > room
-        if full_too or 2 * before[k - begin] < before[-1]:
-            break
-        if passing[k] < least:
-            found, least = k, passing[k]
-    return found
 
 
 def _is_taken(

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload import _compat, aot
-from optax_offload._schedule import chain
+from optax_offload._schedule import chain, cutting
 from optax_offload._units import MIB
 
 pytestmark = pytest.mark.skipif(
@@ -24,7 +24,7 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -301,7 +301,7 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
     keeps a part of each.
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", 8 * MIB)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
     target = aot.Target(name)
     tx = oo.offload(ADAM, window_bytes=16 * MIB)

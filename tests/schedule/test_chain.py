@@ -10,7 +10,7 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._memory import nbytes, on_host
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain, placing
+from optax_offload._schedule import Segment, chain, cutting, placing
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, ties
 from optax_offload._units import size_text
@@ -23,7 +23,7 @@ WEIGHT = (WIDTH, WIDTH)
 @pytest.fixture(autouse=True)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", MATRIX_BYTES)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES)
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
@@ -112,7 +112,7 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", False)
     assert planned(loss, matrices(3), x).chain is None
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
     assert planned(jax.grad(loss), matrices(), x).chain is None
 
 
@@ -275,11 +275,11 @@ def test_gradients_wait_on_the_host_where_that_saves_anything():
         args = matrices(), tx.init(matrices()), jnp.ones((batch, WIDTH))
         return len(cut(train_step(tx), *args, **options)[0].waiting)
 
-    some = waiting(4)
+    some = waiting(8)
     assert 0 < some < LAYERS - 1
     assert waiting(8 * WIDTH) == 0
     assert waiting(8 * WIDTH, late_gradients="host") == LAYERS - 1
-    assert waiting(4, late_gradients="device") == 0
+    assert waiting(8, late_gradients="device") == 0
 
 
 def test_norms_of_single_gradients_need_no_other():
