@@ -72,24 +72,27 @@ def chain(
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
-    found = _Cut(step, nodes, reduced)
+    found = _Cut(step, nodes, reduced, asked.residuals == "host")
     if len(found.segments) < LEAST_SEGMENTS:
         return too_few()
     on_host = (
         asked.late_gradients == "host" and reduced is not None and bool(reduced.sums)
     )
-    if not (found.loads or on_host or found.excess >= LEAST_FREED_BYTES):
+    whole = found.loads or found.residuals or on_host
+    if not (whole or found.excess >= LEAST_FREED_BYTES):
         return (
             "layers that no scan runs are not cut into turns: all of their gradients "
             f"add {size_text(max(found.excess, 0))} to what the step keeps at most, "
             f"and turns are worth it from {size_text(LEAST_FREED_BYTES)}"
         )
     waiting = found.waiting(on_host=on_host)
-    return found.chain(asked.residuals == "host", on_tpu, waiting)
+    return found.chain(on_tpu, waiting)
 
 
-def is_small(step: Step) -> bool:
+def is_small(step: Step, asked: Options) -> bool:
     """Whether so little rests on the host that no search for turns is needed."""
+    if asked.residuals == "host":
+        return False
     resting = (v for v in step.program.invars if _memory.on_host(v.aval))
     # Each may be taken twice, by turns that end in the second half of their room.
     return 4 * nbytes(resting) < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
@@ -119,7 +122,13 @@ class _Link(NamedTuple):
 class _Cut:
     """The equations of a step, in segments and between them."""
 
-    def __init__(self, step: Step, nodes: Sequence[Outer], reduced: Reduced | None):
+    def __init__(
+        self,
+        step: Step,
+        nodes: Sequence[Outer],
+        reduced: Reduced | None,
+        residuals: bool,
+    ):
         self._step, self._program = step, step.program
         given = {*self._program.invars, *self._program.constants}
         self._arguments = {v for v in given if _memory.on_host(v.aval)}
@@ -143,6 +152,10 @@ class _Cut:
         self._nodes = ordinary
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
+        # What may rest between the forward and the backward pass.
+        self._residuals = residuals
+        found = self._passing_most() if residuals and self._gradients else ()
+        self.residuals = {*found}
         self._links = list(self._cut())
 
     @functools.cached_property
@@ -193,9 +206,27 @@ class _Cut:
         return liveness.passing(self._step, self._nodes, counted)
 
     @property
+    def _most(self) -> int:
+        """The equation before which the most is alive."""
+        return self._live.index(max(self._live))
+
+    def _passing_most(self) -> Iterable[jex.Var]:
+        """Yields what the forward pass leaves in memory where the most is alive."""
+        gradients = {*self._gradients}
+        forward = itertools.takewhile(
+            lambda node: gradients.isdisjoint(self._step.defines(node.position)),
+            self._nodes,
+        )
+        end = min(self._most, sum(1 for _ in forward))
+        for v, made, last in liveness.in_memory(self._step, self._nodes):
+            size = _memory.movable_nbytes(v.aval) or 0
+            if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:
+                yield v
+
+    @property
     def _fullest(self) -> int:
         """The link in which the most is alive."""
-        most = self._live.index(max(self._live))
+        most = self._most
         ends = itertools.accumulate(len(link.nodes) for link in self._links)
         return next(n for n, end in enumerate(ends) if most <= end)
 
@@ -259,9 +290,10 @@ class _Cut:
     def _cut(self) -> Iterable[_Link]:
         """Yields segments, and what is between them."""
         nodes, gradients = self._nodes, {*self._gradients}
+        filled = gradients | self.residuals
         filling = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
-            | gradients.intersection(self._step.defines(node.position))
+            | filled.intersection(self._step.defines(node.position))
             for node in nodes
         ]
         passing = liveness.passing(self._step, nodes)
@@ -279,7 +311,7 @@ class _Cut:
         atoms = (*variables(e.invars), *e.outvars)
         return any(_memory.on_host(v.aval) for v in atoms)
 
-    def chain(self, residuals: bool, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
+    def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
         kept = {*variables(self._program.outvars)}
         kept.update(v for node in self._updating for v in node.reads)
@@ -290,9 +322,10 @@ class _Cut:
         positions = self._positions(kept)
         used: dict[jex.Var, set[int]] = {}
         for n, own in enumerate(positions):
-            for v in (v for i in own for v in self._step.reads(i)):
+            computed = {v for i in own for v in self._outvars(i)}
+            for v in {v for i in own for v in self._step.reads(i)} - computed:
                 used.setdefault(v, set()).add(n)
-        stored = self._stored(made, used, kept) if residuals else {}
+        stored = self._stored(made, used, kept) if self._residuals else {}
         stores: dict[int, list[jex.Var]] = {}
         for v in stored:
             stores.setdefault(self._store_at(made[v]), []).append(v)

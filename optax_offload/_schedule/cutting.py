@@ -67,7 +67,7 @@ def pieces(
     A segment that is full ends where the least goes on to the next.
 
     Args:
-      filling: What each equation loads, and the gradients that it makes.
+      filling: What each equation loads, and the gradients and residuals that it makes.
       apart: Whether each is in no segment.
       passing: The bytes that go on at each equation to this one or later ones.
     """
@@ -164,7 +164,7 @@ def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
 
 
 def _size(filling: Iterable[jex.Var]) -> int:
-    """The bytes that are loaded, or the gradients' if that is more."""
+    """The bytes that are loaded, or those that are made if that is more."""
     some = [*filling]
     loads = nbytes(v for v in some if _memory.on_host(v.aval))
     return max(loads, nbytes(some) - loads)

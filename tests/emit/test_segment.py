@@ -128,15 +128,21 @@ def all_of(inner):
     return oo.offload(inner, oo.Rule(".*", min_bytes=0))
 
 
-def check(model, inner, offload=all_of, *, late="auto", residuals="device"):
+def check(
+    model,
+    inner,
+    offload=all_of,
+    *,
+    late="auto",
+    residuals="device",
+    layers="pinned_host",
+):
     """Some steps with layers and state at rest, against plain ones."""
     offloading = offload(inner)
     x = jax.random.normal(jax.random.key(2), (4, WIDTH))
     params = parameters()
     state = inner.init(params)
-    at_rest = oo.set_memory_kind(
-        jax.tree.map(jnp.copy, params), "layers/.*", "pinned_host"
-    )
+    at_rest = oo.set_memory_kind(jax.tree.map(jnp.copy, params), "layers/.*", layers)
     offloaded = offloading.init(at_rest)
     options = {"residuals": residuals, "late_gradients": late}
     step = oo.jit(step_of(model, offloading), donate_argnums=(0, 1), **options)
@@ -158,7 +164,7 @@ def check(model, inner, offload=all_of, *, late="auto", residuals="device"):
         (params, state),
     )
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(at_rest["layers"])}
-    assert kinds == {"pinned_host"}
+    assert kinds == {layers}
     assert at_rest["head"].sharding.memory_kind == "device"
     oo.memory_report(offloaded, oo.Rule(".*", min_bytes=0)).check()
 
@@ -168,6 +174,12 @@ def check(model, inner, offload=all_of, *, late="auto", residuals="device"):
 def test_models(model, residuals):
     """Layers of many kinds, with what the backward pass takes in both memories."""
     check(model, optax.adamw(1e-2, eps=1e-3), residuals=residuals)
+
+
+@pytest.mark.parametrize("model", [plain, checkpointed])
+def test_residuals_alone(model):
+    """They rest whether parameters do or not."""
+    check(model, optax.adamw(1e-2, eps=1e-3), residuals="host", layers="device")
 
 
 @pytest.mark.parametrize(

@@ -411,6 +411,24 @@ def test_residuals_rest_until_they_are_taken(residuals):
         assert not set(s.stores) & set(s.loads)
 
 
+def test_residuals_are_cut_for_where_nothing_else_rests():
+    """What each layer hands on fills a segment; of the backward pass nothing does."""
+    layers, tx = matrices(6), adam_at_rest()
+    args = layers, tx.init(layers), jnp.ones((WIDTH, WIDTH))
+    plan = oo.jit(train_step(tx), residuals="host").schedule(*args)
+    found = plan.chain
+    assert found is not None
+    stored = [v for s in found.segments for v in s.stores]
+    assert len(stored) == len(layers) - 1
+    # Not what a later turn computes again of these.
+    producers = plan.step.program.producers
+    assert {*names(plan.step, (producers[v] for v in stored))} == {"tanh"}
+    assert not found.segments[0].own
+    assert oo.jit(train_step(tx)).schedule(*args).chain is None
+    plan = oo.jit(jax.grad(loss), residuals="host").schedule(layers, args[2])
+    assert plan.chain is None
+
+
 def test_what_a_layer_computes_again_is_no_residual():
     """It is used up before the next layer, though some turns later."""
 
@@ -446,8 +464,9 @@ def test_what_is_printed():
     (line,) = [line for line in lines if "turns of layers" in line]
     most = max(sum(nbytes(v.aval) for v in s.loads) for s in plan.chain.segments)
     assert most > MATRIX_BYTES
+    turns = len(plan.chain.segments)
     assert line == (
-        "10 turns of layers that no scan runs, each a loop that runs once: "
+        f"{turns} turns of layers that no scan runs, each a loop that runs once: "
         f"{size_text(most)} of what rests on the host at most in one, loaded by the "
         "turn before"
     )
