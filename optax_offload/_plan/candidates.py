@@ -244,9 +244,7 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         streamed = jit(step.fn, donate_argnums=donated, **variant.options)
         found = streamed.schedule(*step.args)
     late = [f for step in found.steps for each in step.scans for f in each.late]
-    rest = found.step.at_rest
     leaves = [path for path, _ in _trees.leaves_with_paths(step.args)]
-    by_rows = {leaves[x.position] for x in rest.arguments if x.scans} if rest else set()
     at_once, joined = _at_once(found)
     return Facts(
         sizes=Sizes.of({(): state}),
@@ -254,8 +252,8 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         late_bytes=sum(f.gradient_bytes for f in late),
         flops=_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,
         flops_again=found.flops_again,
-        residual_bytes=rest.residual_bytes if rest else 0,
-        row_arguments=frozenset(by_rows),
+        residual_bytes=found.residual_bytes,
+        row_arguments=frozenset(leaves[i] for i in found.in_turns),
         outside=found.reasons(),
         state_at_once_bytes=at_once,
         joined_by=joined,

@@ -122,7 +122,7 @@ class Parameter:
     Attributes:
       leaf: Its path as the optimizer sees it, and its bytes.
       argument: Its path among the arguments of the step.
-      by_rows: Whether scans take it row by row; any other use loads all of it.
+      by_rows: Whether turns take it: row by row, or as one layer of many.
       given: The memory kind that the given rules name; None where none of them matches.
     """
 
@@ -187,7 +187,7 @@ class MovableState:
         return tuple(x for x in self.parameters if x.rests(which))
 
     def with_rows(self, arguments: Collection[str]) -> MovableState:
-        """The same, where it is known which arguments scans take row by row."""
+        """The same, where it is known which arguments turns take in part."""
         known = [
             dataclasses.replace(x, by_rows=x.argument in arguments)
             for x in self.parameters

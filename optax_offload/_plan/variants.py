@@ -180,8 +180,8 @@ class Facts:
       late_bytes: Of these, the gradients whose update needs all of them first.
       flops: Matrix products of a step, in operations.
       flops_again: Matrix products of a backward pass that runs a second time.
-      residual_bytes: Residuals that forward scans keep for backward scans.
-      row_arguments: The arguments that scans take row by row, by path.
+      residual_bytes: Residuals that the forward pass keeps for the backward pass.
+      row_arguments: The arguments that turns take in part, by path: rows, or layers.
       outside: The reasons why gradients are left outside of the backward pass.
       state_at_once_bytes: State that an equation joins, so that all of it is loaded.
       joined_by: The equation that joins it; "" where none does.

@@ -15,12 +15,13 @@ from optax_offload._rows import whole_stacks
 from optax_offload._schedule import late, order, pipeline, taken, waiting
 from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
+from optax_offload._schedule.cutting import SEGMENT_BYTES
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.rest import Outer, rest
-from optax_offload._schedule.segments import Chain
+from optax_offload._schedule.segments import Chain, nbytes
 from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
@@ -230,9 +231,26 @@ class FusedStep(Printed):
     def gradient_bytes(self) -> int:
         """The bytes of the gradients that never exist, on each device."""
         own = sum(f.gradient_bytes for each in self.scans for f in each.fused)
+        own += nbytes(self.chain.gradients) if self.chain else 0
         # Of microbatches the sums exist.
         inside = (x for x in self.inside.values() if x.holds_update)
         return own + sum(x.gradient_bytes for each in inside for x in each.plans)
+
+    @property
+    def residual_bytes(self) -> int:
+        """The bytes of the residuals that rest on the host, on each device."""
+        rest = self.step.at_rest
+        own = nbytes(self.chain.residuals) if self.chain else 0
+        return own + (rest.residual_bytes if rest else 0)
+
+    @property
+    def in_turns(self) -> frozenset[int]:
+        """The arguments at rest of which a turn takes some: rows, or a layer's own."""
+        rest = self.step.at_rest
+        rows = {x.position for x in rest.arguments if x.scans} if rest else set()
+        small = self.chain.smaller_than(SEGMENT_BYTES) if self.chain else set()
+        invars = self.step.program.invars
+        return frozenset(rows.union(i for i, v in enumerate(invars) if v in small))
 
     @property
     def stored_bytes(self) -> int:
@@ -343,12 +361,12 @@ def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
             yield f"  over the window: {each.gradients([f])}, a row in {count} parts"
     yield from (f"  over the window: {line}" for line in each.over_window(each.fused))
     if each.late and each.way == "host":
-        nbytes = sum(f.gradient_bytes for f in each.late)
+        size = sum(f.gradient_bytes for f in each.late)
         loads = passes.stored(each.late)
         often = f" {_times(loads)}, for a norm of a norm" if loads > 1 else ""
         yield (
             f"  need all gradients first: {each.gradients(each.late)}: stored to host "
-            f"memory, and loaded with their state{often}: {size_text(nbytes)} more "
+            f"memory, and loaded with their state{often}: {size_text(size)} more "
             f"each way{_moved(each.late)}"
         )
     if each.late and each.way == "recompute":
@@ -380,8 +398,8 @@ def _of_turns(plan: FusedStep, each: FusedScan, number: int) -> Iterator[str]:
 
 
 def _whole_text(plan: FusedStep) -> str:
-    nbytes = sum(_memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
-    some = counted(len(plan.whole_on_tpu), "stack", nbytes)
+    size = sum(_memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
+    some = counted(len(plan.whole_on_tpu), "stack", size)
     return f"{some} moved whole, and not fused: no row of theirs is whole tiles"
 
 
@@ -390,8 +408,8 @@ def _times(count: int) -> str:
 
 
 def _moved(fused: Sequence[Fused]) -> str:
-    nbytes = sum(f.loaded_bytes for f in fused)
-    return f"; {size_text(nbytes)} of state loaded" if nbytes else ""
+    size = sum(f.loaded_bytes for f in fused)
+    return f"; {size_text(size)} of state loaded" if size else ""
 
 
 def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:

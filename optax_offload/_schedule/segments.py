@@ -226,6 +226,17 @@ class Chain:
         """The values that rest on the host from one segment to another."""
         return [v for s in self.segments for v in s.stores]
 
+    @property
+    def gradients(self) -> set[jex.Var]:
+        """What a segment makes, and another one's update uses up."""
+        made = {v for s in self.segments for v in s.results if shape(v)}
+        nodes = (node for s in self.segments for node in s.updates if node.left)
+        return made.intersection(v for node in nodes for v in node.reads)
+
+    def smaller_than(self, size: int) -> set[jex.Var]:
+        """What segments load that has at most so many bytes, on each device."""
+        return {v for s in self.segments for v in s.loads if nbytes([v]) <= size}
+
     def lines(self) -> Iterable[str]:
         """Lines on how a step was cut."""
         most = max(nbytes(s.loads) for s in self.segments)

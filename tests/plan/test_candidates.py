@@ -9,17 +9,19 @@ import pytest
 from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
-from optax_offload import aot
+from optax_offload import _compat, aot
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.candidates import prepared, traced
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
+from optax_offload._schedule import chain, cutting, fused_step
 from optax_offload._step_options import Options
 
 TARGET = aot.Target("h100")
 PARAMETERS = STACK + HEAD
+LAYER_BYTES = 128 * 128 * 4
 EVERY = frozenset(range(4))
 MOST = Options(late_gradients="recompute", residuals="host")
 
@@ -61,6 +63,44 @@ def test_what_tracing_tells():
     # Forward twice (remat), and its two products of the backward pass.
     assert 0 < found.flops_again < found.flops
     assert found.can_stream
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
+    """Each by its own; what fills more than a turn is none of them."""
+    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(fused_step, "SEGMENT_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+
+    def make_step(offload, target):
+        shapes = {f"layer_{i}": (128, 128) for i in range(10)} | {"head": (128, 256)}
+        params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+        clip = [optax.clip_by_global_norm(1.0)] if clipped else []
+        tx = optax.chain(*clip, offload(optax.adam(1e-3)))
+
+        def loss(params, x):
+            for i in range(10):
+                x = jnp.tanh(x @ params[f"layer_{i}"])
+            return jnp.sum((x @ params["head"]) ** 2)
+
+        def step(params, state, x):
+            grads = jax.grad(loss)(params, x)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+
+    factory = StepFactory(make_step, TARGET)
+    found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
+    layers = {f"0/layer_{i}" for i in range(10)}
+    parameters = {x for x in found.row_arguments if x.startswith("0/")}
+    assert parameters == layers
+    some = found.gradient_bytes
+    assert 0 < some < 12 * LAYER_BYTES if clipped else some == 12 * LAYER_BYTES
+    assert found.late_bytes == 0
+    assert found.residual_bytes >= 8 * LAYER_BYTES
 
 
 def test_late_gradients_are_those_of_which_a_norm_is_taken():
