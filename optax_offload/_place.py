@@ -13,9 +13,17 @@ import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
 from optax_offload import _compat, _flax_metadata, _memory, _rules, _templates, _trees
-from optax_offload._low_bit import codecs_named, converted, in_other_forms
+from optax_offload._low_bit import (
+    check_parameters,
+    codecs_named,
+    converted,
+    in_other_forms,
+)
 
 T = TypeVar("T")
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+_SIZED = (*_ARRAYS, jax.ShapeDtypeStruct)
 
 
 def place(state: T, like: Any, *, under: str = "") -> T:
@@ -111,7 +119,7 @@ def _are_rules(like: Any) -> bool:
 
 
 def _is_array(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, np.generic))
+    return isinstance(x, _ARRAYS)
 
 
 def _by_rules(
@@ -119,7 +127,7 @@ def _by_rules(
 ) -> list[Sharding | None]:
     """Returns the place of each leaf by rules; None for leaves that stay."""
     sizes = [
-        (path, _memory.movable_nbytes(x) if _is_array(x) else None)
+        (path, _memory.movable_nbytes(x) if isinstance(x, _SIZED) else None)
         for path, x in leaves
     ]
     placements = _rules.place(_rules.as_config(rules), sizes, under=under)
@@ -138,9 +146,15 @@ def _shardings_of(leaves: Sequence[tuple[str, Any]]) -> dict[int, Sharding]:
     kept = [x.sharding if isinstance(x, jax.Array) else None for _, _, x in arrays]
     nearby = _templates.like_those_given([(path, x) for _, path, x in arrays], kept)
     rest = _templates.replicated(kept)
-    return {
+    found = {
         i: own or near or rest
         for (i, _, _), own, near in zip(arrays, kept, nearby, strict=True)
+    }
+    first = _memory.first_device_sharding
+    return found | {
+        i: x.sharding or first()
+        for i, (_, x) in enumerate(leaves)
+        if isinstance(x, jax.ShapeDtypeStruct)
     }
 
 
@@ -149,18 +163,28 @@ def _in_form(
 ) -> Any:
     """The state, encoded as rules say."""
     config = _rules.as_config(rules).made_lenient()
-    others = in_other_forms(state, codecs_named(state, config, under=under))
-    paths = {x.path for x in others}
+    named = codecs_named(state, config, under=under)
+    check_parameters(state, named)
     # What is encoded is sharded as its values were.
     shardings = _shardings_of(leaves)
-    # From host memory they are converted row by row, and are there on their way.
-    placed = [
-        _placed(path, x, _memory.with_kind(path, shardings[i], "pinned_host"))
-        if path in paths and not isinstance(x, jax.Array)
-        else x
-        for i, (path, x) in enumerate(leaves)
-    ]
-    return converted(jax.tree.unflatten(jax.tree.structure(state), placed), others)
+    flat, _ = _trees.flatten_with_path(state)
+    positions = {keys: i for i, (keys, _) in enumerate(flat)}
+
+    def sharding_of(keys: _trees.KeyPath) -> Sharding | None:
+        if keys in positions:
+            return shardings[positions[keys]]
+        # Of what is encoded otherwise, as its codes.
+        return shardings[positions[(*keys, jax.tree_util.GetAttrKey("codes"))]]
+
+    def on_host(keys: _trees.KeyPath, x: Any) -> Any:
+        # From host memory they are converted row by row, and are there on their way.
+        if isinstance(x, jax.Array):
+            return x
+        path = _trees.path_string(keys)
+        at = _memory.with_kind(path, shardings[positions[keys]], "pinned_host")
+        return _placed(path, x, at)
+
+    return converted(state, in_other_forms(state, named), sharding_of, on_host)
 
 
 def _by_example(
@@ -275,11 +299,13 @@ def _differences(path: str, x: Any, example: Any) -> list[str]:
     return [f"{path}: state has {text(*got)}, like has {text(*wanted)}"]
 
 
-def _placed(path: str, x: Any, example: Any) -> jax.Array:
+def _placed(path: str, x: Any, example: Any) -> Any:
     """Puts a leaf where it belongs, and waits, so that one leaf moves at a time."""
     is_sharding = isinstance(example, Sharding)
     sharding = example if is_sharding else example.sharding
     kind = _memory.memory_kind_of(sharding) or "device"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return _memory.struct(x, sharding)
     weak = not is_sharding and jax.typeof(example).weak_type
     if not isinstance(x, jax.Array):
         dtype = None if is_sharding or _is_array(x) else example.dtype
