@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -50,6 +51,7 @@ def encoded_by_parts(
     template = encoded_struct(jax.ShapeDtypeStruct(x.shape, x.dtype), codec, sharding)
     if codec.tail:
         x = x.reshape(*x.shape[: -len(codec.tail)], -1)
+        codec = dataclasses.replace(codec, tail=())
     made: dict[Any, list[np.ndarray]] = {}
     finite = True
     # Of rows that several devices share along the last axis each is encoded once: a
