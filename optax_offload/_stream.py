@@ -52,6 +52,10 @@ def stream(
 
         params = oo.set_memory_kind(params, r"layers/.*", "pinned_host")
 
+    **Encoded parameters are decoded**, those that `place` encoded, where the step
+    begins: it sees their shape and dtype. One that the step passes on is a result as it
+    came, encoded.
+
     **Updates move into the backward pass, so that gradients never exist.** The backward
     pass of scanned layers stacks the gradients of all layers, and the update begins
     when the last one is ready. If the equations from such a gradient to new parameters
@@ -96,6 +100,7 @@ def stream(
         return them, and anything in it is streamed.
       ValueError: when called, the step computes with a value in host memory that it
         closes over, or reads from a static argument.
+      ValueError: when called, a result would replace an encoded parameter.
       ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
 
     Example:

@@ -152,7 +152,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         not return them: JAX gives it copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device. Or the function computes with a value
-        in host memory that it closes over, or reads from a static argument.
+        in host memory that it closes over, or reads from a static argument. Or it
+        donates, and a result would replace an encoded parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo

@@ -1,4 +1,4 @@
-"""States between formats, so that checkpoints with and without can be exchanged."""
+"""States and parameters between formats, as `place` and checkpoints need it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from optax_offload._progress import Progress
 
 
 def low_bit_decode(state: Any, params: Any = None) -> Any:
-    """Decodes a state: every leaf gets the dtype that it stands for.
+    """Decodes a state, or parameters: every leaf gets the dtype that it stands for.
 
-    The result has the structure of the state of the transformation inside `low_bit`.
+    The result has the structure of the state of the transformation inside `low_bit`, or
+    of the parameters that `place` encoded.
     Leaves stay in their memory. Outside of `jax.jit` they are decoded one after the
     other, those in host memory row by row, so that few rows are on the device.
 
     Args:
-      state: A state of `low_bit`, with whatever is around it, or a template of one, of
-        `jax.ShapeDtypeStruct`, which gives a template.
+      state: A state of `low_bit` or parameters, with whatever is around them, or a
+        template, of `jax.ShapeDtypeStruct`, which gives a template.
       params: The parameters, for master weights in ``"bfloat16-remainder"``: their
         other half.
 

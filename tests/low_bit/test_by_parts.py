@@ -110,7 +110,7 @@ def test_they_rest_where_the_rule_says():
 
 
 def test_templates_give_templates():
-    """Of the same structure, types and memories: to compile before the files are read."""
+    """Of the same structure, types and memories: to compile before files are read."""
     want = oo.place(base(), rule("nf4-double"))
     structs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), base())
     got = oo.place(structs, rule("nf4-double"))
@@ -147,7 +147,8 @@ def test_each_device_has_its_shards_codes(codec, spec):
                 assert part.sharding.memory_kind == "pinned_host"
                 here = part.sharding.shard_shape(part.shape)
                 assert here[:2] == shard[:2]
-                assert part.ndim == 2 or here[2] * x.shape[2] == shard[2] * part.shape[2]
+                if part.ndim == 3:
+                    assert here[2] * x.shape[2] == shard[2] * part.shape[2]
 
 
 def test_other_codecs_and_none():
@@ -166,7 +167,7 @@ def test_values_that_are_not_finite():
     given["table"][5, 3] = np.nan
     given["stacked"][1, 2, 3] = np.inf
     for tree in (given, jax.tree.map(jnp.asarray, given)):
-        with pytest.raises(ValueError, match="'stacked', 'table': values that are infin"):
+        with pytest.raises(ValueError, match="'stacked', 'table': values that are inf"):
             oo.place(tree, rule("nf4"))
 
 
@@ -204,7 +205,7 @@ def test_not_for_state(codec):
             make(optax.adam(1e-3), oo.Rule(".*", codec=codec))
     with pytest.raises(ValueError, match=f"codec is '{codec}', which is for frozen"):
         oo.low_bit(optax.adam(1e-3), ".*", codec=codec)
-    with pytest.raises(ValueError, match="a codec of frozen parameters, for '0/mu/w', "):
+    with pytest.raises(ValueError, match="codec of frozen parameters, for '0/mu/w', "):
         oo.place(state, rule(codec))
 
 

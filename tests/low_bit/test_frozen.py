@@ -20,7 +20,8 @@ NAMES = ["nf4", "nf4-double", "int8-linear"]
 
 def normal(key, *shape):
     """Weights of about unit gain."""
-    return jax.random.normal(jax.random.key(key), shape, jnp.bfloat16) / shape[-2] ** 0.5
+    values = jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+    return values / shape[-2] ** 0.5
 
 
 @functools.cache
