@@ -45,7 +45,7 @@ def place(state: T, like: Any, *, under: str = "") -> T:
       deviation is lost, on average.
     - ``"nf4-double"``: the same with scales of 8 bits. 0.516 bytes, as much is lost.
     - ``"int8-linear"``: 255 even steps, a bfloat16 scale for every 64. 1.031 bytes, and
-      0.0052 are lost: less than by the scale for a row of LLM.int8 (arXiv 2208.07339).
+      0.0051 are lost: less than by the scale for a row of LLM.int8 (arXiv 2208.07339).
 
     NumPy arrays, memory maps among them, are read and encoded in parts of some MiB, so
     that of all the files of a model only codes are in memory. Lines in the log

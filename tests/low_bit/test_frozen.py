@@ -1,6 +1,7 @@
 """A step uses encoded parameters as if they were in their own dtype, and keeps them."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def normal(key, *shape):
 
 
 @functools.cache
-def base(codec, unrolled=False):
+def base(codec, unrolled=False) -> Any:
     """Matrices that rest on the host, encoded, and norms; scanned or in a list."""
     lead = () if unrolled else (LAYERS,)
 
@@ -41,7 +42,7 @@ def base(codec, unrolled=False):
 
 
 @functools.cache
-def decoded(codec, unrolled=False):
+def decoded(codec, unrolled=False) -> Any:
     """The same, decoded."""
     return oo.low_bit_decode(base(codec, unrolled))
 
@@ -51,7 +52,7 @@ def on_device(tree):
     return jax.device_put(tree, jax.memory.Space.Device)
 
 
-def adapters(unrolled=False):
+def adapters(unrolled=False) -> Any:
     """Of one matrix of each layer."""
     lead = () if unrolled else (LAYERS,)
 
@@ -130,8 +131,9 @@ def test_losses_are_those_over_the_decoded_base(optimizer, codec, unrolled, jitt
     step, x = step_with(tx), inputs()
     losses = []
     for layers in (base(codec, unrolled), decoded(codec, unrolled)):
-        fn = jax.jit(oo.stream(step)) if jitted == "stream" else None
-        fn = fn or oo.jit(step, donate_argnums=(0, 1))
+        fn: Any = jax.jit(oo.stream(step))
+        if jitted == "jit":
+            fn = oo.jit(step, donate_argnums=(0, 1))
         params = adapters(unrolled)
         state = tx.init(params)
         found = []
@@ -169,7 +171,8 @@ def test_evaluation(unrolled):
 def test_templates():
     """A step is traced, lowered and described for structs as for arrays."""
     tx = oo.offload(optax.adam(1e-2))
-    step, layers, params = oo.jit(step_with(tx)), base("nf4"), adapters()
+    step: Any = oo.jit(step_with(tx))
+    layers, params = base("nf4"), adapters()
     structs = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), layers
     )
