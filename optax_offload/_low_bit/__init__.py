@@ -13,7 +13,7 @@ from optax_offload._low_bit.forms import (
     codecs_named,
     in_other_forms,
 )
-from optax_offload._low_bit.frozen import decoding, has_frozen
+from optax_offload._low_bit.frozen import check_state, decoding, has_frozen
 from optax_offload._low_bit.in_rows import by_rows
 from optax_offload._low_bit.known_fields import moments
 from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
@@ -27,6 +27,7 @@ __all__ = [
     "as_rules_say",
     "by_rows",
     "check_parameters",
+    "check_state",
     "codec_of",
     "codecs_named",
     "converted",

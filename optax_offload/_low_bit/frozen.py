@@ -45,6 +45,18 @@ def decoding(fn: Callable[..., Any], replaces: bool) -> Callable[..., Any]:
     return decoded
 
 
+def check_state(state: Any) -> None:
+    """Raises where a new state of an optimizer is of encoded parameters."""
+    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    paths = [_trees.path_string(keys) for keys, x in flat if _is_frozen(x)]
+    if paths:
+        raise ValueError(
+            f"{_trees.listed(paths)}: state of parameters that are encoded, so frozen. "
+            "Give the optimizer adapters alone, in init and in update, or have it "
+            "leave the others out: optax.masked(tx, mask)"
+        )
+
+
 def _is_frozen(x: Any) -> bool:
     return is_encoded(x) and x.codec.of_parameters
 

@@ -131,9 +131,11 @@ def test_losses_are_those_over_the_decoded_base(optimizer, codec, unrolled, jitt
     step, x = step_with(tx), inputs()
     losses = []
     for layers in (base(codec, unrolled), decoded(codec, unrolled)):
-        fn: Any = jax.jit(oo.stream(step))
-        if jitted == "jit":
-            fn = oo.jit(step, donate_argnums=(0, 1))
+        ways: dict[str, Any] = {
+            "jit": oo.jit(step, donate_argnums=(0, 1)),
+            "stream": jax.jit(oo.stream(step)),
+        }
+        fn = ways[jitted]
         params = adapters(unrolled)
         state = tx.init(params)
         found = []
@@ -160,7 +162,7 @@ def test_evaluation(unrolled):
     for got in (
         oo.jit(forward)(layers, params, x),
         oo.jit(forward)(on_device(layers), adapters=params, x=x),
-        oo.jit(lambda *args: oo.jit(forward)(*args))(layers, params, x),
+        oo.jit(lambda *xs: oo.jit(forward)(xs[0], xs[1], xs[2]))(layers, params, x),
         oo.jit(by_hand)(layers, params, x),
         jax.jit(by_hand)(on_device(layers), params, x),
         one_by_one,
@@ -219,6 +221,19 @@ def test_a_step_that_would_replace_them():
     ):
         with pytest.raises(ValueError, match=told + "codec='bfloat16-remainder'"):
             step(params, inputs())
+
+
+def test_no_optimizer_keeps_state_of_them():
+    """Of a whole tree it would; of adapters, or with a mask, it does not."""
+    params = {"base": base("nf4"), "adapters": adapters()}
+    adam = optax.adam(1e-3)
+    told = r"'0/mu/base/down', '0/mu/base/up'.* encoded, .* optax.masked\(tx, mask\)"
+    for init in (oo.offload(adam).init, jax.jit(oo.offload(adam).init)):
+        with pytest.raises(ValueError, match=told):
+            init(params)
+    mask = {"base": False, "adapters": True}
+    oo.offload(optax.masked(adam, mask)).init(params)
+    oo.offload(adam).init(params["adapters"])
 
 
 def test_merging_replaces_nothing():
