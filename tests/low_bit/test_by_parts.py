@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
@@ -128,7 +128,7 @@ def test_templates_give_templates():
 @pytest.mark.parametrize("spec", [P(None, "x"), P(None, None, "x"), P("x")], ids=str)
 def test_each_device_has_its_shards_codes(codec, spec):
     """Of an array that is sharded, and of NumPy's beside one."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     x = np.random.default_rng(0).standard_normal((4, 128, 1024)).astype(np.float32)
     one = oo.place({"w": x}, rule(codec))["w"]
     for kind in ("device", "pinned_host"):
@@ -149,6 +149,23 @@ def test_each_device_has_its_shards_codes(codec, spec):
                 assert here[:2] == shard[:2]
                 if part.ndim == 3:
                     assert here[2] * x.shape[2] == shard[2] * part.shape[2]
+
+
+@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize("spec", [P(None, "x", "y"), P("x", ("y",))], ids=str)
+def test_explicit_sharding(codec, spec):
+    """Types say how each part is sharded, and what is decoded of them."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    values = np.random.default_rng(0).standard_normal((4, 128, 8, 128), np.float32)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(values, NamedSharding(mesh, spec))
+        node = oo.place({"w": x}, rule(codec))
+        one = oo.place({"w": values}, rule(codec))
+        fn = oo.jit(lambda tree: 2 * tree["w"])
+        got = fn(node)
+        np.testing.assert_array_equal(got, fn(one))
+    assert node["w"].codes.sharding.spec[:2] == got.sharding.spec[:2]
+    assert got.sharding.is_equivalent_to(x.sharding, 4)
 
 
 def test_other_codecs_and_none():
@@ -188,7 +205,7 @@ def test_leaves_that_cannot_be(x, message):
 
 def test_blocks_that_shards_would_cut():
     """An error, as of blocks that do not divide the axis."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jax.device_put(jnp.ones((128, 256)), NamedSharding(mesh, P(None, "x")))
     with pytest.raises(ValueError, match="64 does not divide its last axis, 32"):
         oo.place({"w": x}, rule("nf4"))
