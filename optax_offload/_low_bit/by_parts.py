@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory
@@ -76,6 +77,24 @@ def encoded_by_parts(
     likes, structure = jax.tree.flatten(template)
     arrays = [part(i, like) for i, like in enumerate(likes)]
     return jax.tree.unflatten(structure, arrays), finite
+
+
+def encoded_on_device(x: jax.Array, codec: Any) -> tuple[Encoded, Any]:
+    """A leaf of one device, encoded there in parts, and whether its values are finite.
+
+    A TPU's compiler makes float32 values of all that it encodes at once, and more.
+    """
+    rows = codec.folded(x)
+    lead, last = rows.shape[:-1], rows.shape[-1]
+    of_rows = dataclasses.replace(codec, tail=())
+
+    def encode(row: Any) -> Any:
+        return of_rows.encode(row.astype(jnp.float32)), jnp.all(jnp.isfinite(row))
+
+    count = max(PART_VALUES // max(last, 1), 1)
+    parts, finite = lax.map(encode, rows.reshape(-1, last), batch_size=count)
+    parts = [part.reshape(*lead, *part.shape[1:]) for part in parts]
+    return Encoded(codec, x.dtype, parts), finite
 
 
 def for_part(sharding: Sharding, rank: int) -> Sharding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -235,6 +236,9 @@ def _parameter(
             jnp.all(finite, axis=tuple(range(1, finite.ndim))),
         )
 
+    on_one = len(x.sharding.device_set) == 1 and x.sharding.memory_kind == "device"
+    if on_one and x.size > by_parts.PART_VALUES:
+        fn = functools.partial(by_parts.encoded_on_device, codec=codec)
     new, finite = in_its_memory(fn, x)
     new = jax.tree.map(
         lambda part: jax.device_put(part, by_parts.for_part(sharding, part.ndim)), new
