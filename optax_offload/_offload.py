@@ -13,7 +13,7 @@ import optax
 from optax_offload import _compat, _memory, _rules, _templates, _trees
 from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
 from optax_offload._extra_args import Static, as_transformation, split
-from optax_offload._low_bit import as_rules_say, warn_of_blocks
+from optax_offload._low_bit import as_rules_say, check_state, warn_of_blocks
 from optax_offload._lowered import Argument
 from optax_offload._program import Caller, Update, call_update, trace
 from optax_offload._schedule import Schedule, schedule
@@ -102,7 +102,7 @@ def offload(
       TypeError: ``inner`` is no transformation, or is offloaded already, or ``rules``
         has an unknown form.
       ValueError: a rule or ``on_misplaced`` is wrong; or, from ``init``, a rule matches
-        no leaf.
+        no leaf, or it would make state of parameters that `place` encoded.
       MemoryKindError: from ``update``, state is not where the rules put it.
       CodecError: from ``update``, state is not in the form that the rules name.
 
@@ -156,13 +156,16 @@ class _Offloading:
             lenient = self._asked._replace(config=config.made_lenient())
             return _Offloading(self._inner, lenient).init(params)
         if _memory.is_traced(params):
-            return self._traced_init(params)
+            state = self._traced_init(params)
+            check_state(state)
+            return state
         init, args = self._traced_init, params
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             # No arguments for jit; as in optax an init may ask for their shapes only.
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
             init, args = _Offloading(inner, self._asked)._traced_init, ()
         state = _templates.make(init, params, args)
+        check_state(state)
         warn_of_blocks(state)
         return state
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from optax_offload._rules import OffloadConfig, Rule
+from optax_offload._rules import STATE_CODECS, OffloadConfig, Rule, check_codecs
 from optax_offload._step_options import Options
 
 
@@ -58,6 +58,7 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     parameters = _rules_of(file, "parameters", table.get("parameters", []))
     step = _step(file, table.get("step", {}))
     try:
+        check_codecs("rules", rules, STATE_CODECS)
         return OffloadConfig(rules, table.get("window_bytes"), parameters, step)
     except ValueError as e:
         raise ValueError(f"{file}: {e}") from e

@@ -17,8 +17,8 @@ from optax_offload._units import size_text
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
 MEMORY_KINDS: tuple[str, ...] = get_args(MemoryKind)
 DEFAULT_MIN_BYTES = 64 * 1024
-# What `_low_bit` has a codec for.
-CodecName = Literal[
+# What `_low_bit` has a codec for: of state, and of parameters that are frozen.
+StateCodecName = Literal[
     "int8",
     "int8-companded",
     "float8",
@@ -26,7 +26,11 @@ CodecName = Literal[
     "bfloat16-stochastic",
     "bfloat16-remainder",
 ]
-CODEC_NAMES: tuple[str, ...] = get_args(CodecName)
+ParameterCodecName = Literal["nf4", "nf4-double", "int8-linear"]
+CodecName = StateCodecName | ParameterCodecName
+STATE_CODECS: tuple[str, ...] = get_args(StateCodecName)
+PARAMETER_CODECS: tuple[str, ...] = get_args(ParameterCodecName)
+CODEC_NAMES = (*STATE_CODECS, *PARAMETER_CODECS)
 
 
 def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
@@ -104,8 +108,9 @@ class Rule:
         them; on a single device the leading axis of any leaf.
       optional: Whether the rule may match nothing. By default that is an error, since
         it is most often a typing mistake.
-      codec: The format in which a leaf is kept between updates, such as ``"int8"``; see
-        `low_bit`. None keeps its dtype.
+      codec: The format in which a leaf is kept: of state between updates, such as
+        ``"int8"``, see `low_bit`; of frozen parameters, such as ``"nf4"``, see
+        `place`. None keeps its dtype.
       signed: Whether an encoded leaf can be negative; None where the library decides.
 
     Raises:
@@ -181,7 +186,8 @@ class OffloadConfig:
       window_bytes: The bytes of state that may be on the device at once during an
         update; None lets `offload` choose.
       parameters: Rules of parameters, for `place`: ``place(params, config.parameters)``
-        puts on the host what rests there. Their paths begin at the parameters.
+        puts on the host what rests there, and encodes what has a codec. Their paths
+        begin at the parameters.
       step: The options that the step is jitted with, as in
         ``jit(train_step, **config.step)``.
 
@@ -208,13 +214,7 @@ class OffloadConfig:
             )
         object.__setattr__(self, "rules", rules)
         parameters = _checked("parameters", self.parameters)
-        encoded = [rule.regex for rule in parameters if rule.codec is not None]
-        if encoded:
-            raise ValueError(
-                f"parameters has a codec in the rule of {encoded[0]!r}: parameters "
-                "rest in their own dtype. Leave the codec out, or give it to a rule of "
-                "state"
-            )
+        check_codecs("parameters", parameters, PARAMETER_CODECS)
         object.__setattr__(self, "parameters", parameters)
         if self.window_bytes is not None:
             _check_bytes("window_bytes", self.window_bytes, 1)
@@ -232,6 +232,26 @@ class OffloadConfig:
         """The same, with rules that may match nothing."""
         rules = [dataclasses.replace(rule, optional=True) for rule in self.rules]
         return dataclasses.replace(self, rules=rules)
+
+
+def check_codecs(name: str, rules: Iterable[Rule], allowed: Sequence[str]) -> None:
+    """Raises where a rule names a codec that is not for what the rules are of.
+
+    Args:
+      name: What the rules are called.
+      rules: The rules.
+      allowed: The codecs for what they are of.
+    """
+    wrong = [rule for rule in rules if rule.codec not in (None, *allowed)]
+    if wrong:
+        other = "frozen parameters, as a base under adapters"
+        if allowed is PARAMETER_CODECS:
+            other = "the state of an optimizer"
+        raise ValueError(
+            f"{name} has codec {wrong[0].codec!r} in the rule of {wrong[0].regex!r}, "
+            f"which is for {other}. Leave the codec out, or give one of "
+            + ", ".join(map(repr, allowed))
+        )
 
 
 def _checked(name: str, rules: Any) -> tuple[Rule, ...]:

@@ -14,6 +14,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory, _nnx, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
+from optax_offload._low_bit import decoding
 from optax_offload._program import of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
@@ -50,6 +51,10 @@ def stream(
     on the host takes the device memory of one layer:
 
         params = oo.set_memory_kind(params, r"layers/.*", "pinned_host")
+
+    **Encoded parameters are decoded**, those that `place` encoded, where the step
+    begins: it sees their shape and dtype. One that the step passes on is a result as it
+    came, encoded.
 
     **Updates move into the backward pass, so that gradients never exist.** The backward
     pass of scanned layers stacks the gradients of all layers, and the update begins
@@ -95,6 +100,7 @@ def stream(
         return them, and anything in it is streamed.
       ValueError: when called, the step computes with a value in host memory that it
         closes over, or reads from a static argument.
+      ValueError: when called, a result would replace an encoded parameter.
       ValueError: ``late_gradients`` or ``residuals`` has an unknown value.
 
     Example:
@@ -118,12 +124,12 @@ def stream(
         if _compat.jit_is_disabled():
             return one_by_one(step, args, kwargs, asked)
         lost: list[str] = []
-        seen = _nnx.watched(step, lost.extend)
+        seen = decoding(_nnx.watched(step, lost.extend), True)
         found, values, shape = traced(seen, args, kwargs, asked)
         check_new_state(found, shape)
         warn_of_refusals(found, shape)
         if is_as_it_was(found):
-            return step(*args, **kwargs)
+            return decoding(step, True)(*args, **kwargs)
         _nnx.refuse(lost)
         return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
 
@@ -161,6 +167,7 @@ def one_by_one(
       kwargs: Its other arguments.
       asked: The options that are asked for.
     """
+    step = decoding(step, False)
     if not any(map(rests, filter(is_array, jax.tree.leaves((args, kwargs))))):
         return step(*args, **kwargs)
     try:

@@ -103,7 +103,7 @@ def tails(path: str) -> list[str]:
 
 
 # An encoded leaf is a node of these.
-ENCODED_PARTS = ("codes", "scales", "step")
+ENCODED_PARTS = ("codes", "scales", "tops", "step")
 
 
 def encoded_leaf(path: str) -> str | None:

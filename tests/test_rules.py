@@ -301,7 +301,17 @@ def test_step_options_are_a_mapping():
         ),
         (
             RULE + "[[parameters]]\npattern = 'w'\ncodec = 'int8'",
-            r"parameters has a codec in the rule of 'w': .* Leave the codec out",
+            r"parameters has codec 'int8' in the rule of 'w', which is for the state "
+            r"of an optimizer. Leave the codec out, or give one of 'nf4', 'nf4-double'",
+        ),
+        (
+            "[[rules]]\npattern = 'w'\ncodec = 'nf4'",
+            r"rules has codec 'nf4' in the rule of 'w', which is for frozen "
+            r"parameters, .* give one of 'int8', 'int8-companded', ",
+        ),
+        (
+            RULE + "[[parameters]]\npattern = 'w'\ncodec = 'nf5'",
+            r"parameters\[0\].codec is 'nf5'; it must be one of .*'nf4', 'nf4-double'",
         ),
         (
             "[[rules]]\npatern = 'a'",

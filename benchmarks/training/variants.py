@@ -53,10 +53,9 @@ class Linear8(codecs.Codec):
         dtype = jnp.int8 if self.signed else jnp.uint8
         return jnp.round(codes).astype(dtype).reshape(x.shape), scales
 
-    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        assert scales is not None
+    def decode(self, codes: jax.Array, *scales: jax.Array) -> jax.Array:
         blocks = codes.reshape(*codes.shape[:-1], -1, self.block)
-        values = blocks.astype(jnp.float32) / self._steps * scales[..., None]
+        values = blocks.astype(jnp.float32) / self._steps * scales[0][..., None]
         return values.reshape(codes.shape)
 
     @property

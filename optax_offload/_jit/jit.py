@@ -22,8 +22,10 @@ from optax_offload._jit.kinds import (
     argument_types,
     check_effects,
     check_on_device,
+    types_at_rest,
     warn_of_types,
 )
+from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
     LateGradients,
@@ -38,7 +40,6 @@ from optax_offload._stream import (
     moves,
     one_by_one,
     plan_of,
-    rests,
     runs_as_it_is,
     traced_at_rest,
     warn_of_refusals,
@@ -151,7 +152,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         not return them: JAX gives it copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device. Or the function computes with a value
-        in host memory that it closes over, or reads from a static argument.
+        in host memory that it closes over, or reads from a static argument. Or it
+        donates, and a result would replace an encoded parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
@@ -306,7 +308,11 @@ class _Variants:
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         once = functools.partial(jax.jit, inline=_compat.INLINE_EARLY, **of_tracing)
         self._tracer: Any = once(fun)
-        self._watching: Any = once(_nnx.watched(fun, _nnx.refuse))
+        watched = _nnx.watched(fun, _nnx.refuse)
+        self._watching: Any = once(watched)
+        # What donates is taken for a step, whose results replace its arguments.
+        donates = any(k.startswith("donate") for k in options)
+        self._decoding: Any = once(decoding(watched, donates))
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         if isinstance(self._given.get("in_shardings"), list):
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
@@ -347,7 +353,8 @@ class _Variants:
         return found
 
     def clear(self) -> None:
-        for jitted in (self._tracer, self._watching, *self._jitted.values()):
+        tracers = (self._tracer, self._watching, self._decoding)
+        for jitted in (*tracers, *self._jitted.values()):
             jitted.clear_cache()
 
     def cache_size(self) -> int:
@@ -412,7 +419,7 @@ class _Variants:
                 args, kwargs = donation.pair((args, kwargs), traced, plan)
             warn_of_refusals(plan, traced.out_info)
             if is_as_it_was(plan):
-                return self._tracer(*args, **kwargs)
+                return self._tracer_for(args, kwargs)(*args, **kwargs)
             # What is not traced is static.
             leaves = jax.tree.leaves((args, kwargs))
             leaves = [x for x in leaves if isinstance(x, jax.core.Tracer)]
@@ -436,29 +443,15 @@ class _Variants:
         """The function as it is traced for a call, and the plan of its step."""
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
         moved = moves(leaves, self._asked)
-        tracer = self._watching if _nnx.has_objects((args, kwargs)) else self._tracer
+        tracer = self._tracer_for(args, kwargs)
         traced, typed = traced_at_rest(tracer.trace, args, kwargs, moved)
-        types = None if typed else _at_rest(argument_types(traced), leaves)
+        types = None if typed else types_at_rest(argument_types(traced), leaves)
         return traced, plan_of(traced.jaxpr, self._asked, types)
 
-
-def _at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The types of a call's arguments, where they rest.
-
-    Args:
-      types: Their types on the device.
-      leaves: The leaves that are arrays; others are numbers.
-    """
-    found = list(types)
-    position = 0
-    for x in leaves:
-        aval = jax.typeof(x)
-        while found[position].shape != aval.shape:
-            position += 1
-        if rests(x):
-            found[position] = _memory.host_type(found[position])
-        position += 1
-    return found
+    def _tracer_for(self, *call: Any) -> Any:
+        if has_frozen(call):
+            return self._decoding
+        return self._watching if _nnx.has_objects(call) else self._tracer
 
 
 class _Wanted(NamedTuple):

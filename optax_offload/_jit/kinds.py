@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from optax_offload import _compat, _memory, _trees
 from optax_offload._errors import warn
 from optax_offload._jit import shardings
 from optax_offload._schedule import FusedStep
+from optax_offload._stream import rests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,3 +139,22 @@ def warn_of_types(call: Any, planned: Collection[str]) -> None:
             "loads them whole, and returns on the device what replaces them. "
             "oo.place(tree, tree) types them as they are"
         )
+
+
+def types_at_rest(types: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """The types of a call's arguments, where they rest.
+
+    Args:
+      types: Their types on the device.
+      leaves: The leaves that are arrays; others are numbers.
+    """
+    found = list(types)
+    position = 0
+    for x in leaves:
+        aval = jax.typeof(x)
+        while found[position].shape != aval.shape:
+            position += 1
+        if rests(x):
+            found[position] = _memory.host_type(found[position])
+        position += 1
+    return found

@@ -7,7 +7,13 @@ from optax_offload._low_bit.convert import (
     low_bit_encode,
 )
 from optax_offload._low_bit.encoded import Encoded, encoded_parts
-from optax_offload._low_bit.forms import OtherForm, codecs_named, in_other_forms
+from optax_offload._low_bit.forms import (
+    OtherForm,
+    check_parameters,
+    codecs_named,
+    in_other_forms,
+)
+from optax_offload._low_bit.frozen import check_state, decoding, has_frozen
 from optax_offload._low_bit.in_rows import by_rows
 from optax_offload._low_bit.known_fields import moments
 from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
@@ -20,10 +26,14 @@ __all__ = [
     "OtherForm",
     "as_rules_say",
     "by_rows",
+    "check_parameters",
+    "check_state",
     "codec_of",
     "codecs_named",
     "converted",
+    "decoding",
     "encoded_parts",
+    "has_frozen",
     "in_other_forms",
     "low_bit",
     "low_bit_decode",

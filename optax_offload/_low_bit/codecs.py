@@ -1,4 +1,4 @@
-"""The formats in which state is kept at rest, a class for each.
+"""The formats in which state is kept at rest, a class for each, and all by their names.
 
 All decode to float32. Those with blocks divide the last axis, so that other axes can
 be sharded and sliced as before; each block has a scale of its own. Finite values are
@@ -9,97 +9,14 @@ or infinite, and so all that is decoded from it.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_offload import _memory
-from optax_offload._low_bit import dynamic_map, packing
-
-# Below this many values a leaf's bytes do not matter, and its codes may (a norm's
-# scale); as in bitsandbytes.
-LEAST_SIZE = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """A format: what its codes and scales are, and what they stand for.
-
-    Attributes:
-      signed: Whether values can be negative. Without a sign codes are twice as fine.
-      block: The number of values along the last axis with one scale; 1 for no scale.
-      name: The name that rules use.
-      has_unsigned: Whether there are codes without a sign.
-      blocks: The sizes that blocks can have: the published one, and smaller ones for
-        leaves whose last axis it does not divide, as of attention heads.
-      blocks_in_chunk: Values along the last axis come in chunks of so many blocks,
-        whose codes share words.
-      code_bits: The bits of a value's code.
-      parts: The arrays of an encoded leaf.
-    """
-
-    signed: bool = True
-    block: int = 0
-    name: ClassVar[str]
-    has_unsigned: ClassVar[bool] = False
-    blocks: ClassVar[tuple[int, ...]] = (1,)
-    blocks_in_chunk: ClassVar[int] = 1
-    code_bits: ClassVar[int]
-    parts: ClassVar[tuple[str, ...]] = ("codes",)
-
-    def __post_init__(self):
-        object.__setattr__(self, "block", self.block or self.blocks[0])
-
-    @property
-    def chunk(self) -> int:
-        """The values along the last axis of which there must be a multiple."""
-        return self.block * self.blocks_in_chunk
-
-    @property
-    def bits(self) -> float:
-        """The bits of a value at rest, its part of a scale included."""
-        return self.code_bits
-
-    def fitting(self, x: Any) -> Codec:
-        """The same in the largest blocks that divide the last axis of a leaf."""
-        last = _last_axis(x)
-        sized = (dataclasses.replace(self, block=block) for block in self.blocks)
-        return next((codec for codec in sized if last % codec.chunk == 0), self)
-
-    @property
-    def codes_in_word(self) -> int:
-        """The values for which there is one number of ``codes``."""
-        return 1
-
-    def why_not(self, x: Any) -> str | None:
-        """Returns why a leaf cannot have this format; None if it can.
-
-        The length of the last axis counts as it is on each device, as far as the type
-        tells.
-        """
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            return f"{x.dtype} is no floating type"
-        if x.size < LEAST_SIZE:
-            return f"under {LEAST_SIZE} values"
-        if jnp.finfo(x.dtype).bits <= self.bits:
-            return f"{x.dtype} is as small"
-        last = _last_axis(x)
-        if last % self.chunk:
-            least = self.blocks[-1] * self.blocks_in_chunk
-            return f"{least} does not divide its last axis, {last}"
-        return None
-
-    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """The codes of float32 values, and the scales of their blocks."""
-        raise NotImplementedError
-
-    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        """The float32 values that codes and scales stand for."""
-        raise NotImplementedError
-
+from optax_offload._low_bit import dynamic_map, packing, weights
+from optax_offload._low_bit.codec import Codec
 
 # Scales are no smaller, so that the least code of a block stands for a normal number:
 # smaller ones are zero to many processors.
@@ -137,7 +54,7 @@ class _Blocks(Codec):
         """The code of zero; the next one is that of the least positive value."""
         return 0
 
-    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def encode(self, x: jax.Array) -> tuple[Any, ...]:
         x = packing.split(x, self.block)
         top, low = jnp.max(x, axis=-1), jnp.min(x, axis=-1)
         # The largest of numbers and a NaN is a number on some CPUs (F69).
@@ -155,11 +72,11 @@ class _Blocks(Codec):
         codes = jnp.where(vanished, jnp.uint8(self.zero + 1), codes)
         return packing.packed(packing.joined(codes), self.chunk), scales
 
-    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
-        assert scales is not None
+    def decode(self, codes: Any, *scales: Any) -> jax.Array:
+        (stored,) = scales
         codes = packing.unpacked(codes, self.chunk)
         values = self._values(packing.split(codes, self.block))
-        values = values * self._scale(scales)[..., None]
+        values = values * self._scale(stored)[..., None]
         return self._after(packing.joined(values))
 
     def _extreme(self, x: Any) -> Any:
@@ -292,14 +209,14 @@ class Bfloat16(Codec):
     name = "bfloat16"
     code_bits = 16
 
-    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def encode(self, x: jax.Array) -> tuple[Any, ...]:
         codes = x.astype(jnp.bfloat16)
         # What is above bfloat16's largest, by less than half a step, becomes that.
         largest = jnp.finfo(jnp.bfloat16).max
         clipped = jnp.clip(codes, -largest, largest)
         return jnp.where(jnp.isfinite(x), clipped, codes), None
 
-    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
+    def decode(self, codes: Any, *scales: Any) -> jax.Array:
         return codes.astype(jnp.float32)
 
 
@@ -323,11 +240,11 @@ class Bfloat16Remainder(Codec):
     name = "bfloat16-remainder"
     code_bits = 16
 
-    def encode(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def encode(self, x: jax.Array) -> tuple[Any, ...]:
         bits = lax.bitcast_convert_type(x, jnp.uint32)
         return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.int16), None
 
-    def decode(self, codes: jax.Array, scales: jax.Array | None) -> jax.Array:
+    def decode(self, codes: Any, *scales: Any) -> jax.Array:
         raise TypeError("what remains of a value has no value without its parameter")
 
     def decode_with(self, codes: jax.Array, params: jax.Array) -> jax.Array:
@@ -354,6 +271,9 @@ CODECS: dict[str, type[Codec]] = {
         Bfloat16,
         Bfloat16Stochastic,
         Bfloat16Remainder,
+        weights.Nf4,
+        weights.Nf4Double,
+        weights.Int8Linear,
     )
 }
 
@@ -366,8 +286,3 @@ def codec_of(name: str, signed: bool = True) -> Codec:
         )
     codec = CODECS[name]
     return codec(signed or not codec.has_unsigned)
-
-
-def _last_axis(x: Any) -> int:
-    """The length of the last axis on each device, as far as the type says."""
-    return (_memory.shape_on_each_device(x) or (1,))[-1]

@@ -1,8 +1,9 @@
-"""States between formats, so that checkpoints with and without can be exchanged."""
+"""States and parameters between formats, as `place` and checkpoints need it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -10,22 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_offload import _memory, _trees
-from optax_offload._low_bit import forms
+from optax_offload._low_bit import by_parts, forms
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 from optax_offload._low_bit.in_rows import in_its_memory
+from optax_offload._progress import Progress
 
 
 def low_bit_decode(state: Any, params: Any = None) -> Any:
-    """Decodes a state: every leaf gets the dtype that it stands for.
+    """Decodes a state, or parameters: every leaf gets the dtype that it stands for.
 
-    The result has the structure of the state of the transformation inside `low_bit`.
+    The result has the structure of the state of the transformation inside `low_bit`, or
+    of the parameters that `place` encoded.
     Leaves stay in their memory. Outside of `jax.jit` they are decoded one after the
     other, those in host memory row by row, so that few rows are on the device.
 
     Args:
-      state: A state of `low_bit`, with whatever is around it, or a template of one, of
-        `jax.ShapeDtypeStruct`, which gives a template.
+      state: A state of `low_bit` or parameters, with whatever is around them, or a
+        template, of `jax.ShapeDtypeStruct`, which gives a template.
       params: The parameters, for master weights in ``"bfloat16-remainder"``: their
         other half.
 
@@ -150,33 +153,108 @@ def low_bit_encode(state: Any, like: Any) -> Any:
     return jax.tree.unflatten(structure, found)
 
 
-def converted(state: Any, others: Sequence[forms.OtherForm]) -> Any:
+def converted(
+    state: Any,
+    others: Sequence[forms.OtherForm],
+    sharding_of: Callable[[tuple[Any, ...]], Any],
+    on_host: Callable[[tuple[Any, ...], Any], Any],
+) -> Any:
     """A state whose leaves in other forms are in those that their rules name.
+
+    One leaf is converted after the other, and parameters part by part.
+
+    Args:
+      state: The state.
+      others: Its leaves in other forms.
+      sharding_of: Returns how a leaf of these keys is sharded.
+      on_host: Returns such a leaf as an array in host memory, where it is NumPy's.
 
     Raises:
       ValueError: A value is none that its codes can hold, or half of it is in a
         parameter.
     """
-    state = decoded_at(state, None, {x.keys for x in others})
     named = {x.keys: x for x in others}
+    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    of_state = {k for k, x in flat if is_encoded(x) and not x.codec.of_parameters}
+    state = decoded_at(state, None, of_state & named.keys())
     lost: list[str] = []
+    not_finite: list[str] = []
+    progress = Progress("place", _nbytes_to_encode(state, named))
 
     def encode(keys: Any, x: Any) -> Any:
         other = named.get(keys)
-        if other is None or other.codec is None:
+        if other is None:
             return x
+        if is_encoded(x):
+            x, _ = in_its_memory(lambda x: (x.decoded(), ()), x)
+        if other.codec is None:
+            return x
+        if other.codec.of_parameters:
+            new, finite = _parameter(x, other, sharding_of(keys), progress)
+            not_finite.extend([other.path] * (not finite))
+            return new
 
         def fn(x: Any) -> tuple[Any, Any]:
             new = forms.in_form(jnp.asarray(x), other.codec, other.path)
             return new, _holds(new, x) if is_encoded(new) else ()
 
-        new, holds = in_its_memory(fn, x)
+        new, holds = in_its_memory(fn, on_host(keys, x))
         lost.extend([other.path] * (not np.all(holds)))
         return new
 
     state = _trees.map_with_path(encode, state, is_leaf=is_encoded)
     _check_held(lost)
+    if not_finite:
+        raise ValueError(
+            f"{_trees.listed(not_finite)}: values that are infinite or NaN, of which "
+            "the scales of a codec would make whole blocks. Look at the files that "
+            "they come from, or give them a rule without a codec"
+        )
     return state
+
+
+def _parameter(
+    x: Any, other: forms.OtherForm, sharding: Any, progress: Progress
+) -> tuple[Any, bool]:
+    """A parameter, encoded, and whether all of its values are finite."""
+    assert other.codec is not None
+    sharded = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    codec = other.codec.fitting(sharded)
+    why_not = codec.why_not(sharded)
+    if why_not is not None:  # On each device.
+        raise ValueError(f"{other.path!r} cannot be {codec.name}: {why_not}")
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return by_parts.encoded_struct(x, codec, sharding), True
+    if not isinstance(x, jax.Array):
+        there = sharding.with_memory_kind("pinned_host")
+        return by_parts.encoded_by_parts(np.asarray(x), codec, there, progress.add)
+
+    def fn(x: Any) -> tuple[Any, Any]:
+        finite = jnp.isfinite(x)
+        return (
+            Encoded.of(x, codec, other.path),
+            jnp.all(finite, axis=tuple(range(1, finite.ndim))),
+        )
+
+    on_one = len(x.sharding.device_set) == 1 and x.sharding.memory_kind == "device"
+    if on_one and x.size > by_parts.PART_VALUES:
+        fn = functools.partial(by_parts.encoded_on_device, codec=codec)
+    new, finite = in_its_memory(fn, x)
+    new = jax.tree.map(
+        lambda part: jax.device_put(part, by_parts.for_part(sharding, part.ndim)), new
+    )
+    progress.add(x.nbytes)
+    return new, bool(np.all(finite))
+
+
+def _nbytes_to_encode(state: Any, named: dict[Any, forms.OtherForm]) -> int:
+    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    codecs = ((named[keys].codec, x) for keys, x in flat if keys in named)
+    return sum(
+        x.size * np.dtype(x.dtype).itemsize
+        for codec, x in codecs
+        if codec is not None and codec.of_parameters
+    )
 
 
 def _check_held(lost: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,28 +12,39 @@ import numpy as np
 
 from optax_offload import _trees
 from optax_offload._low_bit import chance
-from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic, Codec
+from optax_offload._low_bit.codec import Codec
+from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic
 
 
 @jax.tree_util.register_pytree_with_keys_class
 class Encoded:
-    """A leaf of state at rest, with the shape and dtype of what it stands for.
+    """A leaf at rest, of state or a parameter, with the shape and dtype it stands for.
 
-    To `jax.tree` it is a node of its parts, at ``codes``, ``scales`` (where the format
-    has them) and ``step`` (where rounding is by chance) below the leaf's path.
+    To `jax.tree` it is a node of its parts, those that its format has, at ``codes``,
+    ``scales``, ``tops`` and ``step`` below the leaf's path.
 
     Attributes:
       codec: The format.
       dtype: The dtype of what it stands for.
       codes: An array of the shape it stands for; of codes of 8 bits half as long along
-        the last axis, since two are a word of 16 (`packing.py`).
+        the last axis, since two are a word of 16 (`packing.py`), of 4 bits a quarter.
+        Of parameters the last axes can be one.
       scales: One for each block along the last axis, or None.
-      step: The number of times it was encoded, or None.
+      tops: What all scales of a row are parts of, or None.
+      step: The number of times it was encoded, where rounding is by chance, or None.
     """
 
-    def __init__(self, codec: Codec, dtype: Any, codes: Any, scales: Any, step: Any):
+    codes: Any
+    scales: Any
+    tops: Any
+    step: Any
+
+    def __init__(self, codec: Codec, dtype: Any, parts: Sequence[Any]):
         self.codec, self.dtype = codec, dtype
-        self.codes, self.scales, self.step = codes, scales, step
+        for name in _trees.ENCODED_PARTS:
+            setattr(self, name, None)
+        for name, part in zip(codec.parts, parts, strict=True):
+            setattr(self, name, part)
 
     @classmethod
     def of(cls, x: Any, codec: Codec, path: str, step: Any = None) -> Encoded:
@@ -47,8 +60,9 @@ class Encoded:
         if isinstance(codec, Bfloat16Stochastic):
             step = jnp.zeros((), jnp.uint32) if step is None else step + 1
             codes = chance.rounded(value, chance.key_of(path, step))
-            return cls(codec, x.dtype, codes, None, step)
-        return cls(codec, x.dtype, *codec.encode(value), None)
+            return cls(codec, x.dtype, (codes, step))
+        parts = [part for part in codec.encode(value) if part is not None]
+        return cls(codec, x.dtype, parts)
 
     def decoded(self, param: Any = None) -> jax.Array:
         """The leaf that this stands for.
@@ -58,18 +72,18 @@ class Encoded:
         """
         if isinstance(self.codec, Bfloat16Remainder):
             return self.codec.decode_with(self.codes, param)
-        return self.codec.decode(self.codes, self.scales).astype(self.dtype)
+        scales = [x for x in (self.scales, self.tops) if x is not None]
+        return self.codec.decode(self.codes, *scales).astype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of what it stands for."""
-        shape, count = self.codes.shape, self.codec.codes_in_word
-        return shape if count == 1 else (*shape[:-1], shape[-1] * count)
+        return self.codec.shape_of(tuple(self.codes.shape))
 
     @property
     def size(self) -> int:
         """The number of values it stands for."""
-        return self.codes.size * self.codec.codes_in_word
+        return math.prod(self.shape)
 
     def __repr__(self) -> str:
         if not hasattr(self.codes, "shape"):
@@ -87,9 +101,7 @@ class Encoded:
     def tree_unflatten(cls, aux: Any, children: Any) -> Encoded:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
         codec, dtype = aux
-        parts = dict.fromkeys(_trees.ENCODED_PARTS)
-        parts |= dict(zip(codec.parts, children, strict=True))
-        return cls(codec, dtype, **parts)
+        return cls(codec, dtype, children)
 
 
 def is_encoded(x: Any) -> bool:

@@ -56,6 +56,7 @@ def codecs_named(
     fields = jax.tree.unflatten(structure, range(len(leaves)))
     masters = master_paths(fields)
     parameters = known_fields.parameters(fields) | masters
+    of_state = parameters | known_fields.moments(fields)
     never_negative = known_fields.never_negative(fields)
     paths = [_trees.path_string(keys) for keys, _ in leaves]
     # Sizes say where a leaf is kept, and not how.
@@ -64,6 +65,7 @@ def codecs_named(
     named: dict[tuple[Any, ...], codecs.Codec | None] = {}
     strangers: list[str] = []
     lossy: list[str] = []
+    moving: list[str] = []
     for (keys, x), path, placed in zip(leaves, paths, placements, strict=True):
         if not placed.memory_kind:
             continue
@@ -76,12 +78,20 @@ def codecs_named(
         named[keys] = of_leaf = codecs.codec_of(name, signed)
         if isinstance(of_leaf, codecs.Bfloat16Remainder):
             strangers += [path] * (path not in masters)
+        elif of_leaf.of_parameters:
+            moving += [path] * (path in of_state)
         elif path in parameters:
             lossy += [path] * (is_encoded(x) or can_be(x, of_leaf))
     if strangers:
         raise ValueError(
             f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it works only "
             "on the weights that optax_offload.master_weights keeps, at .*master/.*"
+        )
+    if moving:
+        raise ValueError(
+            f"a codec of frozen parameters, for {_trees.listed(moving)}: each update "
+            "replaces these. Those of state are "
+            + ", ".join(map(repr, _rules.STATE_CODECS))
         )
     if lossy:
         raise ValueError(
@@ -110,6 +120,33 @@ def in_other_forms(
         path = _trees.path_string(keys)
         found.append(OtherForm(keys, path, form, wanted, codec))
     return found
+
+
+def check_parameters(
+    state: Any, named: Mapping[tuple[Any, ...], codecs.Codec | None]
+) -> None:
+    """Raises where parameters cannot be encoded as rules name it.
+
+    Those that are small, or norms and biases, are left as they are.
+    """
+    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    wrong: list[str] = []
+    for keys, x in leaves:
+        codec = named.get(keys)
+        if codec is None or not codec.of_parameters or is_encoded(x):
+            continue
+        if not hasattr(x, "dtype") or codec.why_left(x) is not None:
+            continue
+        why_not = codec.fitting(x).why_not(x)
+        if why_not is not None:
+            path = _trees.path_string(keys)
+            wrong.append(f"{path!r} cannot be {codec.name}: {why_not}")
+    if wrong:
+        raise ValueError(
+            "\n".join(wrong[:5])
+            + f"\nand {len(wrong) - 5} more" * (len(wrong) > 5)
+            + "\nGive them a rule of their own without a codec, before this one"
+        )
 
 
 def described(others: Sequence[OtherForm]) -> str:

@@ -77,8 +77,11 @@ def low_bit(
       (Encoded(int8, float32[64, 256]), 16384)
     """
     config = _rules.as_config(rules)
-    if codec is not None:
-        codecs.codec_of(codec)
+    if codec is not None and codecs.codec_of(codec).of_parameters:
+        raise ValueError(
+            f"codec is {codec!r}, which is for frozen parameters. Give "
+            f"one of {', '.join(map(repr, _rules.STATE_CODECS))}"
+        )
     core = _LowBit(as_transformation(inner, "low_bit"), config, codec)
     return optax.GradientTransformationExtraArgs(core.init, core.update)
 
@@ -118,6 +121,10 @@ class _LowBit:
         "Convert it: state = optax_offload.low_bit_encode(optax_offload."
         "low_bit_decode(state, params), optax_offload.eval_shape(tx.init, params))"
     )
+
+    def __post_init__(self):
+        rules = self.config.rules
+        _rules.check_codecs("rules", rules, _rules.STATE_CODECS)
 
     @property
     def encodes(self) -> bool:

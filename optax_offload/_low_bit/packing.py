@@ -1,9 +1,10 @@
-"""Codes of 8 bits, two in a word of 16.
+"""Codes of 8 bits, two in a word of 16, and of 4 bits, four in one.
 
 A TPU's compiler tiles arguments of 8 bits in 32 rows, and in loops in 8, and makes a
 leaf anew, whole and on the device, between them (F68); those of 16 it does not. The
 words of a chunk have the first half of its codes in their lower bytes and the second in
-the upper ones, so that none changes its lane.
+the upper ones, so that none changes its lane. Codes of 4 bits are the quarters of a
+chunk likewise, from the lowest bits up.
 """
 
 from __future__ import annotations
@@ -29,6 +30,29 @@ def unpacked(words: Any, chunk: int) -> Any:
     halves = (words & jnp.uint16(0xFF), upper)
     codes = [lax.expand_dims(x, (x.ndim - 1,)) for x in halves]
     return joined(lax.concatenate(codes, words.ndim - 1).astype(jnp.uint8), 2)
+
+
+def packed_in(bits: int, codes: Any, chunk: int) -> Any:
+    """Words of codes of 8 or 4 bits: two or four times fewer along the last axis."""
+    count = 16 // bits
+    parts = split(codes, chunk // count, count).astype(jnp.uint16)
+    words = parts[..., 0, :]
+    for i in range(1, count):
+        words |= lax.shift_left(parts[..., i, :], jnp.uint16(bits * i))
+    return joined(words)
+
+
+def unpacked_from(bits: int, words: Any, chunk: int) -> Any:
+    """The codes that `packed_in` was given, as uint16.
+
+    Each is a shift of a word that is broadcast, so that a compiler fuses all of it with
+    what uses the codes. What is concatenated, as by `unpacked`, is made on its own.
+    """
+    count, rank = 16 // bits, words.ndim
+    words = lax.expand_dims(split(words, chunk // count), (rank,))
+    shifts = lax.broadcasted_iota(jnp.uint16, (count, 1), 0) * jnp.uint16(bits)
+    shifts = lax.expand_dims(shifts, range(rank))
+    return joined(jnp.right_shift(words, shifts) & jnp.uint16(2**bits - 1), 2)
 
 
 def split(x: Any, *sizes: int) -> Any:

@@ -343,11 +343,11 @@ def allowed(allow: str | Sequence[str] | None) -> Codecs:
     """
     texts = [allow] if isinstance(allow, str) else list(allow or ())
     names = [name.strip() for text in texts for name in text.split(",")]
-    unknown = [name for name in names if name not in _rules.CODEC_NAMES]
+    unknown = [name for name in names if name not in _rules.STATE_CODECS]
     if unknown:
         raise ValueError(
             f"allow has {', '.join(map(repr, unknown))}; each must be one of "
-            + ", ".join(map(repr, _rules.CODEC_NAMES))
+            + ", ".join(map(repr, _rules.STATE_CODECS))
         )
     return cast("Codecs", tuple(dict.fromkeys(names)))
 

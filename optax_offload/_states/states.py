@@ -12,11 +12,11 @@ from jax.sharding import Sharding
 
 from optax_offload import _file_system, _memory, _rules, _trees
 from optax_offload._errors import OffloadWarning
+from optax_offload._progress import logger
 from optax_offload._states import disk, records, transfers
 from optax_offload._states import leaves as _leaves
 from optax_offload._states.leaves import Leaves
 from optax_offload._states.placeholder import OnDisk
-from optax_offload._states.progress import logger
 
 T = TypeVar("T")
 

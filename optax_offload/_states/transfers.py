@@ -15,10 +15,10 @@ from jax.sharding import Sharding
 
 from optax_offload import _memory
 from optax_offload._errors import OffloadError, OffloadWarning
+from optax_offload._progress import Progress, logger
 from optax_offload._states import records
 from optax_offload._states.leaves import Leaves, one_line
 from optax_offload._states.placeholder import OnDisk
-from optax_offload._states.progress import Progress, logger
 
 
 @dataclasses.dataclass(eq=False)

@@ -212,6 +212,24 @@ OUTSIDE = {
             "tests/low_bit/test_master_weights.py::test_the_parameter_that_has_the_other_half",
         ),
     ),
+    "an infinite weight": Mutant(
+        "_low_bit/by_parts.py",
+        "return codec.encode(value), jnp.all(jnp.isfinite(value))",
+        "return codec.encode(value), jnp.all(value == value)",
+        ("tests/low_bit/test_by_parts.py::test_values_that_are_not_finite",),
+    ),
+    "heads that are one axis twice": Mutant(
+        "_low_bit/by_parts.py",
+        "        codec = dataclasses.replace(codec, tail=())\n",
+        "",
+        ("tests/low_bit/test_by_parts.py::test_wherever_they_come_from",),
+    ),
+    "a frozen parameter that a step replaces": Mutant(
+        "_low_bit/frozen.py",
+        "        for inside in (keys, keys[1:]) if keys else ():",
+        "        for inside in (keys,):",
+        ("tests/low_bit/test_frozen.py::test_a_step_that_would_replace_them",),
+    ),
     "chances of the first step in each": Mutant(
         "_low_bit/low_bit.py",
         "return Encoded.of(x, old.codec, path, old.step)",

@@ -540,8 +540,9 @@ def test_blocks_divide_the_last_axis(last, block):
 def test_bits_at_rest(name):
     """As many as the parts of an encoded leaf have."""
     codec, x = codec_of(name), moments(True)
-    codes, scales = encode(name, True)(jnp.asarray(x))
+    codes, scales, *tops = encode(name, True)(jnp.asarray(x))
     nbytes = codes.nbytes + (0 if scales is None else scales.nbytes)
     assert 8 * nbytes == codec.bits * x.size
+    assert len(tops) == ("tops" in codec.parts)
     assert codes.size * codec.codes_in_word == x.size
     assert ("scales" in codec.parts) == (scales is not None)

@@ -64,14 +64,16 @@ def test_place_never_has_a_leaf_on_the_device(monkeypatch):
 @pytest.mark.aot
 @pytest.mark.newest
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize("codec", ["int8", "bfloat16-remainder"])
+@pytest.mark.parametrize(
+    "codec", ["int8", "bfloat16-remainder", "nf4", "nf4-double", "int8-linear"]
+)
 def test_a_conversion_takes_rows(codec):
     """Of a leaf of 512 MiB, whatever the form."""
     pytest.importorskip("jax_plugins", reason="needs the compilers")
     target, shape = aot.Target("h100"), (32, 1024, 4096)
     plain = jax.ShapeDtypeStruct(shape, jnp.float32)
     half = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    of = codec_of(codec)
+    of = codec_of(codec).fitting(plain)
 
     def encode(x):
         return Encoded.of(x, of, ""), ()

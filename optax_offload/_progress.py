@@ -1,4 +1,4 @@
-"""Lines in the log on how far a long transfer of a state is."""
+"""Lines in the log on how far a long transfer or conversion of a state is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Progress:
 
     Args:
       name: The name of the call.
-      total_bytes: The bytes that it transfers in all.
+      total_bytes: The bytes that it transfers or converts in all.
     """
 
     def __init__(self, name: str, total_bytes: int):

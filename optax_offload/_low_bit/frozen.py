@@ -1,0 +1,111 @@
+"""Encoded parameters as arguments of a step: decoded at its entry, never replaced."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from optax_offload import _trees
+from optax_offload._low_bit.encoded import Encoded, is_encoded
+
+
+def has_frozen(tree: Any) -> bool:
+    """Returns whether any node of a tree is an encoded parameter."""
+    return any(map(_is_frozen, jax.tree.leaves(tree, is_leaf=is_encoded)))
+
+
+def decoding(fn: Callable[..., Any], replaces: bool) -> Callable[..., Any]:
+    """The function, which sees encoded parameters of its arguments decoded.
+
+    A result that is such a parameter, passed on, is encoded as it was.
+
+    Args:
+      fn: The function.
+      replaces: Whether results replace arguments, as those of a step do: then a new
+        value in the place of an encoded parameter raises.
+    """
+
+    @functools.wraps(fn)
+    def decoded(*args: Any, **kwargs: Any) -> Any:
+        found: list[tuple[_trees.KeyPath, Encoded, Any]] = []
+        args = tuple(_decoded(x, (i,), found) for i, x in enumerate(args))
+        kwargs = {name: _decoded(x, (name,), found) for name, x in kwargs.items()}
+        results = fn(*args, **kwargs)
+        if not found:
+            return results
+        codes = {id(value): node for _, node, value in found}
+        flat, structure = _trees.flatten_with_path(results)
+        if replaces:
+            _check_kept(flat, found)
+        return jax.tree.unflatten(structure, [codes.get(id(x), x) for _, x in flat])
+
+    return decoded
+
+
+def check_state(state: Any) -> None:
+    """Raises where a new state of an optimizer is of encoded parameters."""
+    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    paths = [_trees.path_string(keys) for keys, x in flat if _is_frozen(x)]
+    if paths:
+        raise ValueError(
+            f"{_trees.listed(paths)}: state of parameters that are encoded, so frozen. "
+            "Give the optimizer adapters alone, in init and in update, or have it "
+            "leave the others out: optax.masked(tx, mask)"
+        )
+
+
+def _is_frozen(x: Any) -> bool:
+    return is_encoded(x) and x.codec.of_parameters
+
+
+def _decoded(x: Any, at: _trees.KeyPath, found: list[Any]) -> Any:
+    """An argument, decoded; encoded nodes and their values are added to those found."""
+    if not has_frozen(x):
+        return x  # The same object: it may be static.
+
+    def decode(keys: _trees.KeyPath, node: Any) -> Any:
+        if not _is_frozen(node):
+            return node
+        value = node.decoded()
+        found.append(((*at, *keys), node, value))
+        return value
+
+    return _trees.map_with_path(decode, x, is_leaf=is_encoded)
+
+
+def _check_kept(
+    results: list[tuple[_trees.KeyPath, Any]],
+    found: list[tuple[_trees.KeyPath, Encoded, Any]],
+) -> None:
+    """Raises where a new value is in the place of an encoded parameter.
+
+    That is at its path below its argument, in the results or in one of them.
+    """
+    places: dict[str, Any] = {}
+    for keys, x in results:
+        for inside in (keys, keys[1:]) if keys else ():
+            places.setdefault(_trees.path_string(inside), x)
+    replaced: list[str] = []
+    for keys, node, value in found:
+        path = _trees.path_string(keys[1:])
+        new = places.get(path) if path else None
+        if new is not None and new is not value and _is_like(new, node):
+            replaced.append(path)
+    if replaced:
+        name = found[0][1].codec.name
+        raise ValueError(
+            f"the step replaces parameters that are encoded, as codec {name!r}: "
+            f"{_trees.listed(replaced)}. An update is less than what encoding rounds "
+            "away, so these are frozen. Return them as they came, and train adapters: "
+            "gradients, optimizer and updates of the adapters alone. To train these "
+            "themselves in few bytes, leave the codec out of their rule, and give "
+            "offload(optax_offload.master_weights(tx), rules) a rule of "
+            "codec='bfloat16-remainder', or use optax_offload.stochastic_round"
+        )
+
+
+def _is_like(x: Any, node: Encoded) -> bool:
+    return getattr(x, "shape", None) == node.shape

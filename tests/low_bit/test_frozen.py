@@ -1,0 +1,284 @@
+"""A step uses encoded parameters as if they were in their own dtype, and keeps them."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax import lax
+
+import optax_offload as oo
+from optax_offload._low_bit import Encoded
+
+LAYERS, WIDTH, INNER, RANK = 3, 128, 512, 4
+NAMES = ["nf4", "nf4-double", "int8-linear"]
+
+
+def normal(key, *shape):
+    """Weights of about unit gain."""
+    values = jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
+    return values / shape[-2] ** 0.5
+
+
+@functools.cache
+def base(codec, unrolled=False) -> Any:
+    """Matrices that rest on the host, encoded, and norms; scanned or in a list."""
+    lead = () if unrolled else (LAYERS,)
+
+    def layer(key):
+        return {
+            "up": normal(key, *lead, WIDTH, INNER),
+            "down": normal(key + 1, *lead, INNER, WIDTH),
+            "norm": jnp.ones((*lead, WIDTH), jnp.bfloat16),
+        }
+
+    made = [layer(2 * i) for i in range(LAYERS)] if unrolled else layer(0)
+    return oo.place(made, [oo.Rule(".*", codec=codec, min_bytes=0)])
+
+
+@functools.cache
+def decoded(codec, unrolled=False) -> Any:
+    """The same, decoded."""
+    return oo.low_bit_decode(base(codec, unrolled))
+
+
+def on_device(tree):
+    """The same on the device, for plain `jax.jit`."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
+def adapters(unrolled=False) -> Any:
+    """Of one matrix of each layer."""
+    lead = () if unrolled else (LAYERS,)
+
+    def layer(key):
+        a = normal(key, *lead, WIDTH, RANK).astype(jnp.float32)
+        return {"a": a, "b": jnp.zeros((*lead, RANK, INNER))}
+
+    return [layer(50 + i) for i in range(LAYERS)] if unrolled else layer(50)
+
+
+def block(h, weights):
+    """One layer."""
+    layer, adapter = weights
+    y = h * layer["norm"][None]
+    low = y @ adapter["a"].astype(y.dtype) @ adapter["b"].astype(y.dtype)
+    return h + jax.nn.gelu(y @ layer["up"] + low) @ layer["down"], None
+
+
+def forward(layers, adapters, x):
+    """All layers, in a scan or in a loop."""
+    if isinstance(layers, list):
+        for weights in zip(layers, adapters, strict=True):
+            x, _ = block(x, weights)
+        return x
+    return lax.scan(jax.checkpoint(block), x, (layers, adapters))[0]
+
+
+def loss_of(layers, adapters, x):
+    """How far the result is from ones."""
+    y = forward(layers, adapters, x)
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1))
+
+
+def step_with(tx):
+    """A step that trains adapters."""
+
+    def step(adapters, state, layers, x):
+        loss = functools.partial(loss_of, layers)
+        loss, gradients = jax.value_and_grad(loss)(adapters, x)
+        updates, state = tx.update(gradients, state, adapters)
+        return optax.apply_updates(adapters, updates), state, loss
+
+    return step
+
+
+def inputs():
+    """A batch."""
+    return normal(99, 16, WIDTH)
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "momentum": optax.sgd(1e-1, 0.9),
+    "lion": optax.lion(1e-2),
+    "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("jitted", ["jit", "stream"])
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    ("optimizer", "codec"),
+    [
+        ("adamw", "nf4"),
+        pytest.param("adamw", "nf4-double", marks=pytest.mark.slow),
+        pytest.param("adamw", "int8-linear", marks=pytest.mark.slow),
+        pytest.param("momentum", "nf4", marks=pytest.mark.slow),
+        pytest.param("lion", "nf4", marks=pytest.mark.slow),
+        pytest.param("clipped", "nf4", marks=pytest.mark.slow),
+    ],
+)
+def test_losses_are_those_over_the_decoded_base(optimizer, codec, unrolled, jitted):
+    """Adapters train to the last digit, and codes stay where and what they are."""
+    tx = oo.offload(OPTIMIZERS[optimizer])
+    step, x = step_with(tx), inputs()
+    losses = []
+    for layers in (base(codec, unrolled), decoded(codec, unrolled)):
+        ways: dict[str, Any] = {
+            "jit": oo.jit(step, donate_argnums=(0, 1)),
+            "stream": jax.jit(oo.stream(step)),
+        }
+        fn = ways[jitted]
+        params = adapters(unrolled)
+        state = tx.init(params)
+        found = []
+        for _ in range(3):
+            params, state, loss = fn(params, state, layers, x)
+            found.append(float(loss))
+        losses.append(found)
+    assert losses[0][2] < losses[0][0]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+def test_evaluation(unrolled):
+    """As over the decoded base: compiled, not compiled, in a jit, and by hand."""
+    layers, params, x = base("nf4", unrolled), adapters(unrolled), inputs()
+    plain = on_device(decoded("nf4", unrolled))
+    want = np.asarray(jax.jit(forward)(plain, params, x), np.float32)
+
+    def by_hand(layers, params, x):
+        return forward(oo.low_bit_decode(layers), params, x)
+
+    with jax.disable_jit():
+        one_by_one = oo.jit(forward)(layers, params, x)
+    for got in (
+        oo.jit(forward)(layers, params, x),
+        oo.jit(forward)(on_device(layers), adapters=params, x=x),
+        oo.jit(lambda *xs: oo.jit(forward)(xs[0], xs[1], xs[2]))(layers, params, x),
+        oo.jit(by_hand)(layers, params, x),
+        jax.jit(by_hand)(on_device(layers), params, x),
+        one_by_one,
+    ):
+        np.testing.assert_allclose(np.asarray(got, np.float32), want, atol=0.1)
+
+
+def test_templates():
+    """A step is traced, lowered and described for structs as for arrays."""
+    tx = oo.offload(optax.adam(1e-2))
+    step: Any = oo.jit(step_with(tx))
+    layers, params = base("nf4"), adapters()
+    structs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), layers
+    )
+    state = oo.eval_shape(tx.init, params)
+    out, _, loss = step.eval_shape(params, state, structs, inputs())
+    assert (out["a"].shape, loss.shape) == (params["a"].shape, ())
+    assert "at rest on the host" in str(step.schedule(params, state, layers, inputs()))
+
+
+def replacing(params, x):
+    """A step that trains the base itself."""
+    gradients = jax.grad(lambda p: loss_of(p["base"], p["adapters"], x))(params)
+    return jax.tree.map(lambda p, g: p - g, params, gradients)
+
+
+def training(params, x):
+    """A step that passes the base on."""
+    loss = functools.partial(loss_of, params["base"])
+    gradients = jax.grad(loss)(params["adapters"], x)
+    new = jax.tree.map(lambda p, g: p - g, params["adapters"], gradients)
+    return params | {"adapters": new}, params["base"]["up"]
+
+
+def test_what_is_passed_on_stays_encoded():
+    """In its place, and in another: the same codes, in the same memory."""
+    params = {"base": base("nf4"), "adapters": adapters()}
+    new, up = oo.jit(training)(params, inputs())
+    again, _ = oo.jit(training, donate_argnums=0)(jax.tree.map(jnp.copy, new), inputs())
+    for node in (new["base"]["up"], up, again["base"]["up"]):
+        assert isinstance(node, Encoded)
+        np.testing.assert_array_equal(node.codes, params["base"]["up"].codes)
+    assert again["base"]["up"].codes.sharding.memory_kind == "pinned_host"
+    assert not np.array_equal(again["adapters"]["b"], params["adapters"]["b"])
+
+
+def test_a_step_that_would_replace_them():
+    """It is named what it would replace, and what to do instead."""
+    params = {"base": base("nf4"), "adapters": adapters()}
+    told = r"encoded, as codec 'nf4': 'base/down', 'base/up'\. .* train adapters: .*"
+    for step in (
+        oo.jit(replacing, donate_argnums=0),
+        oo.jit(lambda params, x: (replacing(params, x), x), donate_argnames="params"),
+        jax.jit(oo.stream(replacing)),
+    ):
+        with pytest.raises(ValueError, match=told + "codec='bfloat16-remainder'"):
+            step(params, inputs())
+
+
+def test_no_optimizer_keeps_state_of_them():
+    """Of a whole tree it would; of adapters, or with a mask, it does not."""
+    params = {"base": base("nf4"), "adapters": adapters()}
+    adam = optax.adam(1e-3)
+    told = r"'0/mu/base/down', '0/mu/base/up'.* encoded, .* optax.masked\(tx, mask\)"
+    for init in (oo.offload(adam).init, jax.jit(oo.offload(adam).init)):
+        with pytest.raises(ValueError, match=told):
+            init(params)
+    mask = {"base": False, "adapters": True}
+    oo.offload(optax.masked(adam, mask)).init(params)
+    oo.offload(adam).init(params["adapters"])
+
+
+def test_merging_replaces_nothing():
+    """A function that donates nothing may return what is like its arguments."""
+
+    def merged(layers, adapters):
+        low = jnp.matmul(adapters["a"], adapters["b"])
+        return layers | {"up": layers["up"] + low.astype(jnp.bfloat16)}
+
+    made = oo.jit(merged)(base("nf4"), adapters())
+    np.testing.assert_array_equal(made["up"], decoded("nf4")["up"])
+    assert isinstance(made["down"], Encoded)
+
+
+class Dense(nn.Module):
+    """A layer of Linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        """Applies it."""
+        return nn.Dense(INNER, dtype=jnp.bfloat16)(x)
+
+
+def test_linen():
+    """Variables are encoded as any tree is."""
+    variables = Dense().init(jax.random.key(0), inputs())
+    rules = [oo.Rule("params/.*/kernel", codec="nf4", min_bytes=0)]
+    frozen = oo.place(variables, rules)
+    plain = on_device(oo.low_bit_decode(frozen))
+    want = jax.jit(Dense().apply)(plain, inputs())
+    got = oo.jit(lambda v, x: Dense().apply(v, x))(frozen, inputs())
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["object", "state"])
+def test_nnx(whole):
+    """The value of a parameter is encoded; the step's object has it decoded."""
+    model = nnx.Linear(WIDTH, INNER, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    frozen = oo.place(state, [oo.Rule("kernel", codec="nf4", min_bytes=0)])
+    plain = on_device(oo.low_bit_decode(frozen))
+    want = jax.jit(lambda state, x: nnx.merge(graph, state)(x))(plain, inputs())
+    if whole:
+        got = oo.jit(lambda model, x: model(x))(nnx.merge(graph, frozen), inputs())
+    else:
+        step = oo.jit(lambda state, x: nnx.merge(graph, state)(x))
+        got = step(frozen, inputs())
+    np.testing.assert_array_equal(got, want)
