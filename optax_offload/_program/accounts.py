@@ -90,9 +90,9 @@ class Account:
         """The argument of the step that a value is, if it is one."""
         return self._argument.get(id(x))
 
-    def note_whole(self, x: Any, primitive: str) -> None:
-        """Notes that an equation loads all of a value."""
-        self._whole.setdefault(self.of(x), []).append(primitive)
+    def note_whole(self, x: Any, primitives: Iterable[str]) -> None:
+        """Notes that equations load all of a value."""
+        self._whole.setdefault(self.of(x), []).extend(primitives)
 
     def note_updated(self, values: Iterable[Any]) -> None:
         """Notes that an update takes values."""

@@ -24,7 +24,7 @@ from optax_offload import _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.accounts import Account, AtRest
-from optax_offload._program.bodies import entered
+from optax_offload._program.bodies import entered, takers
 from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.followed import Followed
 from optax_offload._program.graph import bound, in_pairs, read, variables
@@ -88,19 +88,15 @@ class _Walk:
     def __init__(self, account: Account, residuals: bool):
         self._account, self._residuals = account, residuals
 
-    def _load(self, x: Any, e: jex.JaxprEqn) -> Any:
-        """All of a value, on the device, for an equation."""
-        if isinstance(x, RowValue):
-            for one in x.sources:
-                self._account.note_whole(one, e.primitive.name)
-            return x.whole()
-        if not rests(x):
-            return x
-        self._account.note_whole(x, e.primitive.name)
-        return _memory.transfer(x, "device")
+    def _load(self, x: Any, names: Sequence[str]) -> Any:
+        """All of a value, on the device, for equations of these names."""
+        for one in x.sources if isinstance(x, RowValue) else (x,):
+            if rests(one):
+                self._account.note_whole(one, names)
+        return _on_device(_load_rows(x)) if rests(x) else x
 
     def _load_all(self, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-        return [self._load(x, e) for x in values]
+        return [self._load(x, takers(e, i)) for i, x in enumerate(values)]
 
     def evaluate(
         self,
@@ -204,14 +200,18 @@ class _Walk:
         bodies = entered(e)
         if not bodies:
             raise update_refused(e)
-        values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
+        values = [
+            x if i in kept else self._load(x, takers(e, i))
+            for i, x in enumerate(values)
+        ]
         values = self._spread(values, wanted.spread)
         if name == "cond":
             return self._cond(e, values)
         if name == "while":
             return self._while(e, values)
-        if name in _AROUND:
+        if name == "shard_map":
             values = list(map(_load_rows, values))
+        if name in _AROUND:
             return _AROUND[name](self._named(bodies[0].closed, values), e, values)
         return jits.around(self._body(bodies[0].closed, counts), e, values)
 
@@ -233,7 +233,9 @@ class _Walk:
         values = self._spread(values, whole)
         consts, carry, xs = turn.split(values)
         consts = [
-            x if i in wanted.rows | wanted.updated else self._load(x, e)
+            x
+            if i in wanted.rows | wanted.updated
+            else self._load(x, [e.primitive.name])
             for i, x in zip(at.consts, consts, strict=True)
         ]
         names = list(map(self._account.of, carry))
@@ -241,7 +243,7 @@ class _Walk:
         carry = [
             _memory.transfer(_load_rows(x), kind)
             if kind == "pinned_host"
-            else self._load(x, e)
+            else self._load(x, [e.primitive.name])
             for x, kind in zip(carry, kinds, strict=True)
         ]
         pairs = zip(at.xs, xs, strict=True)
@@ -349,9 +351,12 @@ class _Walk:
         """A body as a function of what stands for values in it."""
 
         def fn(*args: Any) -> list[Any]:
-            self._account.name(args, list(map(self._account.of, values)))
+            leaves = jax.tree.leaves(args)
+            self._account.name(
+                leaves, list(map(self._account.of, jax.tree.leaves(values)))
+            )
             results = self._body(body)(*args)
-            self._account.name(args, [None] * len(args))
+            self._account.name(leaves, [None] * len(leaves))
             return results
 
         return fn

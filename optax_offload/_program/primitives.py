@@ -118,7 +118,8 @@ PRIMITIVES: Mapping[str, Facts] = {
     "squeeze": Facts(
         again=True, layout=True, rows=along(lambda e: e.params["dimensions"])
     ),
-    "stack": Facts(layout=True),
+    "stack": Facts(again=True, layout=True, rows=along(lambda e: [e.params["axis"]])),
+    "stop_gradient": _DECODES,
     "sub": Facts(folded=np.subtract, leads="adds", again=True, rows=elementwise),
     "transpose": Facts(again=True, layout=True, rows=along(row_rules.permuted)),
     "xor": _DECODES,

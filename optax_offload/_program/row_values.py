@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,11 @@ from optax_offload._program.primitives import facts
 from optax_offload._program.row_rules import ByRows
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["sources", "given"],
+    meta_fields=["count", "jaxpr"],
+)
 @dataclasses.dataclass(frozen=True)
 class RowValue:
     """A value that is computed row by row from values that rest on the host.
@@ -208,6 +214,11 @@ def _joined(
         [*sources, *besides],
         [result],
         [*before.values(), *equations],
-        debug_info=parts[0].jaxpr.debug_info.with_unknown_names(),
+        debug_info=_unnamed(),
     )
     return RowValue(count, tuple(sources.values()), tuple(besides.values()), jaxpr)
+
+
+@functools.cache
+def _unnamed() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr.debug_info.with_unknown_names()

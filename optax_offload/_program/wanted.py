@@ -10,7 +10,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import shard_maps
-from optax_offload._program.bodies import entered, of_call
+from optax_offload._program.bodies import as_they_are, entered, of_call
 from optax_offload._program.call import called
 from optax_offload._program.graph import Atom, described, in_pairs, variables, within
 from optax_offload._program.primitives import facts
@@ -92,7 +92,7 @@ def inside(e: jex.JaxprEqn, results: Sequence[int | None] = ()) -> Wanted:
     bodies = [(wanted_at_rest(x.jaxpr, results), x.operands) for x in entered(e)]
     updated = frozenset(at[i] for wanted, at in bodies for i in wanted.updated)
     rows = frozenset(at[i] for wanted, at in bodies for i in wanted.rows)
-    by_rows = of_call(e) is not None or e.primitive.name == "scan"
+    by_rows = as_they_are(e) is not None or e.primitive.name == "scan"
     counts = {
         at[i]: n for wanted, at in bodies if by_rows for i, n in wanted.counts.items()
     }

@@ -117,11 +117,11 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
 
 
 def test_what_one_equation_takes_is_together():
-    """A sum of two layers' matrices takes both, whatever their size."""
+    """A product of two layers' matrices takes both, whatever their size."""
 
     def of_pairs(layers, x):
         for w, v in zip(layers[::2], layers[1::2], strict=True):
-            x = jnp.tanh(x @ (w + v))
+            x = jnp.tanh(x @ (w @ v))
         return jnp.mean(x**2)
 
     found, step = cut(of_pairs, matrices(6), jnp.ones((4, WIDTH)))
