@@ -6,7 +6,8 @@ other use loads all of it, just before. A result that replaces it returns to whe
 rests.
 
 Values that a scan would stack of rows at rest, such as the casts that the backward pass
-takes, are not stacked: their readers load the rows again.
+takes, are not stacked: their readers load the rows again. Nor is what is computed of
+rows before a scan, as a base is decoded: each turn computes its own (`followed.py`).
 """
 
 from __future__ import annotations
@@ -232,10 +233,9 @@ class _Walk:
         whole = {i: x for i, x in wanted.spread.items() if i not in at.xs}
         values = self._spread(values, whole)
         consts, carry, xs = turn.split(values)
+        name = [e.primitive.name]
         consts = [
-            x
-            if i in wanted.rows | wanted.updated
-            else self._load(x, [e.primitive.name])
+            x if i in wanted.rows | wanted.updated else self._load(x, name)
             for i, x in zip(at.consts, consts, strict=True)
         ]
         names = list(map(self._account.of, carry))
@@ -243,7 +243,7 @@ class _Walk:
         carry = [
             _memory.transfer(_load_rows(x), kind)
             if kind == "pinned_host"
-            else self._load(x, [e.primitive.name])
+            else self._load(x, name)
             for x, kind in zip(carry, kinds, strict=True)
         ]
         pairs = zip(at.xs, xs, strict=True)

@@ -488,6 +488,7 @@ def test_parameters_that_decay_are_loaded_by_the_update():
     assert made
     assert not {"mul", "convert_element_type"} & {*names(step, made)}
 
+
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_decodes_layers_is_where_they_are_taken(taken, monkeypatch):
     """Forward and backward, although it is written before all of them."""
