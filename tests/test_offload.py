@@ -257,6 +257,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(TREES, st.sampled_from([".*", ".*mu.*", ".*nu.*", ".*/0.*", "none"]))
 def test_any_tree_of_parameters(params, pattern):

@@ -31,6 +31,7 @@ class Facts(NamedTuple):
       again_if: Says so of an equation, where that depends on it.
       layout: Whether it only lays numbers out, as what decodes state does beside
         arithmetic.
+      in_place: Whether it writes its result in the place of its first operand.
       summed_by: The primitive that sums up what it gives for some rows.
       rows: What it takes for a block of rows, along the leading axis, of what it gives.
     """
@@ -41,6 +42,7 @@ class Facts(NamedTuple):
     again: bool = False
     again_if: Callable[[jex.JaxprEqn], bool] | None = None
     layout: bool = False
+    in_place: bool = False
     summed_by: str | None = None
     rows: RowRule | None = None
 
@@ -71,6 +73,7 @@ PRIMITIVES: Mapping[str, Facts] = {
     "div": _DECODES,
     "dot_general": Facts(summed_by="add"),
     "dynamic_slice": Facts(rows=along(row_rules.sliced_at_positions, "slice_sizes")),
+    "dynamic_update_slice": Facts(in_place=True),
     "eq": _DECODES,
     "exp2": _DECODES,
     "gather": Facts(again_if=row_rules.looks_up, rows=row_rules.gather),
@@ -101,6 +104,8 @@ PRIMITIVES: Mapping[str, Facts] = {
     "reshape": Facts(again=True, layout=True, rows=row_rules.reshape),
     "reshard": Facts(hands_on="value", leads="adds"),
     "rev": Facts(rows=along(lambda e: e.params["dimensions"])),
+    "scatter": Facts(in_place=True),
+    "scatter-add": Facts(in_place=True),
     "select_n": Facts(leads="adds", again=True, rows=elementwise),
     "sharding_constraint": Facts(
         hands_on="value", leads="adds", rows=row_rules.constraint

@@ -24,7 +24,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import liveness
+from optax_offload._schedule import cutting, liveness
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.placing import Placing
@@ -43,14 +43,9 @@ from optax_offload._units import MIB, size_text
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
 LEAST_SEGMENTS = 8
-# So much of what rests is taken in one segment, or what one equation takes: a few
-# milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
-# the number of segments.
-SEGMENT_BYTES = 64 * MIB
-MANY_BYTES = 2**30
 # Turns of gradients alone are worth it where so much less is on the device: a scheduler
 # that overlaps transfers keeps some 100 MiB more of a large model.
-LEAST_FREED_BYTES = 4 * SEGMENT_BYTES
+LEAST_FREED_BYTES = 256 * MIB
 # What is less may be loaded again for what is computed again.
 SMALL_BYTES = 2**18
 # Less is not worth a transfer of its own.
@@ -77,35 +72,38 @@ def chain(
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
-    found = _Cut(step, nodes, reduced)
+    found = _Cut(step, nodes, reduced, asked.residuals == "host")
     if len(found.segments) < LEAST_SEGMENTS:
         return too_few()
     on_host = (
         asked.late_gradients == "host" and reduced is not None and bool(reduced.sums)
     )
-    if not (found.loads or on_host or found.excess >= LEAST_FREED_BYTES):
+    whole = found.loads or found.residuals or on_host
+    if not (whole or found.excess >= LEAST_FREED_BYTES):
         return (
             "layers that no scan runs are not cut into turns: all of their gradients "
             f"add {size_text(max(found.excess, 0))} to what the step keeps at most, "
             f"and turns are worth it from {size_text(LEAST_FREED_BYTES)}"
         )
     waiting = found.waiting(on_host=on_host)
-    return found.chain(asked.residuals == "host", on_tpu, waiting)
+    return found.chain(on_tpu, waiting)
 
 
-def is_small(step: Step) -> bool:
+def is_small(step: Step, asked: Options) -> bool:
     """Whether so little rests on the host that no search for turns is needed."""
+    if asked.residuals == "host":
+        return False
     resting = (v for v in step.program.invars if _memory.on_host(v.aval))
     # Each may be taken twice, by turns that end in the second half of their room.
-    return 4 * nbytes(resting) < LEAST_SEGMENTS * SEGMENT_BYTES
+    return 4 * nbytes(resting) < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
 
 
 def too_few() -> str:
     """Why a step of few turns is not cut."""
     return (
         "layers that no scan runs are cut into turns where these are at least "
-        f"{LEAST_SEGMENTS}, each of {size_text(SEGMENT_BYTES)} of gradients or of what "
-        "rests on the host"
+        f"{LEAST_SEGMENTS}, each of {size_text(cutting.SEGMENT_BYTES)} of gradients "
+        "or of what rests on the host"
     )
 
 
@@ -124,7 +122,13 @@ class _Link(NamedTuple):
 class _Cut:
     """The equations of a step, in segments and between them."""
 
-    def __init__(self, step: Step, nodes: Sequence[Outer], reduced: Reduced | None):
+    def __init__(
+        self,
+        step: Step,
+        nodes: Sequence[Outer],
+        reduced: Reduced | None,
+        residuals: bool,
+    ):
         self._step, self._program = step, step.program
         given = {*self._program.invars, *self._program.constants}
         self._arguments = {v for v in given if _memory.on_host(v.aval)}
@@ -148,6 +152,10 @@ class _Cut:
         self._nodes = ordinary
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
+        # What may rest between the forward and the backward pass.
+        self._residuals = residuals
+        found = self._passing_most() if residuals and self._gradients else ()
+        self.residuals = {*found}
         self._links = list(self._cut())
 
     @functools.cached_property
@@ -198,9 +206,27 @@ class _Cut:
         return liveness.passing(self._step, self._nodes, counted)
 
     @property
+    def _most(self) -> int:
+        """The equation before which the most is alive."""
+        return self._live.index(max(self._live))
+
+    def _passing_most(self) -> Iterable[jex.Var]:
+        """Yields what the forward pass leaves in memory where the most is alive."""
+        gradients = {*self._gradients}
+        forward = itertools.takewhile(
+            lambda node: gradients.isdisjoint(self._step.defines(node.position)),
+            self._nodes,
+        )
+        end = min(self._most, sum(1 for _ in forward))
+        for v, made, last in liveness.in_memory(self._step, self._nodes):
+            size = _memory.movable_nbytes(v.aval) or 0
+            if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:
+                yield v
+
+    @property
     def _fullest(self) -> int:
         """The link in which the most is alive."""
-        most = self._live.index(max(self._live))
+        most = self._most
         ends = itertools.accumulate(len(link.nodes) for link in self._links)
         return next(n for n, end in enumerate(ends) if most <= end)
 
@@ -262,40 +288,22 @@ class _Cut:
         return positions, [*loaded]
 
     def _cut(self) -> Iterable[_Link]:
-        """Yields segments, and what is between them.
-
-        A segment that is full ends where the least goes on to the next.
-        """
+        """Yields segments, and what is between them."""
         nodes, gradients = self._nodes, {*self._gradients}
+        filled = gradients | self.residuals
         filling = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
-            | gradients.intersection(self._step.defines(node.position))
+            | filled.intersection(self._step.defines(node.position))
             for node in nodes
         ]
-        room = _room(_size(set[jex.Var]().union(*filling)))
         passing = liveness.passing(self._step, nodes)
-        begin, last, inside = 0, 0, False
-        there: set[jex.Var] = set()
-        for k, node in enumerate(nodes):
-            more = filling[k]
-            apart = self._touches_host(node)
-            if inside and (apart or not _fit(there, more, room)):
-                end = k if apart else _end(begin, k, filling, passing, room)
-                yield _Link(nodes[begin:end], True)
-                begin, there = end, set[jex.Var]().union(*filling[end:k])
-            inside = inside and not apart
-            if apart or not more:
-                continue
-            if not inside and begin < k:
-                yield _Link(nodes[begin:k], False)
-                begin = k
-            inside, last = True, k
-            there |= more
-        if inside:
-            yield _Link(nodes[begin : last + 1], True)
-            begin = last + 1
-        if nodes[begin:]:
-            yield _Link(nodes[begin:], False)
+        apart = [self._touches_host(node) for node in nodes]
+        pieces = cutting.pieces(filling, apart, passing)
+        spans = liveness.in_memory(self._step, nodes)
+        handed = gradients.union(variables(self._program.outvars))
+        alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
+        for piece in cutting.parted(pieces, filling, alive):
+            yield _Link(nodes[piece.begin : piece.end], piece.is_segment)
 
     def _touches_host(self, node: Outer) -> bool:
         """Returns whether an equation takes or leaves values where they rest."""
@@ -303,7 +311,7 @@ class _Cut:
         atoms = (*variables(e.invars), *e.outvars)
         return any(_memory.on_host(v.aval) for v in atoms)
 
-    def chain(self, residuals: bool, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
+    def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
         kept = {*variables(self._program.outvars)}
         kept.update(v for node in self._updating for v in node.reads)
@@ -314,9 +322,10 @@ class _Cut:
         positions = self._positions(kept)
         used: dict[jex.Var, set[int]] = {}
         for n, own in enumerate(positions):
-            for v in (v for i in own for v in self._step.reads(i)):
+            computed = {v for i in own for v in self._outvars(i)}
+            for v in {v for i in own for v in self._step.reads(i)} - computed:
                 used.setdefault(v, set()).add(n)
-        stored = self._stored(made, used, kept) if residuals else {}
+        stored = self._stored(made, used, kept) if self._residuals else {}
         stores: dict[int, list[jex.Var]] = {}
         for v in stored:
             stores.setdefault(self._store_at(made[v]), []).append(v)
@@ -430,57 +439,6 @@ class _Cut:
         ordered = iter(found.values())
         for link in links:
             yield next(ordered) if isinstance(link, Segment) else link
-
-
-def _size(filling: Iterable[jex.Var]) -> int:
-    """The bytes that are loaded, or the gradients' if that is more."""
-    some = [*filling]
-    loads = nbytes(v for v in some if _memory.on_host(v.aval))
-    return max(loads, nbytes(some) - loads)
-
-
-def _room(total: int) -> int:
-    """The bytes that fill a segment of a step, by those that fill all."""
-    return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
-
-
-def _fit(there: set[jex.Var], more: set[jex.Var], room: int) -> bool:
-    """Returns whether a segment has room for more."""
-    return more <= there or _size(there | more) <= room
-
-
-def _end(
-    begin: int,
-    full: int,
-    filling: Sequence[set[jex.Var]],
-    passing: Sequence[int],
-    room: int,
-) -> int:
-    """Where a segment ends, in the second half of what it may take.
-
-    Args:
-      begin: The first of its nodes.
-      full: The node for which it has no room.
-      filling: What each node loads, and the gradients that it makes.
-      passing: The bytes that go on at each node to this one or later ones.
-      room: The bytes that fill a segment.
-    """
-    there: set[jex.Var] = set()
-    # What fills it before each node, and before the full one, in bytes.
-    before = [0]
-    for some in filling[begin:full]:
-        there |= some
-        before.append(_size(there) if some else before[-1])
-    found, least = full, passing[full]
-    after = {*filling[full]}
-    for k in range(full - 1, begin, -1):
-        after |= filling[k]
-        full_too = filling[k] and _size(after) > room
-        if full_too or 2 * before[k - begin] < before[-1]:
-            break
-        if passing[k] < least:
-            found, least = k, passing[k]
-    return found
 
 
 def _is_taken(

@@ -175,7 +175,7 @@ class FusedStep(Printed):
             return "it has scans"
         if not _compat.SEGMENTS_ARE_FREED:
             return "layers that no scan runs are cut into turns with JAX 0.12 or newer"
-        if is_small(self.step):
+        if is_small(self.step, self.asked):
             return too_few()
         nodes, reduced = self._to_cut, self.reduced
         return chain(self.step, nodes, self.asked, reduced, on_tpu=self.on_tpu)

@@ -3,39 +3,76 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload import _memory
 from optax_offload._flops import of_equation
-from optax_offload._program import Step, facts
+from optax_offload._program import Step, facts, variables
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.rest import Outer
 
 
+class Span(NamedTuple):
+    """How long a variable is there.
+
+    Attributes:
+      var: The variable.
+      made: The node that makes it.
+      last: The last node that takes it, or the one that makes it.
+    """
+
+    var: jex.Var
+    made: int
+    last: int
+
+
 def passing(
-    step: Step, nodes: Sequence[Outer], counted: Collection[jex.Var] | None = None
+    step: Step, nodes: Sequence[Outer], counted: Set[jex.Var] | None = None
 ) -> list[int]:
     """The bytes that are computed before each node, and taken by it or later.
 
     Args:
       step: The step.
       nodes: Its equations, in order.
-      counted: The variables that count; None for all.
+      counted: The variables that are in memory; None for all.
     """
     changes = [0] * (len(nodes) + 2)
-    for v, made, last in _spans(step, nodes):
-        if last > made and (counted is None or v in counted):
+    for v, made, last in spans(step, nodes, counted):
+        if last > made:
             changes[made + 1] += _memory.nbytes_on_each_device(v.aval)
             changes[last + 1] -= _memory.nbytes_on_each_device(v.aval)
     return [*itertools.accumulate(changes)]
 
 
+def spans(
+    step: Step, nodes: Sequence[Outer], counted: Set[jex.Var] | None = None
+) -> Iterator[Span]:
+    """Yields how long each variable is there.
+
+    What is not counted is computed where it is taken, of what is.
+    """
+    last: dict[jex.Var, int] = {}
+    for k in reversed(range(len(nodes))):
+        made = step.defines(nodes[k].position)
+        until = k
+        if counted is not None and counted.isdisjoint(made):
+            until = max((last.get(v, k) for v in made), default=k)
+        for v in nodes[k].reads:
+            last[v] = max(last.get(v, k), until)
+    for k, node in enumerate(nodes):
+        for v in step.defines(node.position):
+            if counted is None or v in counted:
+                yield Span(v, k, last.get(v, k))
+
+
 def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
     """The variables that a compiler has in memory, and fuses with no reader.
 
-    These are what products make and take, and whatever is taken after a later product.
+    These are what products make and take, and whatever is taken after a later product;
+    but for what only lays out another one.
     """
     equations = step.program.equations
     opaque = [not _is_fused(equations[node.position]) for node in nodes]
@@ -48,24 +85,41 @@ def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
     }
     return {
         v
-        for v, made, last in _spans(step, nodes)
-        if v in of_products or before[last] > before[made + 1]
+        for v, made, last in spans(step, nodes)
+        if (v in of_products or before[last] > before[made + 1])
+        and not _only_laid_out(equations[nodes[made].position])
     }
 
 
-def _spans(step: Step, nodes: Sequence[Outer]) -> Iterator[tuple[jex.Var, int, int]]:
-    """Yields each variable, with the node that makes it and the last that takes it."""
-    last: dict[jex.Var, int] = {}
-    for k, node in enumerate(nodes):
-        last |= dict.fromkeys(node.reads, k)
-    for k, node in enumerate(nodes):
-        for v in step.defines(node.position):
-            yield v, k, last.get(v, k)
+def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
+    """Yields how long each variable is there that is in memory.
+
+    Arithmetic is written over an operand of its size that nothing takes later.
+    """
+    there = kept(step, nodes)
+    sizes = {v: _memory.nbytes_on_each_device(v.aval) for v in there}
+    written: set[int] = set()
+    for span in spans(step, nodes, there):
+        last = nodes[span.last].position
+        over = (sizes.get(v) for v in step.defines(last))
+        is_over = last not in written and _is_fused(step.program.equations[last])
+        if span.last > span.made and is_over and sizes[span.var] in over:
+            written.add(last)
+            span = span._replace(last=span.last - 1)
+        yield span
+
+
+def _only_laid_out(e: jex.JaxprEqn) -> bool:
+    return facts(e).layout and facts(e).again and bool(variables(e.invars))
 
 
 def _is_fused(e: jex.JaxprEqn) -> bool:
-    """Returns whether a compiler computes an equation where its result is taken."""
+    """Returns whether a result is computed where it is taken, or over an operand."""
     known = facts(e)
     return not of_equation(e) and bool(
-        is_arithmetic(e) or known.layout or known.hands_on or known.summed_by
+        is_arithmetic(e)
+        or known.layout
+        or known.in_place
+        or known.hands_on
+        or known.summed_by
     )

@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from harness import of_processes
+from harness import of_processes, xla_flags
 
 from benchmarks.chip import command, largest, link, machine, overlap, record, running
 from benchmarks.chip.setting import Part, Setting, SkippedError
@@ -314,12 +314,10 @@ def test_parts_fit_their_time():
 
 def dry(folder, *options):
     """The command, as a user calls it, on one device; what it compiles, fast."""
-    flags = os.environ["XLA_FLAGS"].split()
-    flags = " ".join(f for f in flags if "device_count" not in f)
     return subprocess.Popen(
         [sys.executable, "-m", "benchmarks.chip", "--dry", f"--out={folder}", *options],
         cwd=ROOT,
-        env={**os.environ, **of_processes(), "XLA_FLAGS": flags},
+        env={**os.environ, **of_processes(), "XLA_FLAGS": xla_flags(1)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

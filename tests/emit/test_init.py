@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import quick_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,8 +37,13 @@ def _small(dtype=jnp.bfloat16):
     }
 
 
-@pytest.mark.parametrize("how", INITS)
-@pytest.mark.parametrize("at_rest", ["nothing", "layers", ".*"])
+@pytest.mark.parametrize(
+    ("at_rest", "how"),
+    quick_of(
+        itertools.product(["nothing", "layers", ".*"], INITS),
+        {("nothing", "eager"), ("layers", "jax.jit"), (".*", "oo.jit")},
+    ),
+)
 def test_state_made_by_rows_is_the_state(how, at_rest):
     """Codes, scales, remainders and copies, of parameters wherever they rest."""
     inner = oo.master_weights(optax.contrib.schedule_free_adamw(1e-3))
@@ -97,8 +104,13 @@ def _peaks(shape, at_rest, chip="h100"):
 
 @pytest.mark.aot
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize("at_rest", [True, False])
-@pytest.mark.parametrize("shape", [(4, 2048, 4096), (8192, 4096), (2048, 2048)])
+@pytest.mark.parametrize(
+    ("shape", "at_rest"),
+    quick_of(
+        itertools.product([(4, 2048, 4096), (8192, 4096), (2048, 2048)], [True, False]),
+        {((4, 2048, 4096), True), ((8192, 4096), False)},
+    ),
+)
 def test_making_state_takes_rows(shape, at_rest):
     """However many leaves there are, stacked, large, or small."""
     pytest.importorskip("jax_plugins", reason="needs the compilers")
@@ -144,7 +156,11 @@ def _two_updates(step, init, params):
 
 
 @pytest.mark.parametrize(
-    ("devices", "rule"), [(1, ".*"), (2, ".*"), (4, ".*"), (2, ".*/(mu|nu)/a")]
+    ("devices", "rule"),
+    [
+        *((1, ".*"), (2, ".*"), (2, ".*/(mu|nu)/a")),
+        pytest.param(4, ".*", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("is_set", [False, True], ids=["no mesh set", "mesh set"])
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -174,8 +190,13 @@ def _check_sharded_alike(x, like):
     assert x.sharding.with_memory_kind("device").is_equivalent_to(like.sharding, x.ndim)
 
 
-@pytest.mark.parametrize("how", INITS)
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    ("axes", "how"),
+    quick_of(
+        itertools.product([AxisType.Auto, AxisType.Explicit], INITS),
+        {(AxisType.Auto, "eager"), (AxisType.Explicit, "oo.jit")},
+    ),
+)
 def test_rows_are_sharded_as_their_parameter(axes, how):
     """Codes, scales and remainders, made of rows that rest on the host."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(axes,))

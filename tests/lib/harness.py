@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_offload as oo
 
@@ -28,6 +31,23 @@ def of_processes() -> dict[str, str]:
         "JAX_COMPILATION_CACHE_DIR": f"{directory}-of-processes",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
+
+
+def xla_flags(devices: int) -> str:
+    """The flags of XLA that tests have, for a program with so many devices."""
+    count = "--xla_force_host_platform_device_count="
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    return " ".join(
+        [*(x for x in flags if not x.startswith(count)), f"{count}{devices}"]
+    )
+
+
+def quick_of(cases: Iterable[tuple[Any, ...]], quick: Collection[Any]) -> list[Any]:
+    """Cases of a table, of which all others than the quick ones are slow."""
+    return [
+        pytest.param(*case, marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
 
 
 def make_params(dtype: Any = jnp.float32) -> Any:

@@ -16,6 +16,7 @@ LATE = "tests/schedule/test_delayed_rows.py"
 STREAM = "tests/emit/test_update.py"
 PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
+CUTTING = "tests/schedule/test_cutting.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
 SEGMENT = "tests/emit/test_segment.py"
@@ -116,7 +117,7 @@ IN_ENGINE = {
     ),
     # Layers of a Python loop.
     "a segment that takes more than fits": Mutant(
-        "_schedule/chain.py",
+        "_schedule/cutting.py",
         "_size(there | more) <= room",
         "_size(there | more) <= 2 * room",
         (CHAIN,),
@@ -152,10 +153,22 @@ IN_ENGINE = {
         (SEGMENT,),
     ),
     "a segment that ends where much goes on": Mutant(
-        "_schedule/chain.py",
+        "_schedule/cutting.py",
         "if passing[k] < least:",
         "if passing[k] > least:",
         (CHAIN,),
+    ),
+    "a buffer that waits filled by what is larger": Mutant(
+        "_schedule/cutting.py",
+        "if 2 * size >= x.nbytes >= size",
+        "if 2 * size >= x.nbytes",
+        (CUTTING,),
+    ),
+    "a segment cut where as much is in memory": Mutant(
+        "_schedule/cutting.py",
+        "least[0] > peaks[n] - LEAST_PARTED_BYTES",
+        "least[0] > peaks[n]",
+        (CUTTING,),
     ),
     "many arrays handed on for one product": Mutant(
         "_schedule/crossing.py",

@@ -12,6 +12,7 @@ does what is made or used while an update is traced.
 import collections
 import contextlib
 import functools
+import gc
 import importlib.util
 import inspect
 import json
@@ -182,6 +183,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Before any test file is imported, which may hold on to a factory."""
+    gc.freeze()  # As in our own tests.
+    gc.set_threshold(100_000, 50, 100)
     without_sklearn()
     if not config.option.plain:
         patch()

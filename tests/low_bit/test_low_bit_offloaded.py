@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import scanned_models
-from harness import bits, committed
+from harness import bits, committed, quick_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_bit_cases import MOMENTS, encoded_leaves, make_params
@@ -65,8 +66,13 @@ def by_itself(codec):
 @pytest.mark.filterwarnings(
     "ignore:.* over the window of 1:optax_offload.OffloadWarning"
 )
-@pytest.mark.parametrize("slices", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("codec", "slices"),
+    quick_of(
+        itertools.product(CODECS, [True, False]),
+        {("int8", True), ("bfloat16-stochastic", True)},
+    ),
+)
 def test_codes_are_those_without_offload(codec, slices):
     """Bit for bit, in the smallest slices and whole, with the same chances."""
     want = by_itself(codec)
@@ -118,7 +124,9 @@ def test_only_codes_cross(window_bytes):
     assert sizes["f32"] <= 2 * 32
 
 
-@pytest.mark.parametrize("codec", ["int8", "bfloat16-stochastic"])
+@pytest.mark.parametrize(
+    "codec", [pytest.param("int8", marks=pytest.mark.slow), "bfloat16-stochastic"]
+)
 def test_donation_for_thirty_steps(codec):
     """Through `oo.jit`, state and parameters donated, compiled once."""
     params = make_params()

@@ -72,8 +72,10 @@ def by_hand(found, make_step):
 
 @pytest.mark.aot
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_types", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("name", ["h100:4", "v5e:2x2"])
+@pytest.mark.parametrize(
+    ("name", "axis_types"),
+    [("h100:4", AxisType.Explicit), ("v5e:2x2", AxisType.Auto)],
+)
 def test_a_mesh(name, axis_types, folder):
     """Bytes are those of each device; the program by hand is the one of the table."""
     pytest.importorskip("libtpu" if name[0] == "v" else "jax_plugins")

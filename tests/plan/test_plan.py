@@ -130,6 +130,7 @@ def program(compiled):
 
 
 @aot_mark
+@pytest.mark.slow
 def test_what_fits_is_left_alone(tmp_path):
     """The plan is empty, and the step is the plain one: equations and program."""
     found = oo.plan(adam_step, target=H100)

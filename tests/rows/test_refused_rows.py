@@ -226,6 +226,7 @@ def updated():
     return got, jax.jit(lambda p: plain.update(GRADS, plain.init(p)))(PARAMS)
 
 
+@pytest.mark.xdist_group("refused")
 def test_rows_are_taken_one_by_one():
     """Where nothing mixes them: in slices of two."""
     tx, _, said = lowered()

@@ -11,7 +11,7 @@ import optax_offload as oo
 from optax_offload import _compat
 from optax_offload._memory import nbytes, on_host
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain, placing
+from optax_offload._schedule import Segment, chain, cutting, placing
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, ties
 from optax_offload._units import size_text
@@ -24,7 +24,7 @@ WEIGHT = (WIDTH, WIDTH)
 @pytest.fixture(autouse=True)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", MATRIX_BYTES)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES)
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
@@ -113,7 +113,7 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", False)
     assert planned(loss, matrices(3), x).chain is None
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
     assert planned(jax.grad(loss), matrices(), x).chain is None
 
 
@@ -276,11 +276,11 @@ def test_gradients_wait_on_the_host_where_that_saves_anything():
         args = matrices(), tx.init(matrices()), jnp.ones((batch, WIDTH))
         return len(cut(train_step(tx), *args, **options)[0].waiting)
 
-    some = waiting(4)
+    some = waiting(8)
     assert 0 < some < LAYERS - 1
     assert waiting(8 * WIDTH) == 0
     assert waiting(8 * WIDTH, late_gradients="host") == LAYERS - 1
-    assert waiting(4, late_gradients="device") == 0
+    assert waiting(8, late_gradients="device") == 0
 
 
 def test_norms_of_single_gradients_need_no_other():
@@ -412,6 +412,24 @@ def test_residuals_rest_until_they_are_taken(residuals):
         assert not set(s.stores) & set(s.loads)
 
 
+def test_residuals_are_cut_for_where_nothing_else_rests():
+    """What each layer hands on fills a segment; of the backward pass nothing does."""
+    layers, tx = matrices(6), adam_at_rest()
+    args = layers, tx.init(layers), jnp.ones((WIDTH, WIDTH))
+    plan = oo.jit(train_step(tx), residuals="host").schedule(*args)
+    found = plan.chain
+    assert found is not None
+    stored = [v for s in found.segments for v in s.stores]
+    assert len(stored) == len(layers) - 1
+    # Not what a later turn computes again of these.
+    producers = plan.step.program.producers
+    assert {*names(plan.step, (producers[v] for v in stored))} == {"tanh"}
+    assert not found.segments[0].own
+    assert oo.jit(train_step(tx)).schedule(*args).chain is None
+    plan = oo.jit(jax.grad(loss), residuals="host").schedule(layers, args[2])
+    assert plan.chain is None
+
+
 def test_what_a_layer_computes_again_is_no_residual():
     """It is used up before the next layer, though some turns later."""
 
@@ -447,8 +465,9 @@ def test_what_is_printed():
     (line,) = [line for line in lines if "turns of layers" in line]
     most = max(sum(nbytes(v.aval) for v in s.loads) for s in plan.chain.segments)
     assert most > MATRIX_BYTES
+    turns = len(plan.chain.segments)
     assert line == (
-        "10 turns of layers that no scan runs, each a loop that runs once: "
+        f"{turns} turns of layers that no scan runs, each a loop that runs once: "
         f"{size_text(most)} of what rests on the host at most in one, loaded by the "
         "turn before"
     )
@@ -492,7 +511,7 @@ def test_parameters_that_decay_are_loaded_by_the_update():
 @pytest.mark.parametrize("taken", [False, True])
 def test_what_decodes_layers_is_where_they_are_taken(taken, monkeypatch):
     """Forward and backward, although it is written before all of them."""
-    monkeypatch.setattr(chain, "SEGMENT_BYTES", MATRIX_BYTES // 8)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES // 8)
 
     def look_up(table, codes):
         return jnp.take(table, codes, axis=0) if taken else table[codes]

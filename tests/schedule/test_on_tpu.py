@@ -191,8 +191,8 @@ def test_a_plan_without_small_rows_is_as_it_was():
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        (None, jnp.bfloat16),
         (AxisType.Auto, jnp.float32),
+        pytest.param(None, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(None, jnp.float32, marks=pytest.mark.slow),
         pytest.param(AxisType.Auto, jnp.bfloat16, marks=pytest.mark.slow),
         pytest.param(AxisType.Explicit, jnp.float32, marks=pytest.mark.slow),

@@ -138,7 +138,9 @@ def test_no_pass(why):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("target", ["h100", "v5e"])
+@pytest.mark.parametrize(
+    "target", ["h100", pytest.param("v5e", marks=pytest.mark.slow)]
+)
 def test_accumulate_clip_adamw(target):
     """The recipe of language models: at least 0.9 of the state leaves the peak."""
     pytest.importorskip("libtpu" if target == "v5e" else "jax_plugins")

@@ -41,7 +41,9 @@ def damaged_trees(directory):
     return before, template, there
 
 
-@pytest.mark.parametrize("by", ["placeholder", "template"])
+@pytest.mark.parametrize(
+    "by", ["placeholder", pytest.param("template", marks=pytest.mark.slow)]
+)
 def test_damaged_files(tmp_path, by):
     """Each file in each way: a clear error, or what was written; and mended, again."""
     before, template, there = damaged_trees(tmp_path)

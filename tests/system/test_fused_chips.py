@@ -15,7 +15,6 @@ import optax_offload as oo
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import gated
 from optax_offload import _compat, aot
-from optax_offload._schedule import order
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -27,7 +26,8 @@ COLLECTIVES = (
     "reduce-scatter",
 )
 NEWER = _compat.LOOPS_RUN_ONCE
-LAYERS, TOKENS = 6, 768
+# A TPU's compiler unrolls the products of more tokens: older ones take as long again.
+LAYERS, TOKENS = 6, 768 if NEWER else 256
 # How many layers' gradients may be left, or as much. Older compilers keep more beside
 # the loop, of a model as small as this.
 LEFT = {"gpu": 1, "tpu": 1.5} if NEWER else {"gpu": 4.5, "tpu": 4.5}
@@ -270,14 +270,11 @@ def test_the_scan_that_runs_twice(platform):
 @pytest.mark.newest
 @pytest.mark.aot
 @pytest.mark.xdist_group("tpu")
-def test_a_tpu_keeps_no_iteration_outside_of_its_loop(monkeypatch):
-    """Its compiler would, to load residuals early, with all that it computes (F77)."""
+def test_a_tpu_keeps_no_iteration_outside_of_its_loop():
+    """Its compiler would, to load residuals early, with all that it computes (F77).
+
+    33.6 MiB were seen where rows are not in turn, and 23.1 where they are.
+    """
     workload = gated(tokens=1024, layers=8, width=512, inner=1024, vocabulary=512)
-
-    def peak_bytes():
-        compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["residuals"])
-        return aot.peak(compiled).peak_bytes
-
-    ours = peak_bytes()
-    monkeypatch.setattr(order, "rows_ahead_in_turn", lambda *_: {})
-    assert ours <= 0.75 * peak_bytes()
+    compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["residuals"])
+    assert aot.peak(compiled).peak_bytes <= 25 * 2**20

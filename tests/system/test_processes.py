@@ -29,7 +29,7 @@ def start(directory, *, processes, devices, ways=()):
     environment |= {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(TESTS.parent),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": harness.xla_flags(devices),
     }
     command = [sys.executable, TESTS / "train_processes.py", directory]
     command += [f"--coordinator=localhost:{port}", f"--processes={processes}"]

@@ -1,0 +1,214 @@
+"""Where a step without scans is cut: by what fills a segment, and by what is alive."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload import _memory
+from optax_offload._schedule.liveness import Span
+from optax_offload._schedule.segments import nbytes
+from optax_offload._units import MIB
+
+# So much of what rests is taken in one segment, or what one equation takes: a few
+# milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
+# the number of segments.
+SEGMENT_BYTES = 64 * MIB
+MANY_BYTES = 2**30
+# What one more segment has to take from the peak, and the least that counts for it.
+LEAST_PARTED_BYTES = 32 * MIB
+LEAST_ALIVE_BYTES = MIB
+
+
+class Piece(NamedTuple):
+    """Equations of a step that are evaluated together.
+
+    Attributes:
+      begin: The first of them.
+      end: The first after them.
+      is_segment: Whether they are a segment, and not between two.
+    """
+
+    begin: int
+    end: int
+    is_segment: bool
+
+
+class Alive(NamedTuple):
+    """A value in memory.
+
+    Attributes:
+      made: The equation that makes it.
+      last: The last one that takes it.
+      nbytes: Its bytes, on each device.
+      handed: Whether it is taken after all of them, and then used up.
+    """
+
+    made: int
+    last: int
+    nbytes: int
+    handed: bool
+
+    @classmethod
+    def of(cls, span: Span, handed: bool) -> Alive:
+        """What a variable is."""
+        size = _memory.nbytes_on_each_device(span.var.aval)
+        return cls(span.made, span.last, size, handed)
+
+
+def pieces(
+    filling: Sequence[set[jex.Var]], apart: Sequence[bool], passing: Sequence[int]
+) -> Iterator[Piece]:
+    """Yields segments, and what is between them.
+
+    A segment that is full ends where the least goes on to the next.
+
+    Args:
+      filling: What each equation loads, and the gradients and residuals that it makes.
+      apart: Whether each is in no segment.
+      passing: The bytes that go on at each equation to this one or later ones.
+    """
+    room = _room(_size(set[jex.Var]().union(*filling)))
+    begin, last, inside = 0, 0, False
+    there: set[jex.Var] = set()
+    for k, more in enumerate(filling):
+        if inside and (apart[k] or not _fit(there, more, room)):
+            end = k if apart[k] else _end(begin, k, filling, passing, room)
+            yield Piece(begin, end, True)
+            begin, there = end, set[jex.Var]().union(*filling[end:k])
+        inside = inside and not apart[k]
+        if apart[k] or not more:
+            continue
+        if not inside and begin < k:
+            yield Piece(begin, k, False)
+            begin = k
+        inside, last = True, k
+        there |= more
+    if inside:
+        yield Piece(begin, last + 1, True)
+        begin = last + 1
+    if begin < len(filling):
+        yield Piece(begin, len(filling), False)
+
+
+def parted(
+    some: Iterable[Piece], filling: Sequence[set[jex.Var]], alive: Iterable[Alive]
+) -> list[Piece]:
+    """Cuts the segment in which the most is in memory once more, while less is then.
+
+    What a segment loads and hands on has a buffer from its beginning: the gradient of
+    a head is there beside the logits, unless the segment ends before it is computed.
+    """
+    found = [*some]
+    large = [x for x in alive if x.nbytes >= LEAST_ALIVE_BYTES]
+
+    def peak(piece: Piece, after: Piece | None) -> int:
+        taken = {v for x in (piece, after) if x for v in _loads(x, filling)}
+        return _peak(piece, large) + nbytes(taken)
+
+    segments = [n for n, piece in enumerate(found) if piece.is_segment]
+    while segments:
+        after = {n: found[m] for n, m in itertools.pairwise(segments)}
+        peaks = {n: peak(found[n], after.get(n)) for n in segments}
+        n = max(segments, key=peaks.__getitem__)
+        begin, end, _ = found[n]
+        ways = [
+            (max(peak(a, b), peak(b, after.get(n))), a, b)
+            for k in sorted({x.made for x in large if begin < x.made < end})
+            for a, b in [(Piece(begin, k, True), Piece(k, end, True))]
+        ]
+        least = min(ways, default=None, key=lambda way: way[0])
+        if least is None or least[0] > peaks[n] - LEAST_PARTED_BYTES:
+            break
+        found[n : n + 1] = least[1:]
+        segments = [n for n, piece in enumerate(found) if piece.is_segment]
+    return found
+
+
+def _loads(piece: Piece, filling: Sequence[set[jex.Var]]) -> set[jex.Var]:
+    """What a segment takes that rests."""
+    taken = set[jex.Var]().union(*filling[piece.begin : piece.end])
+    return {v for v in taken if _memory.on_host(v.aval)}
+
+
+def _peak(piece: Piece, alive: Iterable[Alive]) -> int:
+    """The most bytes that are in memory in a piece."""
+    begin, end, _ = piece
+    near = [x for x in alive if x.made < end and max(x.made, x.last) >= begin]
+    handed = [x for x in near if x.made >= begin and (x.handed or x.last >= end)]
+    others = [x for x in near if x not in handed]
+    most = 0
+    for k in sorted({begin, *(x.made for x in near if x.made >= begin)}):
+        there = [x for x in others if x.made <= k <= x.last]
+        there += [x for x in handed if x.made <= k]
+        waiting = [x for x in handed if x.made > k]
+        inside = [x.nbytes for x in there if x.made >= begin]
+        most = max(most, sum(x.nbytes for x in there) + _left(waiting, inside))
+    return most
+
+
+def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
+    """The bytes of buffers that nothing uses, before what is handed on is written.
+
+    A compiler has something else there that is computed inside, if it fills at least
+    half.
+    """
+    unused, sizes = 0, sorted(inside)
+    for x in sorted(waiting, key=lambda x: x.nbytes):
+        fits = [n for n, size in enumerate(sizes) if 2 * size >= x.nbytes >= size]
+        unused += x.nbytes - (sizes.pop(fits[-1]) if fits else 0)
+    return unused
+
+
+def _size(filling: Iterable[jex.Var]) -> int:
+    """The bytes that are loaded, or those that are made if that is more."""
+    some = [*filling]
+    loads = nbytes(v for v in some if _memory.on_host(v.aval))
+    return max(loads, nbytes(some) - loads)
+
+
+def _room(total: int) -> int:
+    """The bytes that fill a segment of a step, by those that fill all."""
+    return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
+
+
+def _fit(there: set[jex.Var], more: set[jex.Var], room: int) -> bool:
+    """Returns whether a segment has room for more."""
+    return more <= there or _size(there | more) <= room
+
+
+def _end(
+    begin: int,
+    full: int,
+    filling: Sequence[set[jex.Var]],
+    passing: Sequence[int],
+    room: int,
+) -> int:
+    """Where a segment ends, in the second half of what it may take.
+
+    Args:
+      begin: The first of its nodes.
+      full: The node for which it has no room.
+      filling: What each node loads, and the gradients that it makes.
+      passing: The bytes that go on at each node to this one or later ones.
+      room: The bytes that fill a segment.
+    """
+    there: set[jex.Var] = set()
+    # What fills it before each node, and before the full one, in bytes.
+    before = [0]
+    for some in filling[begin:full]:
+        there |= some
+        before.append(_size(there) if some else before[-1])
+    found, least = full, passing[full]
+    after = {*filling[full]}
+    for k in range(full - 1, begin, -1):
+        after |= filling[k]
+        full_too = filling[k] and _size(after) > room
+        if full_too or 2 * before[k - begin] < before[-1]:
+            break
+        if passing[k] < least:
+            found, least = k, passing[k]
+    return found

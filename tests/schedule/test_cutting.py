@@ -1,0 +1,72 @@
+"""Where a step without scans is cut, of numbers alone."""
+
+import pytest
+
+from optax_offload._schedule import cutting
+from optax_offload._schedule.cutting import Alive, Piece, parted
+from optax_offload._units import MIB
+
+# The logits, what the loss makes of them, and the gradient of the head.
+LOGITS, ERRORS, HEAD = 1600 * MIB, 1599 * MIB, 150 * MIB
+END = 100
+
+
+def pieces(*ends):
+    """Segments that end there."""
+    begins = (0, *ends)
+    return [Piece(b, e, True) for b, e in zip(begins, ends, strict=False)]
+
+
+def cut(alive, some=None):
+    """Where the segments of a step end that takes nothing at rest."""
+    found = parted(some or pieces(50, END), [set() for _ in range(END)], alive)
+    return [piece.end for piece in found]
+
+
+def test_a_gradient_is_not_there_beside_the_logits():
+    """The segment ends before it is computed, if that is what is handed on longest."""
+    alive = [
+        Alive(10, 20, LOGITS, False),
+        Alive(20, 31, ERRORS, False),
+        Alive(30, END, HEAD, True),
+    ]
+    assert cut(alive) == [30, 50, END]
+
+
+def test_what_it_is_computed_of_has_no_buffer_before():
+    """None is free, if nothing large is there before it: the peak would only move."""
+    others = [Alive(k, k, LOGITS // 4, False) for k in range(2, 9)]
+    late = [Alive(28, 31, LOGITS // 2, False), Alive(30, END, HEAD, True)]
+    assert cut([*others, *late]) == [50, END]
+
+
+@pytest.mark.parametrize("size", [2 * MIB, 31 * MIB])
+def test_little_is_handed_on(size):
+    """It is not worth a loop."""
+    alive = [Alive(10, 30, LOGITS, False), Alive(30, END, size, True)]
+    assert cut(alive) == [50, END]
+
+
+def test_only_the_fullest_is_cut():
+    """Elsewhere nothing is gained, whatever is handed on."""
+    alive = [
+        Alive(10, 20, LOGITS, False),
+        Alive(70, 80, ERRORS // 2, False),
+        Alive(80, END, HEAD, True),
+    ]
+    assert cut(alive) == [50, END]
+
+
+def test_what_is_between_segments_is_left():
+    """There nothing has a buffer before it is computed."""
+    some = [Piece(0, 50, False), Piece(50, END, True)]
+    alive = [Alive(10, 30, LOGITS, False), Alive(30, END, HEAD, True)]
+    assert cut(alive, some) == [50, END]
+
+
+def test_buffers_that_wait_are_used():
+    """By what is smaller, but not by half."""
+    waiting = [Alive(0, 0, 8, False), Alive(0, 0, 4, False)]
+    assert cutting._left(waiting, []) == 12
+    assert cutting._left(waiting, [5, 3]) == 4
+    assert cutting._left(waiting, [3, 9]) == 9
