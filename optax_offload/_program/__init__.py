@@ -1,6 +1,6 @@
 """Programs as values: the equations of a step or an update, and rewrites of them."""
 
-from optax_offload._program.at_rest import AtRest, Resting
+from optax_offload._program.accounts import AtRest, Resting
 from optax_offload._program.bodies import (
     Body,
     Given,

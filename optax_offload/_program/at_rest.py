@@ -6,13 +6,13 @@ other use loads all of it, just before. A result that replaces it returns to whe
 rests.
 
 Values that a scan would stack of rows at rest, such as the casts that the backward pass
-takes, are not stacked: their readers load the rows again.
+takes, are not stacked: their readers load the rows again. Nor is what is computed of
+rows before a scan, as a base is decoded: each turn computes its own (`followed.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -24,8 +24,10 @@ from jax.extend import source_info_util
 from optax_offload import _memory
 from optax_offload._lowered import Spread
 from optax_offload._program import conds, jits, remats, shard_maps
-from optax_offload._program.bodies import entered
+from optax_offload._program.accounts import Account, AtRest
+from optax_offload._program.bodies import entered, takers
 from optax_offload._program.call import called, called_where_it_rests
+from optax_offload._program.followed import Followed
 from optax_offload._program.graph import bound, in_pairs, read, variables
 from optax_offload._program.primitives import facts
 from optax_offload._program.replaced import returning
@@ -47,52 +49,6 @@ Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
 LEAST_RESIDUAL_BYTES = 2**16
 
 
-@dataclasses.dataclass(frozen=True)
-class Resting:
-    """An argument that rests on the host.
-
-    Attributes:
-      position: Its position among the arguments.
-      nbytes: Its bytes on each device.
-      scans: The number of iterations of each scan that loads a row in each.
-      again: The number of iterations of the scans around these, such as those over
-        microbatches, each of which loads all rows again; 1 for none.
-      whole: The names of other equations, which load all of it.
-      is_state: Whether an offloaded update takes it.
-      returns: Whether a result replaces it, which returns to the host.
-    """
-
-    position: int
-    nbytes: int
-    scans: tuple[int, ...]
-    again: int
-    whole: tuple[str, ...]
-    is_state: bool
-    returns: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class AtRest:
-    """The values of a step that rest on the host.
-
-    Attributes:
-      arguments: The arguments that rest there.
-      residual_bytes: The bytes on each device of the residuals that forward scans keep
-        on the host for backward scans.
-      made_bytes: The bytes on each device of results that scans store row by row.
-      positions: The positions at which scans move rows: none, those that count up with
-        their iterations, or others too.
-      step_loads: Whether the step itself loads values, as what a policy of
-        `jax.checkpoint` has stored.
-    """
-
-    arguments: tuple[Resting, ...]
-    residual_bytes: int
-    made_bytes: int
-    positions: Literal["none", "rising", "others"]
-    step_loads: bool
-
-
 def resting(
     closed: jex.ClosedJaxpr, types: Sequence[Any], *, residuals: bool = False
 ) -> tuple[jex.ClosedJaxpr, AtRest]:
@@ -108,10 +64,11 @@ def resting(
       and a description of how it takes them.
     """
     returns = returning(closed, types)
-    walk = _Walk(residuals)
+    account = Account()
+    walk = _Walk(account, residuals)
 
     def step(*args: Any) -> list[Any]:
-        walk.name(args, range(len(args)))
+        account.name(args, range(len(args)))
         results = walk.evaluate(closed.jaxpr, closed.consts, args)
         return [
             _memory.transfer(x, "pinned_host") if k in returns else x
@@ -120,81 +77,45 @@ def resting(
 
     found = jax.make_jaxpr(step)(*types)
     jaxpr = found.jaxpr.replace(debug_info=closed.jaxpr.debug_info)
-    rest = AtRest(
-        tuple(
-            walk.use_of(i, x, i in returns.values())
-            for i, x in enumerate(types)
-            if _memory.on_host(x)
-        ),
-        walk.residual_bytes,
-        walk.made_bytes,
-        walk.positions,
-        loads_itself(closed.jaxpr),
+    rest = account.at_rest(
+        types, returns.values(), step_loads=loads_itself(closed.jaxpr)
     )
     return jex.ClosedJaxpr(jaxpr, found.consts), rest
 
 
 class _Walk:
-    """Evaluates equations with values where they rest.
+    """Evaluates equations with values where they rest."""
 
-    Attributes:
-      residual_bytes: See `AtRest`.
-      made_bytes: See `AtRest`.
-      positions: See `AtRest`.
-    """
+    def __init__(self, account: Account, residuals: bool):
+        self._account, self._residuals = account, residuals
 
-    def __init__(self, residuals: bool):
-        self._residuals = residuals
-        self.residual_bytes = self.made_bytes = 0
-        self.positions: Literal["none", "rising", "others"] = "none"
-        # Which argument of the step a value is. No value is kept: it would leak.
-        self._argument: dict[int, int | None] = {}
-        # By what each was taken at rest.
-        self._scans: dict[int | None, list[int]] = {}
-        self._again: dict[int | None, int] = {}
-        # How often what is evaluated now runs.
-        self._times = 1
-        self._whole: dict[int | None, list[str]] = {}
-        self._updated: set[int | None] = set()
-
-    def name(self, values: Iterable[Any], arguments: Sequence[int | None]) -> None:
-        """Says which argument of the step each value is, as long as it lives."""
-        self._argument |= bound(map(id, values), arguments)
-
-    def _of(self, x: Any) -> int | None:
-        return self._argument.get(id(x))
-
-    def use_of(self, i: int, x: Any, returns: bool) -> Resting:
-        """Describes how an argument of a type was taken."""
-        return Resting(
-            i,
-            _memory.nbytes_on_each_device(x),
-            tuple(self._scans.get(i, ())),
-            self._again.get(i, 1),
-            tuple(dict.fromkeys(self._whole.get(i, ()))),
-            i in self._updated,
-            returns,
-        )
-
-    def _load(self, x: Any, e: jex.JaxprEqn) -> Any:
-        """All of a value, on the device, for an equation."""
-        if isinstance(x, RowValue):
-            for one in x.sources:
-                self._whole.setdefault(self._of(one), []).append(e.primitive.name)
-            return x.whole()
-        if not rests(x):
-            return x
-        self._whole.setdefault(self._of(x), []).append(e.primitive.name)
-        return _memory.transfer(x, "device")
+    def _load(self, x: Any, names: Sequence[str]) -> Any:
+        """All of a value, on the device, for equations of these names."""
+        for one in x.sources if isinstance(x, RowValue) else (x,):
+            if rests(one):
+                self._account.note_whole(one, names)
+        return _on_device(_load_rows(x)) if rests(x) else x
 
     def _load_all(self, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-        return [self._load(x, e) for x in values]
+        return [self._load(x, takers(e, i)) for i, x in enumerate(values)]
 
     def evaluate(
-        self, jaxpr: jex.Jaxpr, consts: Sequence[Any], args: Sequence[Any]
+        self,
+        jaxpr: jex.Jaxpr,
+        consts: Sequence[Any],
+        args: Sequence[Any],
+        by_rows: Sequence[int | None] = (),
     ) -> list[Any]:
-        """The results of equations, each where it was left."""
+        """The results of equations, each where it was left.
+
+        Args:
+          jaxpr: The equations.
+          consts: What they close over.
+          args: Their arguments.
+          by_rows: For each result the rows, if it is wanted row by row.
+        """
         env = bound([*jaxpr.constvars, *jaxpr.invars], [*consts, *args])
+        followed = Followed(jaxpr, by_rows, env)
         plain: list[jex.JaxprEqn] = []
         stored = self._stored(jaxpr)
 
@@ -214,11 +135,18 @@ class _Walk:
             info = e.source_info
             user = source_info_util.user_context
             with user(info.traceback, name_stack=info.name_stack), e.ctx.manager:
-                results = self._results(jaxpr, e, values, stored)
+                results = followed.results(e)
+                if results is None:
+                    counts = list(map(followed.counts.get, e.outvars))
+                    results = self._results(jaxpr, e, values, stored, counts)
             env |= bound(e.outvars, results)
         run_plain()
         results = [read(a, env.__getitem__) for a in jaxpr.outvars]
-        return [x.whole() if isinstance(x, RowValue) else x for x in results]
+        wanted = by_rows or [None] * len(results)
+        return [
+            _load_rows(x) if count is None else x
+            for x, count in zip(results, wanted, strict=True)
+        ]
 
     def _stored(self, jaxpr: jex.Jaxpr) -> Stored:
         """The stacked results of scans that are stored in host memory row by row.
@@ -254,41 +182,46 @@ class _Walk:
         e: jex.JaxprEqn,
         values: Sequence[Any],
         stored: Stored,
+        counts: Sequence[int | None],
     ) -> Sequence[Any]:
         """The results of an equation that takes or leaves something at rest."""
         what = called(e)
         if what is not None:
-            self._updated.update(self._of(values[i]) for i in what.update.loads)
+            self._account.note_updated(values[i] for i in what.update.loads)
             return called_where_it_rests(what, list(map(_load_rows, values)))
         name = e.primitive.name
         if name == "scan":
             return self._scan(e, values, stored)
         if facts(e).hands_on == "value":
             return _bound(jaxpr, e, list(map(_load_rows, values)))
-        wanted = inside(e)
+        wanted = inside(e, counts)
         kept = wanted.rows | wanted.updated
         if not kept and not has_update(e):
             return _bound(jaxpr, e, self._load_all(e, values))
         bodies = entered(e)
         if not bodies:
             raise update_refused(e)
-        values = [x if i in kept else self._load(x, e) for i, x in enumerate(values)]
+        values = [
+            x if i in kept else self._load(x, takers(e, i))
+            for i, x in enumerate(values)
+        ]
         values = self._spread(values, wanted.spread)
         if name == "cond":
             return self._cond(e, values)
         if name == "while":
             return self._while(e, values)
-        if name in _AROUND:
+        if name == "shard_map":
             values = list(map(_load_rows, values))
+        if name in _AROUND:
             return _AROUND[name](self._named(bodies[0].closed, values), e, values)
-        return jits.around(self._body(bodies[0].closed), e, values)
+        return jits.around(self._body(bodies[0].closed, counts), e, values)
 
     def _spread(
         self, values: Sequence[Any], spread: Mapping[int, Spread]
     ) -> Sequence[Any]:
         """Arguments at rest, spread over a mesh as bodies want them."""
         found = shard_maps.spread_as_wanted(values, spread)
-        self.name(found.values(), [self._of(values[i]) for i in found])
+        self._account.name(found.values(), [self._account.of(values[i]) for i in found])
         return [found.get(i, x) for i, x in enumerate(values)]
 
     def _scan(
@@ -300,43 +233,40 @@ class _Walk:
         whole = {i: x for i, x in wanted.spread.items() if i not in at.xs}
         values = self._spread(values, whole)
         consts, carry, xs = turn.split(values)
+        name = [e.primitive.name]
         consts = [
-            x if i in wanted.rows | wanted.updated else self._load(x, e)
+            x if i in wanted.rows | wanted.updated else self._load(x, name)
             for i, x in zip(at.consts, consts, strict=True)
         ]
-        names = list(map(self._of, carry))
+        names = list(map(self._account.of, carry))
         kinds = turn.split(_kinds(wanted, values)).carry
         carry = [
             _memory.transfer(_load_rows(x), kind)
             if kind == "pinned_host"
-            else self._load(x, e)
+            else self._load(x, name)
             for x, kind in zip(carry, kinds, strict=True)
         ]
         pairs = zip(at.xs, xs, strict=True)
         kept = [i in wanted.updated and not isinstance(x, RowValue) for i, x in pairs]
-        made = made_of_rows(turn, xs, kept)
+        made = made_of_rows(turn, xs, kept, consts)
         # Each once, whoever takes it: loaded, or as it is.
         sources: dict[tuple[int, bool], Any] = {}
         for x, keep in zip(xs, kept, strict=True):
             for one in x.sources if isinstance(x, RowValue) else (x,):
                 sources.setdefault((id(one), keep or not rests(one)), one)
         length = e.params["length"]
-        for x, keep in zip(xs, kept, strict=True):
-            taken = x.sources if isinstance(x, RowValue) else (x,)
-            for one in taken if rests(x) and not keep else ():
-                self._scans.setdefault(self._of(one), []).append(length)
-                before = self._again.get(self._of(one), 1)
-                self._again[self._of(one)] = max(before, self._times)
+        taken = [x for (_, as_is), x in sources.items() if not as_is]
+        self._account.note_rows(taken, length)
 
         def row(x: Any, keep: bool, rows: Mapping[tuple[int, bool], Any]) -> Any:
             if isinstance(x, RowValue):
-                return x.row([rows[id(one), False] for one in x.sources])
+                return x.row([rows[id(one), not rests(one)] for one in x.sources])
             return rows[id(x), keep or not rests(x)]
 
         def body(carry: Sequence[Any], given: Sequence[Any]) -> Any:
-            self._times = around * length
+            self._account.times = around * length
             rows = bound(sources, given)
-            self.name(carry, names)
+            self._account.name(carry, names)
             own = [row(x, keep, rows) for x, keep in zip(xs, kept, strict=True)]
             results = self.evaluate(
                 closed.jaxpr, closed.consts, [*consts, *carry, *own]
@@ -345,7 +275,7 @@ class _Walk:
             left = (y for v, y in zip(turn.stacked, ys, strict=True) if v not in made)
             return _memory.transfer_all(after, kinds), list(left)
 
-        params, around = e.params, self._times
+        params, around = e.params, self._account.times
         after, stacked = scan_at_rest(
             body,
             carry,
@@ -356,19 +286,13 @@ class _Walk:
             reverse=params["reverse"],
             unroll=params["unroll"],
         )
-        self._times = around
+        self._account.times = around
         rest = iter(stacked)
         for v in turn.stacked:
             if v in stored and v not in made:
-                nbytes = _memory.nbytes_on_each_device(v.aval)
-                if stored[v] == "residual":
-                    self.residual_bytes += nbytes
-                else:
-                    self.made_bytes += nbytes
+                self._account.note_stored(stored[v], v.aval)
         if any(map(rests, (*sources.values(), *stacked))):
-            rising = not params["reverse"] and params["unroll"] == 1
-            if self.positions != "others":
-                self.positions = "rising" if rising else "others"
+            self._account.note_positions(params)
         return [
             *after,
             *(made[v] if v in made else next(rest) for v in turn.stacked),
@@ -390,15 +314,20 @@ class _Walk:
 
         return conds.around(list(map(branch, branches)), e, [index, *operands])
 
-    def _body(self, closed: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args)
+    def _body(
+        self, closed: jex.ClosedJaxpr, by_rows: Sequence[int | None] = ()
+    ) -> Callable[..., list[Any]]:
+        return lambda *args: self.evaluate(closed.jaxpr, closed.consts, args, by_rows)
 
     def _while(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         (turn,) = entered(e)
         condition = e.params["cond_jaxpr"]
         of_condition = self._load_all(e, values[: turn.first])
         consts, carry, _ = turn.split(values[turn.first :])
-        of_body, names = list(map(_load_rows, consts)), list(map(self._of, carry))
+        of_body, names = (
+            list(map(_load_rows, consts)),
+            list(map(self._account.of, carry)),
+        )
         wanted = wanted_at_rest(turn.jaxpr)
         kinds = turn.split(_kinds(wanted, values[turn.first :])).carry
 
@@ -410,7 +339,7 @@ class _Walk:
             return found
 
         def once(carry: Sequence[Any]) -> list[Any]:
-            self.name(carry, names)
+            self._account.name(carry, names)
             return placed(self._body(turn.closed)(*of_body, *carry))
 
         before = placed(list(map(_load_rows, carry)))
@@ -422,9 +351,12 @@ class _Walk:
         """A body as a function of what stands for values in it."""
 
         def fn(*args: Any) -> list[Any]:
-            self.name(args, list(map(self._of, values)))
+            leaves = jax.tree.leaves(args)
+            self._account.name(
+                leaves, list(map(self._account.of, jax.tree.leaves(values)))
+            )
             results = self._body(body)(*args)
-            self.name(args, [None] * len(args))
+            self._account.name(leaves, [None] * len(leaves))
             return results
 
         return fn

@@ -180,6 +180,24 @@ def of_call(e: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
     return _body(e, _CALLS)
 
 
+def takers(e: jex.JaxprEqn, operand: int) -> Sequence[str]:
+    """The names of the equations that take an operand, of an equation or its calls.
+
+    Args:
+      e: The equation.
+      operand: The position of the operand.
+    """
+    closed = of_call(e)
+    if closed is None:
+        return [e.primitive.name]
+    v, found = closed.jaxpr.invars[operand], list[str]()
+    for inner in closed.jaxpr.eqns:
+        for i, a in enumerate(inner.invars):
+            if a is v:
+                found += takers(inner, i)
+    return found
+
+
 def as_they_are(e: jex.JaxprEqn) -> jex.ClosedJaxpr | None:
     """The body that an equation evaluates once, on its operands as they are, if any."""
     return _body(e, _CALLS | _BEHIND)

@@ -1,4 +1,4 @@
-"""What is known of each primitive, a line each; rows have rules of their own.
+"""What is known of each primitive, a line each; rows along any axis are `_rows`' rules.
 
 A primitive that is not here computes something new of what it takes.
 """
@@ -12,7 +12,9 @@ import numpy as np
 from jax.extend import core as jex
 
 from optax_offload import _memory
+from optax_offload._program import row_rules
 from optax_offload._program.graph import in_pairs
+from optax_offload._program.row_rules import RowRule, along, elementwise
 
 
 class Facts(NamedTuple):
@@ -26,61 +28,106 @@ class Facts(NamedTuple):
       leads: How it leads from an argument to what replaces it: it adds something to
         it, or scales it.
       again: Whether it is cheaper to compute again than to keep.
+      again_if: Says so of an equation, where that depends on it.
       layout: Whether it only lays numbers out, as what decodes state does beside
         arithmetic.
       in_place: Whether it writes its result in the place of its first operand.
       summed_by: The primitive that sums up what it gives for some rows.
+      rows: What it takes for a block of rows, along the leading axis, of what it gives.
     """
 
     hands_on: Literal["value", "numbers"] | None = None
     folded: Callable[..., Any] | None = None
     leads: Literal["adds", "scales"] | None = None
     again: bool = False
+    again_if: Callable[[jex.JaxprEqn], bool] | None = None
     layout: bool = False
     in_place: bool = False
     summed_by: str | None = None
+    rows: RowRule | None = None
 
+
+# What is arithmetic of what rests, as decoding it, is computed again from that.
+_DECODES = Facts(again=True, rows=elementwise)
 
 PRIMITIVES: Mapping[str, Facts] = {
-    "add": Facts(folded=np.add, leads="adds"),
+    "abs": _DECODES,
+    "add": Facts(folded=np.add, leads="adds", again=True, rows=elementwise),
     "add_any": Facts(leads="adds"),
-    "and": Facts(folded=np.bitwise_and),
-    "bitcast_convert_type": Facts(layout=True),
-    "broadcast_in_dim": Facts(again=True, layout=True),
-    "clamp": Facts(leads="adds"),
-    "concatenate": Facts(layout=True),
-    "convert_element_type": Facts(
-        hands_on="numbers", folded=lambda x: x, leads="adds", again=True
+    "and": Facts(folded=np.bitwise_and, again=True, rows=elementwise),
+    "bitcast_convert_type": Facts(again=True, layout=True, rows=along(lambda e: ())),
+    "broadcast_in_dim": Facts(again=True, layout=True, rows=row_rules.broadcast),
+    "clamp": Facts(leads="adds", again=True, rows=elementwise),
+    "concatenate": Facts(
+        again=True, layout=True, rows=along(lambda e: [e.params["dimension"]])
     ),
-    "copy": Facts(hands_on="numbers", leads="adds", again=True),
+    "convert_element_type": Facts(
+        hands_on="numbers",
+        folded=lambda x: x,
+        leads="adds",
+        again=True,
+        rows=elementwise,
+    ),
+    "copy": Facts(hands_on="numbers", leads="adds", again=True, rows=elementwise),
     "device_put": Facts(hands_on="value"),
+    "div": _DECODES,
     "dot_general": Facts(summed_by="add"),
+    "dynamic_slice": Facts(rows=along(row_rules.sliced_at_positions, "slice_sizes")),
     "dynamic_update_slice": Facts(in_place=True),
-    "max": Facts(leads="adds"),
-    "min": Facts(leads="adds"),
-    "mul": Facts(folded=np.multiply, leads="scales", again=True),
-    "ne": Facts(folded=np.not_equal),
-    "neg": Facts(again=True),
-    "not": Facts(folded=np.bitwise_not),
+    "eq": _DECODES,
+    "exp2": _DECODES,
+    "gather": Facts(again_if=row_rules.looks_up, rows=row_rules.gather),
+    "ge": _DECODES,
+    "gt": _DECODES,
+    "integer_pow": _DECODES,
+    "iota": Facts(again=True, rows=row_rules.iota),
+    "le": _DECODES,
+    "lt": _DECODES,
+    "max": Facts(leads="adds", again=True, rows=elementwise),
+    "min": Facts(leads="adds", again=True, rows=elementwise),
+    "mul": Facts(folded=np.multiply, leads="scales", again=True, rows=elementwise),
+    "name": _DECODES,
+    "ne": Facts(folded=np.not_equal, again=True, rows=elementwise),
+    "neg": _DECODES,
+    "not": Facts(folded=np.bitwise_not, again=True, rows=elementwise),
     "optimization_barrier": Facts(hands_on="value"),
-    "or": Facts(folded=np.bitwise_or),
+    "or": Facts(folded=np.bitwise_or, again=True, rows=elementwise),
+    "pad": Facts(rows=along(row_rules.padded)),
     "reduce_and": Facts(summed_by="and"),
     "reduce_max": Facts(summed_by="max"),
     "reduce_min": Facts(summed_by="min"),
     "reduce_or": Facts(summed_by="or"),
+    "reduce_precision": _DECODES,
     "reduce_prod": Facts(summed_by="mul"),
     "reduce_sum": Facts(summed_by="add"),
-    "reshape": Facts(again=True, layout=True),
+    "rem": _DECODES,
+    "reshape": Facts(again=True, layout=True, rows=row_rules.reshape),
     "reshard": Facts(hands_on="value", leads="adds"),
+    "rev": Facts(rows=along(lambda e: e.params["dimensions"])),
     "scatter": Facts(in_place=True),
     "scatter-add": Facts(in_place=True),
-    "select_n": Facts(leads="adds"),
-    "sharding_constraint": Facts(hands_on="value", leads="adds"),
-    "slice": Facts(layout=True),
-    "squeeze": Facts(again=True, layout=True),
-    "stack": Facts(layout=True),
-    "sub": Facts(folded=np.subtract, leads="adds"),
-    "transpose": Facts(again=True, layout=True),
+    "select_n": Facts(leads="adds", again=True, rows=elementwise),
+    "sharding_constraint": Facts(
+        hands_on="value", leads="adds", rows=row_rules.constraint
+    ),
+    "shift_left": _DECODES,
+    "shift_right_arithmetic": _DECODES,
+    "shift_right_logical": _DECODES,
+    "sign": _DECODES,
+    "slice": Facts(
+        again_if=row_rules.takes_most,
+        layout=True,
+        rows=along(row_rules.sliced, "limit_indices"),
+    ),
+    "split": Facts(rows=along(lambda e: [e.params["axis"]])),
+    "squeeze": Facts(
+        again=True, layout=True, rows=along(lambda e: e.params["dimensions"])
+    ),
+    "stack": Facts(again=True, layout=True, rows=along(lambda e: [e.params["axis"]])),
+    "stop_gradient": _DECODES,
+    "sub": Facts(folded=np.subtract, leads="adds", again=True, rows=elementwise),
+    "transpose": Facts(again=True, layout=True, rows=along(row_rules.permuted)),
+    "xor": _DECODES,
 }
 LAYOUT = frozenset(name for name, x in PRIMITIVES.items() if x.layout)
 _UNKNOWN = Facts()
@@ -88,7 +135,8 @@ _UNKNOWN = Facts()
 
 def facts(e: jex.JaxprEqn) -> Facts:
     """What is known of the primitive of an equation."""
-    return PRIMITIVES.get(e.primitive.name, _UNKNOWN)
+    known = PRIMITIVES.get(e.primitive.name, _UNKNOWN)
+    return known if known.again_if is None else known._replace(again=known.again_if(e))
 
 
 def handed_on(e: jex.JaxprEqn) -> Iterator[tuple[jex.Var, jex.Var]]:

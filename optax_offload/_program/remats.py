@@ -11,7 +11,7 @@ from jax.extend import core as jex
 
 from optax_offload._program.bodies import entered
 from optax_offload._program.build import Builder, flatten
-from optax_offload._program.graph import Atom, variables, within
+from optax_offload._program.graph import Atom, bound, variables, within
 
 
 class Opened(NamedTuple):
@@ -97,9 +97,18 @@ def around(
     Args:
       fn: The body, a function of the values.
       e: The equation.
-      values: The values that it takes, each where it rests.
+      values: The values that it takes, each where it rests. One that is computed row by
+        row is computed in the body.
     """
-    found = jax.make_jaxpr(fn)(*values)
+    leaves, tree = jax.tree.flatten(list(values))
+    # Each once: several are computed from the same rows.
+    operands = {id(x): x for x in leaves}
+
+    def body(*given: Any) -> Sequence[Any]:
+        inside = bound(operands, given)
+        return fn(*tree.unflatten([inside[id(x)] for x in leaves]))
+
+    found = jax.make_jaxpr(body)(*operands.values())
     jaxpr = jex.Jaxpr(
         constvars=(),
         invars=[*found.jaxpr.constvars, *found.jaxpr.invars],
@@ -110,8 +119,12 @@ def around(
     )
     params = {**e.params, "jaxpr": jaxpr}
     if isinstance(params["prevent_cse"], tuple):
-        params["prevent_cse"] = (*(True for _ in found.consts), *params["prevent_cse"])
-    return e.primitive.bind(*found.consts, *values, **params)
+        asked = dict.fromkeys(operands, False)
+        for x, prevent in zip(values, params["prevent_cse"], strict=True):
+            for leaf in map(id, jax.tree.leaves(x)):
+                asked[leaf] |= prevent
+        params["prevent_cse"] = (*(True for _ in found.consts), *asked.values())
+    return e.primitive.bind(*found.consts, *operands.values(), **params)
 
 
 def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:

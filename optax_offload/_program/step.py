@@ -16,7 +16,8 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._program import remats
-from optax_offload._program.at_rest import AtRest, makes_rows, resting
+from optax_offload._program.accounts import AtRest
+from optax_offload._program.at_rest import makes_rows, resting
 from optax_offload._program.bodies import entered
 from optax_offload._program.branches import as_zero
 from optax_offload._program.build import Builder, flatten

@@ -9,9 +9,19 @@ from jax import lax
 from small_jaxprs import closed_of, load, names, on_device, on_host, only, store
 
 from optax_offload._program.bodies import entered
-from optax_offload._program.row_values import RowValue, made_of_rows, rests
+from optax_offload._program.graph import bound
+from optax_offload._program.primitives import facts
+from optax_offload._program.row_values import (
+    RowValue,
+    computed,
+    made_of_rows,
+    of_stack,
+    rests,
+)
 
 STACK, ROW = (4, 3), (3,)
+# What makes a row of a block, and a block of a row.
+AXES = ("squeeze", "reshape", "broadcast_in_dim")
 W = np.arange(12, dtype=np.float32).reshape(STACK)
 
 
@@ -42,13 +52,16 @@ def made(body, *types, kept=None, then=lambda c, xs: c + 1.0):
         scan = only(closed.jaxpr.eqns, "scan")
         (body_of_scan,) = entered(scan)
         stacked = list(body_of_scan.stacked)
-        every = made_of_rows(body_of_scan, xs, kept)
+        constants = bound(closed.jaxpr.constvars, closed.consts)
+        consts = list(map(constants.get, body_of_scan.consts))
+        every = made_of_rows(body_of_scan, xs, kept, consts)
         assert set(every) <= set(stacked)
         for v, x in every.items():
             at = {id(x): i for i, x in enumerate(xs)}
             if isinstance(x, RowValue):
                 sources = tuple(at[id(one)] for one in x.sources)
-                found[stacked.index(v)] = sources, tuple(names(x.jaxpr.eqns))
+                own = [n for n in names(x.jaxpr.eqns) if n not in AXES]
+                found[stacked.index(v)] = sources, tuple(own)
             else:
                 found[stacked.index(v)] = (at[id(x)],), None
         return c
@@ -120,18 +133,55 @@ def test_rests():
     closed_of(lambda x, y: found.append((rests(x), rests(y))), H, D)
     assert found == [(True, False)]
     assert not rests(W)
-    assert rests(RowValue((), closed_of(lambda: ()).jaxpr))
+    assert rests(RowValue(4, (), (), closed_of(lambda: ()).jaxpr))
 
 
 def test_rows_and_all_of_it():
     """A row is computed from rows on the device, all from all rows."""
-    jaxpr = closed_of(lambda a, b: a * b, on_device(*ROW), on_device(*ROW)).jaxpr
+    row = on_device(1, 3)
+    jaxpr = closed_of(lambda a, b, c: a * b + c, row, row, row).jaxpr
 
     def fn(a, b):
-        value = RowValue((a, b), jaxpr)
+        value = RowValue(4, (a, b), (jnp.arange(3.0)[None],), jaxpr)
         return value.row([load(a[1]), load(b[1])]), value.whole()
 
     row, whole = jax.jit(lambda a, b: fn(store(a), store(b)))(W, W + 1)
-    np.testing.assert_array_equal(row, W[1] * (W[1] + 1))
-    np.testing.assert_array_equal(whole, W * (W + 1))
+    np.testing.assert_array_equal(row, W[1] * (W[1] + 1) + np.arange(3.0))
+    np.testing.assert_array_equal(whole, W * (W + 1) + np.arange(3.0)[None])
     assert whole.sharding.memory_kind == "device"
+
+
+def test_of_what_each_turn_takes():
+    """A table that rows look up is given to each row, and does not rest itself."""
+    table = jnp.arange(2.0)
+
+    def body(c, xs):
+        return table.at[xs[0]].get(mode="clip")
+
+    codes = on_host(4, 3, dtype=jnp.int32)
+    (sources, own) = made(body, codes)[0]
+    assert sources == (0,)
+    assert own[-1] == "gather"
+
+
+def test_of_rows_that_are_computed():
+    """What a scan makes of computed rows follows from the same rows at rest."""
+    found = []
+
+    def fn(x, c):
+        plain = closed_of(
+            lambda c, w: lax.scan(lambda c, w: (c + w, -w), c, w),
+            on_device(*ROW),
+            D,
+        )
+        (turn,) = entered(only(plain.jaxpr.eqns, "scan"))
+        (times,) = closed_of(lambda w: w * 2.0, D).jaxpr.eqns
+        (doubled,) = computed(times, facts(times).rows(times, 4), [of_stack(x), 2.0], 4)
+        (negated,) = made_of_rows(turn, [doubled], [False]).values()
+        assert negated.sources == (x,)
+        found.append(names(negated.jaxpr.eqns))
+        return negated.whole()
+
+    (got,) = jax.jit(lambda x, c: [fn(store(x), c)])(W, np.ones(3, np.float32))
+    np.testing.assert_array_equal(got, -2 * W)
+    assert [n for n in found[0] if n not in AXES] == ["mul", "neg"]

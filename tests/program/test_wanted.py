@@ -54,10 +54,46 @@ def test_rows_are_what_scans_take_rows_of(fn):
     assert wanted.spread == {}
 
 
-def test_a_function_of_rows_is_wanted_on_the_device():
-    """A stack that is computed before a scan takes rows of it is loaded."""
-    wanted = wanted_at_rest(closed_of(lambda w, x: scanned(w * 2, x), STACK, ROW).jaxpr)
+def test_what_leads_to_rows_is_wanted_where_it_rests():
+    """A stack of which a row leads to a row that a scan takes, also in a call."""
+    for fn in (lambda w: w * 2, jax.jit(lambda w: w * 2), lambda w: -w[:, ::-1]):
+        wanted = wanted_at_rest(
+            closed_of(lambda w, x, fn=fn: scanned(fn(w), x), STACK, ROW).jaxpr
+        )
+        assert wanted.rows == {0}
+        assert wanted.counts == {0: 4}
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w: w[::-1],
+        lambda w: jnp.sort(w, 0),
+        lambda w: w @ jnp.ones((3, 3)),
+        lambda w: w.reshape(3, 4).T,
+    ],
+    ids=["other rows", "all rows", "product", "mixed"],
+)
+def test_what_mixes_rows_is_wanted_on_the_device(fn):
+    """A stack that is computed otherwise before a scan takes rows of it is loaded."""
+    wanted = wanted_at_rest(closed_of(lambda w, x: scanned(fn(w), x), STACK, ROW).jaxpr)
     assert wanted.rows == set()
+    assert wanted.counts == {}
+
+
+def test_rows_that_are_asked_for():
+    """A body of which a result is wanted row by row wants rows of what leads to it."""
+    body = closed_of(lambda w, v: (w + 1, v + 1), STACK, STACK).jaxpr
+    assert wanted_at_rest(body).rows == set()
+    assert wanted_at_rest(body, [4, None]).counts == {0: 4}
+    call = only(closed_of(jax.jit(lambda w: w + 1), STACK).jaxpr.eqns, body_name())
+    assert inside(call, [4]).counts == {0: 4}
+    assert inside(call).counts == {}
+
+
+def body_name():
+    """The name of a call of a jitted function."""
+    return closed_of(jax.jit(lambda w: w + 1), STACK).jaxpr.eqns[0].primitive.name
 
 
 def test_carried_stacks():

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from small_updates import update_of
@@ -117,11 +118,11 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
 
 
 def test_what_one_equation_takes_is_together():
-    """A sum of two layers' matrices takes both, whatever their size."""
+    """A product of two layers' matrices takes both, whatever their size."""
 
     def of_pairs(layers, x):
         for w, v in zip(layers[::2], layers[1::2], strict=True):
-            x = jnp.tanh(x @ (w + v))
+            x = jnp.tanh(x @ (w @ v))
         return jnp.mean(x**2)
 
     found, step = cut(of_pairs, matrices(6), jnp.ones((4, WIDTH)))
@@ -505,3 +506,32 @@ def test_parameters_that_decay_are_loaded_by_the_update():
     made = [step.program.producers[a] for a in taken if a in step.program.producers]
     assert made
     assert not {"mul", "convert_element_type"} & {*names(step, made)}
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_decodes_layers_is_where_they_are_taken(taken, monkeypatch):
+    """Forward and backward, although it is written before all of them."""
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES // 8)
+
+    def look_up(table, codes):
+        return jnp.take(table, codes, axis=0) if taken else table[codes]
+
+    def decode(layer):
+        codes, scale = layer
+        table = jnp.asarray(np.linspace(-1, 1, 16, dtype=np.float32))
+        low, high = look_up(table, codes & 15), look_up(table, codes >> 4)
+        numbers = jnp.stack([low, high], -1) if taken else jnp.concatenate([low, high])
+        return (numbers.reshape(WIDTH, WIDTH) * scale).astype(jnp.float32)
+
+    def of_codes(layers, x):
+        return loss(list(map(decode, layers)), x)
+
+    codes = jnp.arange(WIDTH * WIDTH // 2, dtype=jnp.uint8).reshape(-1, WIDTH)
+    layers = [(codes, jnp.full((WIDTH, 1), 0.5, jnp.bfloat16)) for _ in range(LAYERS)]
+    x = jnp.ones((4, WIDTH))
+    found, step = cut(jax.grad(of_codes, 1), layers, x)
+    forward = list(range(LAYERS))
+    pairs = [[2 * i, 2 * i + 1] for i in [*forward, *forward[-2::-1]]]
+    assert list(map(sorted, loads(step, found.segments))) == pairs
+    decoded = [v for s in found.segments for v in s.results if v.aval.shape == WEIGHT]
+    assert not decoded

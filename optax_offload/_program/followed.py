@@ -1,0 +1,98 @@
+"""What leads from values at rest to scans that take rows of it, followed row by row.
+
+A model may decode all of its parameters before its layers take them. What treats rows
+alone is then computed of the rows that a layer takes, where it takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend import core as jex
+
+from optax_offload import _compat, _memory
+from optax_offload._program.primitives import facts
+from optax_offload._program.row_values import RowValue, computed, of_stack, rests
+from optax_offload._program.wanted import row_counts, rows_of_results
+
+
+class Followed:
+    """The equations of a jaxpr that are followed.
+
+    Attributes:
+      counts: The number of rows of each variable that is wanted row by row.
+    """
+
+    def __init__(
+        self,
+        jaxpr: jex.Jaxpr,
+        results: Sequence[int | None],
+        values: Mapping[jex.Var, Any],
+    ):
+        """Finds what is wanted.
+
+        Args:
+          jaxpr: The jaxpr.
+          results: For each of its results the rows, if it is wanted row by row.
+          values: The values of variables as they are by then, each where it was left.
+        """
+        self.counts = row_counts(jaxpr, results)
+        self._values = values
+        self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
+
+    def results(self, e: jex.JaxprEqn) -> Sequence[RowValue] | None:
+        """The results of an equation, row by row, if it can be followed."""
+        count = rows_of_results(e, self.counts)
+        if count is None:
+            return None
+        return self._computed(e, count, max(map(_nbytes, e.outvars)))
+
+    def _computed(
+        self, e: jex.JaxprEqn, count: int, limit: int
+    ) -> Sequence[RowValue] | None:
+        rule = facts(e).rows
+        by_rows = rule(e, count) if rule and not _compat.has_effects(e) else None
+        if by_rows is None:
+            return None
+        operands: list[Any] = []
+        for a, has_rows in zip(e.invars, by_rows.rows, strict=True):
+            if has_rows:
+                operands.append(self._rows_of(a, count, limit))
+            elif isinstance(a, jex.Literal):
+                operands.append(a)
+            else:
+                x = self._values.get(a)
+                operands.append(None if rests(x) else x)
+            if operands[-1] is None:
+                return None
+        return computed(e, by_rows, operands, count)
+
+    def _rows_of(
+        self, a: jex.Var | jex.Literal, count: int, limit: int
+    ) -> RowValue | None:
+        """Rows of an operand.
+
+        A stack on the device would be kept for longer: it has to be smaller than what
+        is computed of it. One that is the same for all rows is made anew for each.
+        """
+        x = None if isinstance(a, jex.Literal) else self._values.get(a)
+        if isinstance(a, jex.Literal) or x is None:
+            return None
+        if isinstance(x, RowValue):
+            return x if x.count == count else None
+        if not rests(x):
+            e = self._producers.get(a)
+            if e is not None and facts(e).again and len(e.outvars) == 1:
+                found = self._computed(e, count, limit)
+                if found is not None:
+                    return found[0]
+            if _nbytes(a) >= limit:
+                return None
+        return of_stack(x) if x.shape[0] == count else None
+
+
+def _nbytes(v: jex.Var) -> int:
+    return (
+        _memory.nbytes_on_each_device(v.aval) if _memory.movable_nbytes(v.aval) else 0
+    )
