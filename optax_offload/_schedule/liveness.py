@@ -110,7 +110,7 @@ def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
 
 
 def _only_laid_out(e: jex.JaxprEqn) -> bool:
-    return facts(e).layout and facts(e).again and bool(variables(e.invars))
+    return facts(e).layout and facts(e).again and len(variables(e.invars)) == 1
 
 
 def _is_fused(e: jex.JaxprEqn) -> bool:
