@@ -176,7 +176,9 @@ def test_of_rows_that_are_computed():
         )
         (turn,) = entered(only(plain.jaxpr.eqns, "scan"))
         (times,) = closed_of(lambda w: w * 2.0, D).jaxpr.eqns
-        (doubled,) = computed(times, facts(times).rows(times, 4), [of_stack(x), 2.0], 4)
+        rule = facts(times).rows
+        assert rule is not None
+        (doubled,) = computed(times, rule(times, 4), [of_stack(x), 2.0], 4)
         (negated,) = made_of_rows(turn, [doubled], [False]).values()
         assert negated.sources == (x,)
         found.append(names(negated.jaxpr.eqns))
