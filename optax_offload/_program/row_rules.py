@@ -105,10 +105,7 @@ def gather(e: jex.JaxprEqn, count: int) -> ByRows | None:
 
 def constraint(e: jex.JaxprEqn, count: int) -> ByRows | None:
     """A row is spread as all are, unless these are spread over devices."""
-    to = e.params["sharding"]
-    if not isinstance(to, NamedSharding) or any(to.spec[:1]):
-        return None
-    return _where_as_long(e)
+    return _where_as_long(e) if _keeps_rows_together(e.params["sharding"]) else None
 
 
 def sliced(e: jex.JaxprEqn) -> list[int]:
@@ -168,5 +165,10 @@ def _resized(e: jex.JaxprEqn, name: str, count: int) -> dict[str, Any]:
 
 
 def _is_spread(e: jex.JaxprEqn) -> bool:
-    """Returns whether an equation says how its result is spread over a mesh."""
-    return any(e.params.get(x) is not None for x in ("sharding", "out_sharding"))
+    """Returns whether an equation says that rows are spread over a mesh."""
+    asked = (e.params.get(x) for x in ("sharding", "out_sharding"))
+    return any(x is not None and not _keeps_rows_together(x) for x in asked)
+
+
+def _keeps_rows_together(to: Any) -> bool:
+    return isinstance(to, NamedSharding) and not any(to.spec[:1])

@@ -14,6 +14,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload import _memory
@@ -93,9 +94,12 @@ def is_small(step: Step, asked: Options) -> bool:
     """Whether so little rests on the host that no search for turns is needed."""
     if asked.residuals == "host":
         return False
-    resting = (v for v in step.program.invars if _memory.on_host(v.aval))
-    # Each may be taken twice, by turns that end in the second half of their room.
-    return 4 * nbytes(resting) < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
+    resting = [v for v in step.program.invars if _memory.on_host(v.aval)]
+    codes = [v for v in resting if jnp.issubdtype(v.aval.dtype, jnp.integer)]
+    # Each may be taken twice, by turns that end in the second half of their room, and
+    # codes of four bits are decoded in 32.
+    most = 4 * nbytes(resting) + 28 * nbytes(codes)
+    return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
 
 
 def too_few() -> str:
@@ -136,6 +140,8 @@ class _Cut:
         # What is taken of what rests, and what is made of that alone.
         self._source: dict[jex.Var, jex.Var] = {}
         self._again: dict[jex.Var, int] = {}
+        # What is made of nothing, as what decodes is beside what rests.
+        self._constant: set[jex.Var] = set()
         # Updates, and what follows from them, effects that come after theirs too.
         self._updating: list[Outer] = []
         following: set[jex.Var] = set()
@@ -266,12 +272,16 @@ class _Cut:
                 (self._source[v],) = taken
                 return True
             return False
-        made = [x for x in taken if x in self._source or x in self._again]
-        others = {*taken}.difference(made)
-        if made and facts(e).again and self._given.issuperset(others):
-            self._again[v] = node.position
-            return all(v is not a for a in self._program.outvars)
-        return False
+        if not facts(e).again:
+            return False
+        others = {*taken} - self._constant
+        made = {x for x in others if x in self._source or x in self._again}
+        if others and not (made and self._given.issuperset(others - made)):
+            return False
+        if not others:
+            self._constant.add(v)
+        self._again[v] = node.position
+        return all(v is not a for a in self._program.outvars)
 
     def _made_of(self, taken: Sequence[jex.Var]) -> tuple[set[int], list[jex.Var]]:
         """The equations that make variables of what rests, and what they load."""
@@ -291,11 +301,12 @@ class _Cut:
         """Yields segments, and what is between them."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
-        filling = [
+        taken = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
             | filled.intersection(self._step.defines(node.position))
             for node in nodes
         ]
+        filling = cutting.Filling(taken, self._sizes(filled))
         passing = liveness.passing(self._step, nodes)
         apart = [self._touches_host(node) for node in nodes]
         pieces = cutting.pieces(filling, apart, passing)
@@ -304,6 +315,16 @@ class _Cut:
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
         for piece in cutting.parted(pieces, filling, alive):
             yield _Link(nodes[piece.begin : piece.end], piece.is_segment)
+
+    def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
+        """The bytes of what is made, and of what rests where it is used: decoded."""
+        found = {v: nbytes([v]) for v in (*made, *self._source.values())}
+        for v in {v for node in self._nodes for v in node.reads if v in self._again}:
+            sources = {self._source[x] for x in self._made_of([v])[1]}
+            share = nbytes([v]) / max(1, nbytes(sources))
+            for x in sources:
+                found[x] = max(found[x], round(share * nbytes([x])))
+        return found
 
     def _touches_host(self, node: Outer) -> bool:
         """Returns whether an equation takes or leaves values where they rest."""

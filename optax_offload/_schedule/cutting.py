@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
@@ -59,26 +59,53 @@ class Alive(NamedTuple):
         return cls(span.made, span.last, size, handed)
 
 
+class Filling(NamedTuple):
+    """What fills segments.
+
+    Attributes:
+      taken: What each equation loads, and the gradients and residuals that it makes.
+      sizes: The bytes of each where it is used, on each device: codes are decoded.
+    """
+
+    taken: Sequence[set[jex.Var]]
+    sizes: Mapping[jex.Var, int]
+
+    def within(self, begin: int, end: int) -> set[jex.Var]:
+        """What some equations load and make."""
+        return set[jex.Var]().union(*self.taken[begin:end])
+
+    def size(self, some: Iterable[jex.Var]) -> int:
+        """The bytes that are loaded, or those that are made if that is more."""
+        loads = made = 0
+        for v in some:
+            if _memory.on_host(v.aval):
+                loads += self.sizes[v]
+            else:
+                made += self.sizes[v]
+        return max(loads, made)
+
+
 def pieces(
-    filling: Sequence[set[jex.Var]], apart: Sequence[bool], passing: Sequence[int]
+    filling: Filling, apart: Sequence[bool], passing: Sequence[int]
 ) -> Iterator[Piece]:
     """Yields segments, and what is between them.
 
     A segment that is full ends where the least goes on to the next.
 
     Args:
-      filling: What each equation loads, and the gradients and residuals that it makes.
+      filling: What fills them.
       apart: Whether each is in no segment.
       passing: The bytes that go on at each equation to this one or later ones.
     """
-    room = _room(_size(set[jex.Var]().union(*filling)))
+    room = _room(filling.size(filling.within(0, len(apart))))
     begin, last, inside = 0, 0, False
     there: set[jex.Var] = set()
-    for k, more in enumerate(filling):
-        if inside and (apart[k] or not _fit(there, more, room)):
+    for k, more in enumerate(filling.taken):
+        fits = more <= there or filling.size(there | more) <= room
+        if inside and (apart[k] or not fits):
             end = k if apart[k] else _end(begin, k, filling, passing, room)
             yield Piece(begin, end, True)
-            begin, there = end, set[jex.Var]().union(*filling[end:k])
+            begin, there = end, filling.within(end, k)
         inside = inside and not apart[k]
         if apart[k] or not more:
             continue
@@ -90,12 +117,12 @@ def pieces(
     if inside:
         yield Piece(begin, last + 1, True)
         begin = last + 1
-    if begin < len(filling):
-        yield Piece(begin, len(filling), False)
+    if begin < len(apart):
+        yield Piece(begin, len(apart), False)
 
 
 def parted(
-    some: Iterable[Piece], filling: Sequence[set[jex.Var]], alive: Iterable[Alive]
+    some: Iterable[Piece], filling: Filling, alive: Iterable[Alive]
 ) -> list[Piece]:
     """Cuts the segment in which the most is in memory once more, while less is then.
 
@@ -128,9 +155,9 @@ def parted(
     return found
 
 
-def _loads(piece: Piece, filling: Sequence[set[jex.Var]]) -> set[jex.Var]:
+def _loads(piece: Piece, filling: Filling) -> set[jex.Var]:
     """What a segment takes that rests."""
-    taken = set[jex.Var]().union(*filling[piece.begin : piece.end])
+    taken = filling.within(piece.begin, piece.end)
     return {v for v in taken if _memory.on_host(v.aval)}
 
 
@@ -163,27 +190,15 @@ def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
     return unused
 
 
-def _size(filling: Iterable[jex.Var]) -> int:
-    """The bytes that are loaded, or those that are made if that is more."""
-    some = [*filling]
-    loads = nbytes(v for v in some if _memory.on_host(v.aval))
-    return max(loads, nbytes(some) - loads)
-
-
 def _room(total: int) -> int:
     """The bytes that fill a segment of a step, by those that fill all."""
     return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
 
 
-def _fit(there: set[jex.Var], more: set[jex.Var], room: int) -> bool:
-    """Returns whether a segment has room for more."""
-    return more <= there or _size(there | more) <= room
-
-
 def _end(
     begin: int,
     full: int,
-    filling: Sequence[set[jex.Var]],
+    filling: Filling,
     passing: Sequence[int],
     room: int,
 ) -> int:
@@ -192,21 +207,21 @@ def _end(
     Args:
       begin: The first of its nodes.
       full: The node for which it has no room.
-      filling: What each node loads, and the gradients that it makes.
+      filling: What fills them.
       passing: The bytes that go on at each node to this one or later ones.
       room: The bytes that fill a segment.
     """
     there: set[jex.Var] = set()
     # What fills it before each node, and before the full one, in bytes.
     before = [0]
-    for some in filling[begin:full]:
+    for some in filling.taken[begin:full]:
         there |= some
-        before.append(_size(there) if some else before[-1])
+        before.append(filling.size(there) if some else before[-1])
     found, least = full, passing[full]
-    after = {*filling[full]}
+    after = {*filling.taken[full]}
     for k in range(full - 1, begin, -1):
-        after |= filling[k]
-        full_too = filling[k] and _size(after) > room
+        after |= filling.taken[k]
+        full_too = filling.taken[k] and filling.size(after) > room
         if full_too or 2 * before[k - begin] < before[-1]:
             break
         if passing[k] < least:

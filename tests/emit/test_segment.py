@@ -341,4 +341,5 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
         jitted = oo.jit(step, donate_argnums=(0, 1), **options)
         return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
-    assert peak(16) - peak(8) < 8 * of_a_layer
+    # With eight layers one residual less is there at once.
+    assert peak(20) - peak(12) < 8 * of_a_layer

@@ -118,8 +118,8 @@ IN_ENGINE = {
     # Layers of a Python loop.
     "a segment that takes more than fits": Mutant(
         "_schedule/cutting.py",
-        "_size(there | more) <= room",
-        "_size(there | more) <= 2 * room",
+        "filling.size(there | more) <= room",
+        "filling.size(there | more) <= 2 * room",
         (CHAIN,),
     ),
     "an update before the last that reads what it replaces": Mutant(
@@ -136,8 +136,8 @@ IN_ENGINE = {
     ),
     "casts that are kept from one segment to the next": Mutant(
         "_schedule/chain.py",
-        "if made and facts(e).again and",
-        "if made and not facts(e).again and",
+        "if not facts(e).again:",
+        "if facts(e).again:",
         (CHAIN,),
     ),
     "arrays that join outputs overlooked": Mutant(

@@ -508,10 +508,13 @@ def test_parameters_that_decay_are_loaded_by_the_update():
     assert not {"mul", "convert_element_type"} & {*names(step, made)}
 
 
+@pytest.mark.parametrize("computed", [False, True])
 @pytest.mark.parametrize("taken", [False, True])
-def test_what_decodes_layers_is_where_they_are_taken(taken, monkeypatch):
-    """Forward and backward, although it is written before all of them."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES // 8)
+def test_what_decodes_layers_is_where_they_are_taken(taken, computed):
+    """Forward and backward, although it is written before all of them.
+
+    What it makes fills a segment, and not its codes.
+    """
 
     def look_up(table, codes):
         return jnp.take(table, codes, axis=0) if taken else table[codes]
@@ -519,6 +522,8 @@ def test_what_decodes_layers_is_where_they_are_taken(taken, monkeypatch):
     def decode(layer):
         codes, scale = layer
         table = jnp.asarray(np.linspace(-1, 1, 16, dtype=np.float32))
+        if computed:
+            table = jnp.arange(16.0) / 7.5 - 1
         low, high = look_up(table, codes & 15), look_up(table, codes >> 4)
         numbers = jnp.stack([low, high], -1) if taken else jnp.concatenate([low, high])
         return (numbers.reshape(WIDTH, WIDTH) * scale).astype(jnp.float32)

@@ -3,7 +3,7 @@
 import pytest
 
 from optax_offload._schedule import cutting
-from optax_offload._schedule.cutting import Alive, Piece, parted
+from optax_offload._schedule.cutting import Alive, Filling, Piece, parted
 from optax_offload._units import MIB
 
 # The logits, what the loss makes of them, and the gradient of the head.
@@ -19,7 +19,7 @@ def pieces(*ends):
 
 def cut(alive, some=None):
     """Where the segments of a step end that takes nothing at rest."""
-    found = parted(some or pieces(50, END), [set() for _ in range(END)], alive)
+    found = parted(some or pieces(50, END), Filling([set()] * END, {}), alive)
     return [piece.end for piece in found]
 
 
