@@ -95,11 +95,15 @@ def is_small(step: Step, asked: Options) -> bool:
     if asked.residuals == "host":
         return False
     resting = [v for v in step.program.invars if _memory.on_host(v.aval)]
-    codes = [v for v in resting if jnp.issubdtype(v.aval.dtype, jnp.integer)]
+    codes = [v for v in resting if _is_integer(v)]
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
     most = 4 * nbytes(resting) + 28 * nbytes(codes)
     return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
+
+
+def _is_integer(v: jex.Var) -> bool:
+    return jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.integer)
 
 
 def too_few() -> str:
