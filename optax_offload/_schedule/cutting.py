@@ -142,9 +142,12 @@ def parted(
         peaks = {n: peak(found[n], after.get(n)) for n in segments}
         n = max(segments, key=peaks.__getitem__)
         begin, end, _ = found[n]
+        # Before something large that is handed on: only that is worth a segment.
+        most = [x for x in large if x.nbytes >= LEAST_PARTED_BYTES]
+        ends = {x.made for x in most if _is_handed(x, found[n])} - {begin}
         ways = [
             (max(peak(a, b), peak(b, after.get(n))), a, b)
-            for k in sorted({x.made for x in large if begin < x.made < end})
+            for k in sorted(ends)
             for a, b in [(Piece(begin, k, True), Piece(k, end, True))]
         ]
         least = min(ways, default=None, key=lambda way: way[0])
@@ -165,16 +168,33 @@ def _peak(piece: Piece, alive: Iterable[Alive]) -> int:
     """The most bytes that are in memory in a piece."""
     begin, end, _ = piece
     near = [x for x in alive if x.made < end and max(x.made, x.last) >= begin]
-    handed = [x for x in near if x.made >= begin and (x.handed or x.last >= end)]
-    others = [x for x in near if x not in handed]
+    handed = [x for x in near if _is_handed(x, piece)]
+    # The changes before each equation of what is there, and of what is waited for.
+    there, waits = [0] * (end - begin + 1), [0] * (end - begin + 1)
+    for x in near:
+        there[max(x.made - begin, 0)] += x.nbytes
+        if not _is_handed(x, piece):
+            there[min(x.last + 1, end) - begin] -= x.nbytes
+    for x in handed:
+        waits[0] += x.nbytes
+        waits[x.made - begin] -= x.nbytes
+    pairs = zip(itertools.accumulate(there), itertools.accumulate(waits), strict=True)
+    sizes = [*pairs][:-1]
     most = 0
-    for k in sorted({begin, *(x.made for x in near if x.made >= begin)}):
-        there = [x for x in others if x.made <= k <= x.last]
-        there += [x for x in handed if x.made <= k]
-        waiting = [x for x in handed if x.made > k]
-        inside = [x.nbytes for x in there if x.made >= begin]
-        most = max(most, sum(x.nbytes for x in there) + _left(waiting, inside))
+    # Few are looked at: the first are those that have the most if nothing is shared.
+    for k in sorted(range(begin, end), key=lambda k: -sum(sizes[k - begin])):
+        now, later = sizes[k - begin]
+        if now + later <= most:
+            break
+        inside = [x for x in near if begin <= x.made <= k]
+        inside = [x.nbytes for x in inside if x.last >= k or _is_handed(x, piece)]
+        most = max(most, now + _left([x for x in handed if x.made > k], inside))
     return most
+
+
+def _is_handed(x: Alive, piece: Piece) -> bool:
+    """Returns whether a piece makes a value for others."""
+    return piece.begin <= x.made < piece.end and (x.handed or x.last >= piece.end)
 
 
 def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
