@@ -42,7 +42,9 @@ def assert_same(got, want):
     assert kinds[0] == kinds[1]
 
 
-@pytest.mark.parametrize("codec", NAMES)
+@pytest.mark.parametrize(
+    "codec", [pytest.param("nf4", marks=pytest.mark.slow), *NAMES[1:]]
+)
 def test_wherever_they_come_from(codec, tmp_path, monkeypatch):
     """NumPy's, mapped files, transposed views, arrays of the device and of the host."""
     monkeypatch.setattr(by_parts, "PART_VALUES", 2**14)
