@@ -44,6 +44,17 @@ def refused(monkeypatch):
     return asked
 
 
+def stepped(tx, loss, params, x):
+    """A step of structs, as factories return it."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+
+
 def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None):
     """Compiles ways of a step, whose sizes are known."""
     factory = StepFactory(make_step, TARGET)
@@ -84,13 +95,8 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
                 x = jnp.tanh(x @ params[f"layer_{i}"])
             return jnp.sum((x @ params["head"]) ** 2)
 
-        def step(params, state, x):
-            grads = jax.grad(loss)(params, x)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+        return stepped(tx, loss, params, x)
 
     factory = StepFactory(make_step, TARGET)
     found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
@@ -121,13 +127,8 @@ def test_late_gradients_are_those_of_which_a_norm_is_taken():
             x, _ = jax.lax.scan(layer, x, params["clipped"])
             return jnp.sum(jax.lax.scan(layer, x, params["free"])[0])
 
-        def step(params, state, x):
-            grads = jax.grad(loss)(params, x)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+        return stepped(tx, loss, params, x)
 
     factory = StepFactory(make_step, TARGET)
     found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
