@@ -16,7 +16,7 @@ from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
-from optax_offload._schedule import chain, cutting, fused_step
+from optax_offload._schedule import chain, cutting
 from optax_offload._step_options import Options
 
 TARGET = aot.Target("h100")
@@ -81,7 +81,6 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     """Each by its own; what fills more than a turn is none of them."""
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
-    monkeypatch.setattr(fused_step, "SEGMENT_BYTES", LAYER_BYTES)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
     def make_step(offload, target):
