@@ -290,7 +290,9 @@ def test_layers_of_linen_in_a_scan_of_steps():
     assert plan.gradient_bytes
 
 
-@pytest.mark.parametrize("form", ["scan", "while_loop"])
+@pytest.mark.parametrize(
+    "form", ["scan", pytest.param("while_loop", marks=pytest.mark.slow)]
+)
 def test_effects_in_bodies_are_had_as_often(form, capfd):
     """A step prints once in each turn."""
 

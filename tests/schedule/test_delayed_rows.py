@@ -50,16 +50,16 @@ def make_loss(*, reverse=False, unroll=1):
     return loss
 
 
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("length", "unroll"),
-    [
-        (6, 3),
-        *(
-            pytest.param(*some, marks=pytest.mark.slow)
-            for some in [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2)]
-        ),
-    ],
+    ("length", "unroll", "reverse"),
+    quick_of(
+        [
+            (*some, reverse)
+            for some in [(6, 3), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2)]
+            for reverse in (False, True)
+        ],
+        {(6, 3, True)},
+    ),
 )
 def test_every_row_is_stored(length, unroll, reverse):
     """Of scans too short for it, unrolled, from either end."""

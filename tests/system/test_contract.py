@@ -152,7 +152,7 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
 
 
 @pytest.mark.optimized
-@each(INSIDE, {"adafactor", "adamw"})
+@each(INSIDE, {"adamw"})
 def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     """Parameters, gradients and the state that follows their dtype in bfloat16.
 
