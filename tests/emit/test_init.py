@@ -41,7 +41,7 @@ def _small(dtype=jnp.bfloat16):
     ("at_rest", "how"),
     quick_of(
         itertools.product(["nothing", "layers", ".*"], INITS),
-        {("nothing", "eager"), ("layers", "jax.jit"), (".*", "oo.jit")},
+        {("layers", "jax.jit"), (".*", "oo.jit")},
     ),
 )
 def test_state_made_by_rows_is_the_state(how, at_rest):

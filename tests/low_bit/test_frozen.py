@@ -145,7 +145,11 @@ def test_losses_are_those_over_the_decoded_base(optimizer, codec, jitted, unroll
     assert losses[0] == losses[1]
 
 
-@pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize(
+    "unrolled",
+    [pytest.param(False, marks=pytest.mark.slow), True],
+    ids=["scanned", "unrolled"],
+)
 def test_evaluation(unrolled):
     """As over the decoded base: compiled, not compiled, in a jit, and by hand."""
     layers, params, x = base("nf4", unrolled), adapters(unrolled), inputs()
