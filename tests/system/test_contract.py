@@ -124,7 +124,7 @@ def plain_history(name, dtype=jnp.float32):
 
 
 @pytest.mark.optimized
-@each(INSIDE, QUICK - {"muon"} | EXCEPTIONS | DIFFERENCES)
+@each(INSIDE, QUICK - {"muon"} | {"novograd", "madgrad"})
 @pytest.mark.filterwarnings(
     "ignore:.* over the window of 1:optax_offload.OffloadWarning"
 )
