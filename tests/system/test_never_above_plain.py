@@ -372,7 +372,7 @@ def test_steps_in_bodies_with_parameters_of_a_loop_at_rest(form):
 @pytest.mark.slow
 def test_parameters_of_a_loop_at_rest():
     """Each layer is loaded whole, between the operations of the step; or none is."""
-    model = Decoder(attention=True)
+    model = Decoder(layers=4, attention=True)
     plain = peak(model, offload=False, jit=jax.jit)
     for at_rest in (".*layers/.*", ""):
         options = {"offload": True, "jit": oo.jit, "at_rest": at_rest}
