@@ -12,10 +12,9 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import late, order, pipeline, taken, waiting
+from optax_offload._schedule import cutting, late, order, pipeline, taken, waiting
 from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
-from optax_offload._schedule.cutting import SEGMENT_BYTES
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.inside import Inside
@@ -252,7 +251,7 @@ class FusedStep(Printed):
         """The arguments at rest of which a turn takes some: rows, or a layer's own."""
         rest = self.step.at_rest
         rows = {x.position for x in rest.arguments if x.scans} if rest else set()
-        small = self.chain.smaller_than(SEGMENT_BYTES) if self.chain else set()
+        small = self.chain.smaller_than(cutting.SEGMENT_BYTES) if self.chain else set()
         invars = self.step.program.invars
         return frozenset(rows.union(i for i, v in enumerate(invars) if v in small))
 
