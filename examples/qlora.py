@@ -37,6 +37,7 @@ from optax_offload import aot
 
 FLAGS = flags.FLAGS
 FLAGS.set_default("chips", ["rtx4090", "v5e:1x1"])
+FLAGS.set_default("steps", 100)
 flags.DEFINE_integer("adapter_steps", 60, "Steps of the adapters.", lower_bound=2)
 flags.DEFINE_string("saved", "out/qlora", "Directory of the checkpoint.")
 
@@ -151,7 +152,7 @@ def evaluate(
 def in_bfloat16(params: Any) -> Any:
     """Returns parameters with matrices of bfloat16, or structs of such ones."""
 
-    def cast(path: tuple[str, ...], x: Any) -> Any:
+    def cast(path: tuple[Any, ...], x: Any) -> Any:
         if path[-1] != "kernel":
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -181,9 +182,10 @@ def save_and_restore(
 
 def merge(adapters: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the base with the products of the adapters added, for the plain model."""
-    flat = traverse_util.flatten_dict(oo.low_bit_decode(base))
-    flat = jax.device_put(flat, jax.memory.Space.Device)
-    low = traverse_util.flatten_dict(adapters)
+    decoded = oo.low_bit_decode(base)
+    decoded = jax.device_put(decoded, jax.memory.Space.Device)
+    flat: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(decoded)
+    low: dict[tuple[str, ...], Any] = traverse_util.flatten_dict(adapters)
     for *layer, name in low:
         if name == "lora_a":
             kernel = flat[*layer, "kernel"]
@@ -191,6 +193,24 @@ def merge(adapters: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
             merged = kernel + product.reshape(kernel.shape)
             flat[*layer, "kernel"] = merged.astype(kernel.dtype)
     return traverse_util.unflatten_dict(flat)
+
+
+def adapt(
+    name: str, trained: TrainState, base: Any, settings: Settings
+) -> tuple[TrainState, Losses]:
+    """Trains adapters over a base, and merges them into the model that it is of."""
+    print(f"\nadapters over a base in {name}", flush=True)
+    source = lm_data.load_source(held_out_fraction=0.01)
+    state = oo.jit(lambda: create_state(settings))()
+    before = evaluate(state, base, settings, source)
+    batches = iter(lm_program.training_batches(settings, source))
+    first = itertools.islice(batches, settings.steps // 2)
+    state = train(state, base, first, settings)
+    state, base = save_and_restore(state, base, BASES[name], settings)
+    state = train(state, base, batches, settings)
+    after = evaluate(state, base, settings, source)
+    merged = trained.replace(params=merge(state.params, base))
+    return state, Losses(before, after, train_lm.evaluate(merged, settings, source))
 
 
 def table(losses: Mapping[str, Losses]) -> str:
@@ -216,7 +236,7 @@ def report_chips(
         target = aot.Target(chip)
         try:
             compiled = aot.compile(train_step, state, base, tokens, target=target)
-        except (ImportError, OSError, RuntimeError) as error:  # No compiler, or an old one.
+        except (ImportError, OSError, RuntimeError) as error:  # No compiler, or memory.
             print(f"not compiled: {str(error).splitlines()[0]}")
             return
         peak, time = aot.peak(compiled), aot.step_time(compiled, target)
@@ -236,22 +256,11 @@ def main(argv: Sequence[str]) -> None:
     bases = {name: oo.place(plain, rules) for name, rules in BASES.items()}
 
     settings = dataclasses.replace(settings, steps=FLAGS.adapter_steps)
-    source = lm_data.load_source(held_out_fraction=0.02)
-    half = settings.steps // 2
-    losses: dict[str, Losses] = {}
-    for name, base in bases.items():
-        print(f"\nadapters over a base in {name}", flush=True)
-        state = oo.jit(lambda: create_state(settings))()
-        before = evaluate(state, base, settings, source)
-        batches = iter(lm_program.training_batches(settings, source))
-        state = train(state, base, itertools.islice(batches, half), settings)
-        state, base = save_and_restore(state, base, BASES[name], settings)
-        state = train(state, base, batches, settings)
-        after = evaluate(state, base, settings, source)
-        merged = trained.replace(params=merge(state.params, base))
-        merged_loss = train_lm.evaluate(merged, settings, source)
-        losses[name] = Losses(before, after, merged_loss)
-    print(f"\n{table(losses)}\n")
+    results = {
+        name: adapt(name, trained, base, settings) for name, base in bases.items()
+    }
+    print(f"\n{table({name: losses for name, (_, losses) in results.items()})}\n")
+    state, _ = results["nf4"]
     print(oo.memory_report({"base": bases["nf4"], "state": state}))
     report_chips(state, bases, settings)
 

@@ -85,20 +85,18 @@ class Model(nnx.Module):
         return x
 
 
-def quantizing() -> Any:
-    """Of qwix: the matrices in NF4, adapters beside each."""
+def with_adapters(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A model with its matrices in NF4 and adapters beside each, by qwix."""
     qwix = pytest.importorskip("qwix")
-    return qwix.LoraProvider(
+    provider = qwix.LoraProvider(
         module_path=".*", weight_qtype="nf4", tile_size=64, rank=RANK, alpha=8.0
     )
+    return qwix.apply_lora_to_model(model, provider, *args, **kwargs)
 
 
 def linen_of_qwix(x: jax.Array) -> Any:
     """Adapters, the base at rest, and the model as a function of both."""
-    provider = quantizing()
-    import qwix
-
-    model = qwix.apply_lora_to_model(LinenModel(), provider)
+    model = with_adapters(LinenModel())
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), x)["params"])
     flat = flatten_dict(params)
     adapters = {path: v for path, v in flat.items() if "lora" in path[-1]}
@@ -114,17 +112,18 @@ def linen_of_qwix(x: jax.Array) -> Any:
 def of_nnx(model: Any, at_rest: Any) -> Any:
     """As `linen_of_qwix`, of an object."""
     graph, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
-    return adapters, at_rest(base), lambda a, b, x: nnx.merge(graph, a, b)(x, remat=True)
+
+    def apply(adapters: Any, base: Any, x: jax.Array) -> jax.Array:
+        return nnx.merge(graph, adapters, base)(x, remat=True)
+
+    return adapters, at_rest(base), apply
 
 
 def nnx_of_qwix(x: jax.Array) -> Any:
     """As `linen_of_qwix`, of a list of layers."""
-    provider = quantizing()
-    import qwix
 
     def make() -> Any:
-        model = Model(nnx.Rngs(0))
-        return qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
+        return with_adapters(Model(nnx.Rngs(0)), x, rngs=nnx.Rngs(1))
 
     return of_nnx(
         nnx.eval_shape(make),
