@@ -197,8 +197,8 @@ def merge(adapters: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any
 
 def adapt(
     name: str, trained: TrainState, base: Any, settings: Settings
-) -> tuple[TrainState, Losses]:
-    """Trains adapters over a base, and merges them into the model that it is of."""
+) -> tuple[dict[str, Any], Losses]:
+    """Returns a base with the state of adapters trained over it, and the losses."""
     print(f"\nadapters over a base in {name}", flush=True)
     source = lm_data.load_source(held_out_fraction=0.01)
     state = oo.jit(lambda: create_state(settings))()
@@ -210,7 +210,8 @@ def adapt(
     state = train(state, base, batches, settings)
     after = evaluate(state, base, settings, source)
     merged = trained.replace(params=merge(state.params, base))
-    return state, Losses(before, after, train_lm.evaluate(merged, settings, source))
+    merged_loss = train_lm.evaluate(merged, settings, source)
+    return {"base": base, "state": state}, Losses(before, after, merged_loss)
 
 
 def table(losses: Mapping[str, Losses]) -> str:
@@ -222,9 +223,7 @@ def table(losses: Mapping[str, Losses]) -> str:
     return "\n".join(rows)
 
 
-def report_chips(
-    state: TrainState, bases: Mapping[str, Any], settings: Settings
-) -> None:
+def report_chips(trees: Mapping[str, dict[str, Any]], settings: Settings) -> None:
     """Prints what the step takes on chips, or says in one line why it does not."""
     if not FLAGS.chips:
         return
@@ -232,10 +231,10 @@ def report_chips(
     shape = settings.batch, settings.context + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     rows = ["a step    base      device, MiB   host, MiB   modelled, ms"]
-    for chip, (name, base) in itertools.product(FLAGS.chips, bases.items()):
-        target = aot.Target(chip)
+    for chip, (name, tree) in itertools.product(FLAGS.chips, trees.items()):
+        target, args = aot.Target(chip), (tree["state"], tree["base"], tokens)
         try:
-            compiled = aot.compile(train_step, state, base, tokens, target=target)
+            compiled = aot.compile(train_step, *args, target=target)
         except (ImportError, OSError, RuntimeError) as error:  # No compiler, or memory.
             print(f"not compiled: {str(error).splitlines()[0]}")
             return
@@ -256,13 +255,13 @@ def main(argv: Sequence[str]) -> None:
     bases = {name: oo.place(plain, rules) for name, rules in BASES.items()}
 
     settings = dataclasses.replace(settings, steps=FLAGS.adapter_steps)
-    results = {
-        name: adapt(name, trained, base, settings) for name, base in bases.items()
-    }
-    print(f"\n{table({name: losses for name, (_, losses) in results.items()})}\n")
-    state, _ = results["nf4"]
-    print(oo.memory_report({"base": bases["nf4"], "state": state}))
-    report_chips(state, bases, settings)
+    trees: dict[str, dict[str, Any]] = {}
+    losses: dict[str, Losses] = {}
+    for name, base in bases.items():
+        trees[name], losses[name] = adapt(name, trained, base, settings)
+    print(f"\n{table(losses)}\n")
+    print(oo.memory_report(trees["nf4"]))
+    report_chips(trees, settings)
 
 
 if __name__ == "__main__":
