@@ -1,9 +1,12 @@
-"""English text that ships with Python, byte by byte, to train a language model on.
+"""Text that ships with Python, byte by byte, to train a language model on.
 
-The text is that of Python's own `help()` topics: real, and nothing is downloaded.
+The English is that of Python's own `help()` topics, the source that of its standard
+library: both are real, and nothing is downloaded.
 """
 
+import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
 
@@ -23,9 +26,20 @@ class Text(NamedTuple):
 
 def load_text(held_out_fraction: float = 0.1) -> Text:
     """Returns the help topics, the last part of their bytes held out."""
+    return _split("\n\n".join(topics.values()), held_out_fraction)
+
+
+def load_source(held_out_fraction: float = 0.1) -> Text:
+    """Returns Python's modules from a to d, the last part of their bytes held out."""
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
+    source = "\n\n".join(module.read_text(encoding="utf-8") for module in modules)
+    return _split(source, held_out_fraction)
+
+
+def _split(whole: str, held_out_fraction: float) -> Text:
     # Some topics contain others whole: with each paragraph kept once, no paragraph
     # of the held-out text stands in the training text.
-    paragraphs = dict.fromkeys("\n\n".join(topics.values()).split("\n\n"))
+    paragraphs = dict.fromkeys(whole.split("\n\n"))
     text = np.frombuffer("\n\n".join(paragraphs).encode(), np.uint8)
     held_out_bytes = int(len(text) * held_out_fraction)
     return Text(train=text[:-held_out_bytes], held_out=text[-held_out_bytes:])

@@ -101,10 +101,17 @@ def make_optimizer(
     return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
-def training_batches(settings: Settings) -> Iterable[jax.Array]:
-    """Yields the batches of a training, with a progress bar if a person looks on."""
+def training_batches(
+    settings: Settings, text: lm_data.Text | None = None
+) -> Iterable[jax.Array]:
+    """Yields the batches of a training, with a progress bar if a person looks on.
+
+    Args:
+        settings: The sizes.
+        text: The text; by default the help topics, as for those below.
+    """
     batches = lm_data.training_batches(
-        lm_data.load_text().train,
+        (text or lm_data.load_text()).train,
         batch=settings.batch,
         context=settings.context,
         steps=settings.steps,
@@ -118,10 +125,13 @@ def training_batches(settings: Settings) -> Iterable[jax.Array]:
     )
 
 
-def held_out_batches(settings: Settings) -> Iterator[jax.Array]:
+def held_out_batches(
+    settings: Settings, text: lm_data.Text | None = None
+) -> Iterator[jax.Array]:
     """Yields the held-out text once through."""
+    held_out = (text or lm_data.load_text()).held_out
     return lm_data.held_out_batches(
-        lm_data.load_text().held_out, batch=settings.batch, context=settings.context
+        held_out, batch=settings.batch, context=settings.context
     )
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import lm_chips
+import lm_data
 import lm_program
 import numpy as np
 from absl import app, flags
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from lm_data import VOCABULARY_SIZE
 from lm_model import causal_attention, next_byte_loss
 from lm_program import Settings
 
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         settings = self.settings
-        embedding = nn.Embed(VOCABULARY_SIZE, settings.width, name="embedding")
+        embedding = nn.Embed(lm_data.VOCABULARY_SIZE, settings.width, name="embedding")
         # One stacked leaf per weight, with a leading layer axis.
         layers = nn.scan(
             Block,
@@ -121,9 +121,11 @@ def train(
     return [float(loss) for loss in losses], state
 
 
-def evaluate(state: TrainState, settings: Settings) -> float:
-    """Returns the mean loss over the held-out text, in nats per byte."""
-    batches = lm_program.held_out_batches(settings)
+def evaluate(
+    state: TrainState, settings: Settings, text: lm_data.Text | None = None
+) -> float:
+    """Returns the mean loss over a held-out text, in nats per byte."""
+    batches = lm_program.held_out_batches(settings, text)
     return float(np.mean([evaluation_step(state, tokens) for tokens in batches]))
 
 

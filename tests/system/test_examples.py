@@ -169,3 +169,26 @@ def test_one_layer(offloaded, tmp_path):
     for line in got.stdout.splitlines():
         if line.startswith("params/layers/"):
             assert "pinned_host" in line
+
+
+@pytest.mark.slow
+def test_qlora(tmp_path):
+    """Four bits cost little, merging nothing, and a restart goes on where it was."""
+    flags = ["--adapter_steps=4", "--chips="]
+    result = run("qlora.py", *flags, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("saved and restored step 2\n") == 2
+    lines = [line.split() for line in result.stdout.splitlines() if line]
+    rows = {line[0]: line[1:] for line in lines}
+    table = [map(float, rows[name]) for name in ("before", "after", "merged")]
+    plain, nf4 = zip(*table, strict=True)
+    assert plain != nf4
+    assert nf4 == pytest.approx(plain, rel=0.02)
+    for _, after, merged in (plain, nf4):
+        assert merged == pytest.approx(after, rel=0.01)
+    leaves = {path: row for path, row in rows.items() if "/" in path}
+    at_rest = {path for path, row in leaves.items() if "pinned_host" in row}
+    coded = {path for path in leaves if path.endswith(("codes", "scales"))}
+    moments = {path for path in leaves if {"mu", "nu"} & set(path.split("/"))}
+    assert len(coded) == 2 * 6
+    assert at_rest == coded | moments

@@ -18,7 +18,7 @@ import nanodo
 import numpy as np
 import pattern
 import pytest
-import tunix
+import tunix_like
 
 import optax_offload as oo
 
@@ -32,7 +32,7 @@ TRAINERS = {
     "maxtext": maxtext.Trainer,
     "maxtext, pure_nnx": maxtext.NnxTrainer,
     "nanodo": nanodo.Trainer,
-    "tunix": tunix.Trainer,
+    "tunix": tunix_like.Trainer,
 }
 # One that gives shardings, and two that do not.
 QUICK = {"equinox", "maxtext", "tunix"}
@@ -129,7 +129,7 @@ def test_without_the_second_line(name, tmp_path):
         ("MaxText", maxtext),
         ("EasyLM", easylm),
         ("Levanter", levanter),
-        ("tunix: PeftTrainer", tunix),
+        ("tunix: PeftTrainer", tunix_like),
         ("Equinox", equinox_loop),
     ],
 )

@@ -1,0 +1,77 @@
+"""LoRA with qwix over a Flax NNX model, whose base rests in host memory in NF4.
+
+qwix quantizes the base, and adds adapters. One line moves the base to the host.
+
+Run, after pip install qwix:
+    python examples/lora/qwix_nnx.py
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import qwix  # pyright: ignore[reportMissingImports]
+from flax import nnx
+
+import optax_offload as oo
+
+
+class Block(nnx.Module):
+    """A residual block."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.RMSNorm(128, rngs=rngs)
+        self.up = nnx.Linear(128, 512, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(512, 128, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Model(nnx.Module):
+    """Blocks in a list."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([Block(rngs) for _ in range(4)])
+
+    def __call__(self, x: jax.Array, remat: bool = False) -> jax.Array:
+        for layer in self.layers:
+            # qwix adds adapters in a call without, which jax.checkpoint forbids.
+            x = jax.checkpoint(layer)(x) if remat else layer(x)
+        return x
+
+
+x = jnp.ones((16, 128))
+model = Model(nnx.Rngs(0))  # With the weights of a checkpoint.
+provider = qwix.LoraProvider(
+    module_path=".*", weight_qtype="nf4", tile_size=64, rank=8, alpha=8.0
+)
+model = qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
+graph, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
+base = oo.set_memory_kind(base, ".*/array/(qvalue|scale)", "pinned_host")
+adapters = jax.device_put(adapters, jax.devices()[0])
+tx = oo.offload(optax.adamw(1e-2), oo.Rule(".*/(mu|nu)/.*", min_bytes=0))
+opt_state = tx.init(adapters)
+
+
+@oo.jit(donate_argnums=(0, 1))
+def train_step(adapters: Any, opt_state: Any, base: Any, x: jax.Array) -> Any:
+    """Returns new adapters and state, and the loss."""
+
+    def loss_fn(adapters: Any) -> jax.Array:
+        model = nnx.merge(graph, adapters, base)
+        return jnp.mean((model(x, remat=True) - 1) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(adapters)
+    updates, opt_state = tx.update(grads, opt_state, adapters)
+    return optax.apply_updates(adapters, updates), opt_state, loss
+
+
+losses = []
+for step in range(3):
+    x = jax.random.normal(jax.random.key(step), (16, 128))
+    adapters, opt_state, loss = train_step(adapters, opt_state, base, x)
+    losses.append(float(loss))
+print("losses", losses)
+print(oo.memory_report(base))
