@@ -1,0 +1,293 @@
+"""The parameters of a step that are not trained: which they are, and their codecs."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from optax_offload import _memory, _place, _rules, _trees, aot
+from optax_offload._low_bit import codec_of, replaced
+from optax_offload._plan.state import (
+    Codecs,
+    Parameter,
+    RecordedOptimizer,
+    movable_state,
+    of_parameters,
+    trained_parameters,
+)
+from optax_offload._plan.step import Step, StepFactory, leaf_of, unjitted
+from optax_offload._stream import traced_at_rest
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenParameters:
+    """The parameters of a step that are not trained.
+
+    Attributes:
+      step: The step.
+      target: The chips that it is for.
+      given: The rules that the user gave.
+      parameters: The parameters, in their own dtypes.
+    """
+
+    step: Step
+    target: aot.Target
+    given: _rules.OffloadConfig | None
+    parameters: tuple[Parameter, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        optimizers: Sequence[RecordedOptimizer],
+        target: aot.Target,
+        pattern: str | None,
+        given: _rules.OffloadConfig | None = None,
+    ) -> FrozenParameters:
+        """Those that a pattern matches, and those that given rules are for.
+
+        They are leaves of trees among the step's arguments. Their paths begin in the
+        argument; in one with trained parameters where the paths of these do, if there.
+
+        Args:
+          step: The step.
+          optimizers: Its optimizers.
+          target: The chips that it is for.
+          pattern: The regex of their paths; None for none.
+          given: The rules that the user gave.
+
+        Raises:
+          ValueError: The pattern matches nothing, or the step replaces what it or a
+            given rule with a codec matches.
+        """
+        trained = {x.argument: x for x in trained_parameters(optimizers)}
+        rules = [] if pattern is None else [_rules.Rule(pattern)]
+        of_given = [
+            rule
+            for rule in (given.parameters if given else ())
+            if rule.codec
+            or not any(rule.matches(x.leaf.path) for x in trained.values())
+        ]
+        if not rules and not of_given:
+            return cls(step, target, given)
+        arguments = _candidates(step, optimizers)
+        roots = {x.root for x in trained.values()}
+        short = {path: _below(path, roots) for path in arguments}
+
+        def matching(rules: Sequence[_rules.Rule]) -> list[str]:
+            return [p for p in arguments if any(r.matches(short[p]) for r in rules)]
+
+        chosen = matching(rules)
+        if rules and not chosen:
+            regex = _rules.compile_pattern(rules[0].pattern)
+            others = [short[p] for p in arguments if p not in trained]
+            raise ValueError(
+                f"frozen is {pattern!r}, which matches no parameter. "
+                f"{_trees.remedy(regex, others)}"
+            )
+        stays = [*chosen, *matching([r for r in of_given if r.codec])]
+        moving = [p for p in stays if p in trained] or _replaced(step, target, stays)
+        if moving:
+            what = f"frozen is {pattern!r}, which"
+            if not {*moving} & {*chosen}:
+                what = "a rule of parameters has a codec, and"
+            others = [short[p] for p in stays if p not in moving]
+            others = others or [short[p] for p in arguments if p not in trained]
+            raise ValueError(
+                f"{what} matches what the step replaces: "
+                f"{_trees.listed([short[p] for p in moving])}. Write a regex of what "
+                "the step leaves as it is"
+                + f", as of {_trees.listed(others, 3)}"
+                * bool(others)
+            )
+        every = {*chosen, *matching(of_given)}
+        found = [
+            Parameter(leaf_of(short[p], jax.typeof(x), x, target), p, frozen=True)
+            for p, x in arguments.items()
+            if p in every
+        ]
+        return cls(step, target, given, tuple(found))
+
+    def check(self, allow: Codecs) -> None:
+        """Raises a ValueError if a codec of frozen parameters is allowed for none.
+
+        Args:
+          allow: The codecs that are allowed.
+        """
+        for name in of_parameters(allow):
+            if not self.parameters:
+                raise ValueError(
+                    f"allow has {name!r}, which is for frozen parameters, and nothing "
+                    "is frozen. Say what the step does not train: --frozen REGEX "
+                    f"(frozen=...), or leave {name!r} out. Codecs of state are "
+                    + ", ".join(map(repr, _rules.STATE_CODECS))
+                )
+            kept = self.kept_in((name,))
+            if not any(x.leaf.codec for x in kept):
+                arguments = dict(_trees.leaves_with_paths(self.step.args))
+                largest = max(kept, key=lambda x: x.leaf.nbytes or 0)
+                reason = _why_not(name, arguments[largest.argument])
+                raise ValueError(
+                    f"allow has {name!r}, and no frozen parameter can be kept so, as "
+                    f"{largest.leaf.path!r}: {reason}. Leave {name!r} out"
+                )
+
+    def kept_in(self, codecs: Codecs) -> tuple[Parameter, ...]:
+        """The parameters, as codecs keep them where they rest on the host.
+
+        Given rules decide first, and others are left in their dtype if they have to be.
+
+        Args:
+          codecs: The codecs, of which one at most is for parameters.
+        """
+        name = next(iter(of_parameters(codecs)), None)
+        given = self.given.parameters if self.given else ()
+        arguments = dict(_trees.leaves_with_paths(self.step.args))
+        wanted: dict[str, Any] = {}
+        for x in self.parameters:
+            rule = next((r for r in given if r.matches(x.leaf.path)), None)
+            codec = name if rule is None else rule.codec
+            # What given rules name, and a leaf cannot have, is an error of `place`.
+            if codec and not _why_not(codec, arguments[x.argument], rule is not None):
+                wanted[x.argument] = codec
+        found = [
+            dataclasses.replace(
+                x,
+                leaf=dataclasses.replace(x.leaf, codec=wanted.get(x.argument)),
+            )
+            for x in self.parameters
+        ]
+        args = placed_in(self.step.args, found, ())
+        parts: dict[str, list[Any]] = {}
+        for path, part in _trees.leaves_with_paths(args):
+            whole = _trees.encoded_leaf(path)
+            if whole in wanted:
+                leaf = leaf_of(path, jax.typeof(part), part, self.target)
+                parts.setdefault(whole, []).append(leaf)
+        return tuple(
+            x
+            if x.argument not in parts
+            else dataclasses.replace(
+                x,
+                leaf=dataclasses.replace(
+                    x.leaf,
+                    nbytes=sum(y.nbytes or 0 for y in parts[x.argument]),
+                    nbytes_per_device=sum(
+                        y.nbytes_per_device for y in parts[x.argument]
+                    ),
+                ),
+            )
+            for x in found
+        )
+
+
+def placed_in(
+    args: tuple[Any, ...], placed: Sequence[Parameter], moved: Collection[str]
+) -> tuple[Any, ...]:
+    """The arguments of a step, with parameters where they rest, and encoded.
+
+    Args:
+      args: The arguments.
+      placed: The parameters, of which those with a codec are encoded.
+      moved: The paths of those that rest on the host.
+    """
+    codecs: dict[str, _rules.CodecName | None]
+    codecs = {x.argument: x.leaf.codec for x in placed}
+
+    def put(keys: _trees.KeyPath, x: Any) -> Any:
+        path = _trees.path_string(keys)
+        kind = "pinned_host" if path in moved else "device"
+        if codecs.get(path):
+            return _place.place([x], _rules.Rule(".*", kind, codec=codecs[path]))[0]
+        return _memory.set_memory_kind([x], ".*", kind)[0] if path in moved else x
+
+    return _trees.map_with_path(put, args)
+
+
+def parameters_of(
+    factory: StepFactory,
+    optimizers: Sequence[RecordedOptimizer],
+    given: _rules.OffloadConfig,
+) -> tuple[Parameter, ...]:
+    """The parameters that rules may be for: trained ones, and others that they match.
+
+    Args:
+      factory: Makes the step.
+      optimizers: The optimizers of the step.
+      given: The rules.
+    """
+    frozen = FrozenParameters.of(
+        factory.plain_step(), optimizers, factory.target, None, given
+    )
+    kept = frozen.kept_in(())
+    return movable_state(optimizers, None, factory.target.device_count, kept).parameters
+
+
+def names_of(step: Step, placed: Sequence[Parameter]) -> tuple[str, ...]:
+    """The names of the trees that parameters are in, each once.
+
+    A tree without trained parameters is called as the function calls its argument.
+
+    Args:
+      step: The step.
+      placed: The parameters.
+    """
+    try:
+        names = list(inspect.signature(step.fn).parameters)
+    except (TypeError, ValueError):
+        names = []
+    found: list[str] = []
+    for root in dict.fromkeys(x.root for x in placed):
+        trained = any(not x.frozen for x in placed if x.root == root)
+        position = int(root.partition("/")[0])
+        known = not trained and position < len(names)
+        found.append(names[position] if known else "base" if not trained else "params")
+    return tuple(dict.fromkeys(found))
+
+
+def _candidates(step: Step, optimizers: Sequence[RecordedOptimizer]) -> dict[str, Any]:
+    """The leaves of trees among the arguments of a step that are no state, by path."""
+    state = {x.path for o in optimizers for x in o.state}
+    return {
+        path: x
+        for path, x in _trees.leaves_with_paths(step.args)
+        if hasattr(x, "shape")
+        and "/" in path
+        and not state.intersection(_trees.tails(path))
+    }
+
+
+def _below(path: str, roots: Collection[str]) -> str:
+    """The path of an argument's leaf in the longest root of it, or in the argument."""
+    of = [root for root in roots if path.startswith(root)]
+    return path.removeprefix(max([path.partition("/")[0] + "/", *of], key=len))
+
+
+def _replaced(step: Step, target: aot.Target, paths: Collection[str]) -> list[str]:
+    """The paths of arguments in whose place the step returns something else."""
+    step = unjitted(step)
+    if hasattr(step.fn, "trace"):
+        return []  # What is jitted already moves and encodes no parameter.
+    moving: list[str] = []
+
+    def fn(*args: Any) -> Any:
+        flat, _ = _trees.flatten_with_path(args)
+        known = [(keys, x) for keys, x in flat if _trees.path_string(keys) in paths]
+        results = step.fn(*args)
+        new = replaced(_trees.flatten_with_path(results)[0], known)
+        moving.extend(map(_trees.path_string, new))
+        return results
+
+    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
+        traced_at_rest(lambda *args: jax.eval_shape(fn, *args), step.args, {}, True)
+    return list(dict.fromkeys(moving))
+
+
+def _why_not(codec: str, x: Any, given: bool = False) -> str | None:
+    """Why an argument is left without a codec, also if a rule names it; else None."""
+    found = codec_of(codec)
+    return found.why_left(x) or (None if given else found.fitting(x).why_not(x))
