@@ -22,6 +22,11 @@ from optax_offload._plan.state import (
 from optax_offload._plan.step import Step, StepFactory, leaf_of, unjitted
 from optax_offload._stream import traced_at_rest
 
+_NO_TREE = (
+    "The step's arguments are what it trains, state and single arrays. Give it what is "
+    "frozen as a tree, such as {'base': array}"
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class FrozenParameters:
@@ -85,9 +90,9 @@ class FrozenParameters:
         if rules and not chosen:
             regex = _rules.compile_pattern(rules[0].pattern)
             others = [short[p] for p in arguments if p not in trained]
+            remedy = _trees.remedy(regex, others) if others else _NO_TREE
             raise ValueError(
-                f"frozen is {pattern!r}, which matches no parameter. "
-                f"{_trees.remedy(regex, others)}"
+                f"frozen is {pattern!r}, which matches no parameter. {remedy}"
             )
         stays = [*chosen, *matching([r for r in of_given if r.codec])]
         moving = [p for p in stays if p in trained] or _replaced(step, target, stays)

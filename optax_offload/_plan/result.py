@@ -114,13 +114,16 @@ class Plan(Printed):
         given = len(self.config.rules) - len(self.moved) - len(kept)
         comments = [["Given."] if len(self.config.rules) > 1 else []] * given
         if not self.moved and self.config.rules == (_rules.Rule(".*", "device"),):
-            comments = [["Everything fits: all state stays on the device."]]
+            fits = "Everything fits: all" if self.before.fits else "All"
+            comments = [[f"{fits} state stays on the device."]]
         comments += [_comment(pattern) for pattern in self.moved]
         comments += [
             [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
             for p in kept
         ]
-        return _rule_files.config_text(self.config, [head, *self._summary()], comments)
+        return _rule_files.config_text(
+            self.config, [head, *self._summary()], comments, self.placed
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -177,9 +180,7 @@ class Plan(Printed):
         if not self.empty:
             lines.append("tx = oo.offload(optimizer, config)")
         if self.config.parameters:
-            lines += [
-                f"{name} = oo.place({name}, config.parameters)" for name in self.placed
-            ]
+            lines += map(_rule_files.placing, self.placed)
         return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
@@ -192,7 +193,7 @@ class Plan(Printed):
             count = sum(len(p.leaves) for p in some)
             size = sum(p.nbytes_per_device for p in some)
             lines.append(
-                f"{count} leaves of {what} are kept as {codec}: {size_text(size)} on "
+                f"{count} leaves of {what} are kept as {codec}: {size_text(size)} of "
                 f"each device. {effect}"
             )
         return lines

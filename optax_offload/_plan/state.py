@@ -257,8 +257,10 @@ class MovableState:
             if rule not in rules:
                 rules.append(rule)
         of_each: dict[str, list[str]] = {}
-        for x in placed:
-            of_each.setdefault(x.root, []).append(x.leaf.path)
+        roots = {x.root for x in placed}
+        for x in self.parameters:
+            if x.root in roots:
+                of_each.setdefault(x.root, []).append(x.leaf.path)
         return tuple(
             rule
             if all(any(map(rule.matches, paths)) for paths in of_each.values())

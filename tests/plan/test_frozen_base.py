@@ -12,7 +12,7 @@ import optax_offload as oo
 from optax_offload import aot
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.candidates import prepared
-from optax_offload._plan.frozen import names_of
+from optax_offload._plan.frozen import names_of, parameters_of
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import forms, of_parameters, worth_allowing
 from optax_offload._plan.step import StepFactory, record
@@ -259,6 +259,28 @@ def test_the_step_of_a_way_has_encoded_arguments():
     assert kinds == {"pinned_host"}
     assert base["head"] == FACTORY.plain_step().args[2]["head"]
     assert jitted is not None
+
+
+def test_an_output_file_given_again():
+    """Its rules say what is frozen, also where they name no codec."""
+    rules = [oo.Rule("layers/w", codec="nf4"), oo.Rule("head")]
+    given = oo.OffloadConfig(["0/.*"], parameters=rules)
+    planner = planner_of(given=given)
+    frozen = {x.leaf.path: x.given for x in planner._states[()].frozen}
+    assert frozen == {"layers/w": "pinned_host", "head": "pinned_host"}
+    step, _ = prepared(FACTORY, planner._states[()], Variant())
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(step.args[2]["head"])}
+    assert kinds == {"pinned_host"}
+    assert "nf4" in repr(step.args[2]["layers"]["w"])
+
+
+def test_parameters_that_rules_are_explained_for():
+    """Trained ones, and those of the base that a rule matches."""
+    rules = [oo.Rule("layers/w", codec="nf4"), oo.Rule("head")]
+    given = oo.OffloadConfig(["0/.*"], parameters=rules)
+    found = parameters_of(FACTORY, record(FACTORY), given)
+    assert [x.leaf.path for x in found] == ["layers/a", "layers/b", "head", "layers/w"]
+    assert found[-1].leaf.nbytes == 16 * MIB * 17 // 32
 
 
 def test_what_is_worth_allowing_for_a_frozen_base():
