@@ -235,22 +235,26 @@ def parameters_of(
 def names_of(step: Step, placed: Sequence[Parameter]) -> tuple[str, ...]:
     """The names of the trees that parameters are in, each once.
 
-    A tree without trained parameters is called as the function calls its argument.
+    That of trained ones alone is ``params``, as in all of the guides. Beside frozen
+    ones each is called as the step's function calls its argument.
 
     Args:
       step: The step.
       placed: The parameters.
     """
+    if not any(x.frozen for x in placed):
+        return ("params",)
     try:
-        names = list(inspect.signature(step.fn).parameters)
+        known = inspect.signature(step.fn).parameters.values()
     except (TypeError, ValueError):
-        names = []
+        known = ()
+    names = [x.name for x in known if x.kind is not x.VAR_POSITIONAL]
     found: list[str] = []
-    for root in dict.fromkeys(x.root for x in placed):
-        trained = any(not x.frozen for x in placed if x.root == root)
-        position = int(root.partition("/")[0])
-        known = not trained and position < len(names)
-        found.append(names[position] if known else "base" if not trained else "params")
+    for x in placed:
+        position, *inside = x.root.removesuffix("/").split("/")
+        of_argument = names[int(position) : int(position) + 1]
+        fallback = "base" if x.frozen else "params"
+        found.append([fallback, *of_argument, *inside][-1])
     return tuple(dict.fromkeys(found))
 
 

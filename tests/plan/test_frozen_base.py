@@ -16,7 +16,7 @@ from optax_offload._plan.frozen import names_of, parameters_of
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import forms, of_parameters, worth_allowing
 from optax_offload._plan.step import StepFactory, record
-from optax_offload._plan.variants import Variant, variants
+from optax_offload._plan.variants import Outlook, Variant, variants
 
 H100 = aot.Target("h100")
 MIB = 2**20
@@ -221,7 +221,11 @@ def test_rules_of_several_arguments():
     }
     assert not any(r.optional for r in state.parameter_rules("device", "all"))
     placed = state.placed("all", "all")
-    assert names_of(FACTORY.plain_step(), placed) == ("params", "base")
+    step = FACTORY.plain_step()
+    assert names_of(step, placed) == ("adapters", "base")
+    assert names_of(step, state.placed("all", "device")) == ("params",)
+    unnamed = step._replace(fn=lambda *args: step.fn(*args))
+    assert names_of(unnamed, placed) == ("params", "base")
 
 
 def test_ways_of_frozen_parameters():
@@ -244,6 +248,8 @@ def test_ways_of_frozen_parameters():
     kept = sizes.frozen[("nf4",)]["rows"]
     assert way.host_bytes(planner._facts) == kept
     assert way.link_bytes(planner._facts) == (2 * kept, 0)
+    outlook = Outlook(planner._facts, 100 * MIB, 1.0, 1e9)
+    assert outlook(way).device_bytes == (100 - 32) * MIB
     assert way.text(sizes) == "frozen parameters on the host; nf4 parameters"
 
 
