@@ -192,9 +192,10 @@ class Plan(Printed):
             what, effect = _NUMBERS.get(codec or "", _OF_MOMENTS)
             count = sum(len(p.leaves) for p in some)
             size = sum(p.nbytes_per_device for p in some)
+            leaves = "1 leaf" if count == 1 else f"{count} leaves"
             lines.append(
-                f"{count} leaves of {what} are kept as {codec}: {size_text(size)} of "
-                f"each device. {effect}"
+                f"kept as {codec}: {leaves} of {what}, {size_text(size)} of each "
+                f"device. {effect}"
             )
         return lines
 
