@@ -217,19 +217,27 @@ def parameters_of(
     factory: StepFactory,
     optimizers: Sequence[RecordedOptimizer],
     given: _rules.OffloadConfig,
-) -> tuple[Parameter, ...]:
-    """The parameters that rules may be for: trained ones, and others that they match.
+) -> list[tuple[str, int | None]]:
+    """The parameters that rules are for: trained ones, and others that they match.
+
+    Each with its path and its bytes; of those that are encoded so each part.
 
     Args:
       factory: Makes the step.
       optimizers: The optimizers of the step.
       given: The rules.
     """
-    frozen = FrozenParameters.of(
-        factory.plain_step(), optimizers, factory.target, None, given
-    )
-    kept = frozen.kept_in(())
-    return movable_state(optimizers, None, factory.target.device_count, kept).parameters
+    step, target = factory.plain_step(), factory.target
+    frozen = FrozenParameters.of(step, optimizers, target, None, given).kept_in(())
+    state = movable_state(optimizers, None, target.device_count, frozen)
+    found = [(x.leaf.path, x.leaf.nbytes) for x in state.trained]
+    paths = {x.argument: x.leaf.path for x in frozen}
+    for path, x in _trees.leaves_with_paths(placed_in(step.args, frozen, ())):
+        whole = path if path in paths else _trees.encoded_leaf(path)
+        if whole in paths:
+            of_part = paths[whole] + path.removeprefix(whole)
+            found.append((of_part, _memory.movable_nbytes(jax.typeof(x))))
+    return found
 
 
 def names_of(step: Step, placed: Sequence[Parameter]) -> tuple[str, ...]:

@@ -305,8 +305,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             made = _plan.StepFactory(factory, Target(target))
             recorded = _plan.record(made, config)
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
-            weights = _plan.parameters_of(made, recorded, config)
-            parameters = [(x.leaf.path, x.leaf.nbytes) for x in weights]
+            parameters = _plan.parameters_of(made, recorded, config)
         found = {"": explanation_of(config.rules, leaves)}
         if config.parameters:
             found[" of parameters"] = explanation_of(config.parameters, parameters)
