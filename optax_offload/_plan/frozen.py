@@ -33,23 +33,20 @@ class FrozenParameters:
     """The parameters of a step that are not trained.
 
     Attributes:
-      step: The step.
-      target: The chips that it is for.
+      factory: Makes the step.
       given: The rules that the user gave.
       parameters: The parameters, in their own dtypes.
     """
 
-    step: Step
-    target: aot.Target
+    factory: StepFactory
     given: _rules.OffloadConfig | None
     parameters: tuple[Parameter, ...] = ()
 
     @classmethod
     def of(
         cls,
-        step: Step,
+        factory: StepFactory,
         optimizers: Sequence[RecordedOptimizer],
-        target: aot.Target,
         pattern: str | None,
         given: _rules.OffloadConfig | None = None,
     ) -> FrozenParameters:
@@ -59,9 +56,8 @@ class FrozenParameters:
         argument; in one with trained parameters where the paths of these do, if there.
 
         Args:
-          step: The step.
+          factory: Makes the step.
           optimizers: Its optimizers.
-          target: The chips that it is for.
           pattern: The regex of their paths; None for none.
           given: The rules that the user gave.
 
@@ -70,31 +66,24 @@ class FrozenParameters:
             given rule with a codec matches.
         """
         trained = {x.argument: x for x in trained_parameters(optimizers)}
-        rules = [] if pattern is None else [_rules.Rule(pattern)]
-        of_given = [
-            rule
-            for rule in (given.parameters if given else ())
-            if rule.codec
-            or not any(rule.matches(x.leaf.path) for x in trained.values())
-        ]
-        if not rules and not of_given:
-            return cls(step, target, given)
+        asked = None if pattern is None else _rules.Rule(pattern)
+        rules = given.parameters if given else ()
+        if asked is None and not rules:
+            return cls(factory, given)
+        step, target = factory.plain_step(), factory.target
         arguments = _candidates(step, optimizers)
         roots = {x.root for x in trained.values()}
         short = {path: _below(path, roots) for path in arguments}
-
-        def matching(rules: Sequence[_rules.Rule]) -> list[str]:
-            return [p for p in arguments if any(r.matches(short[p]) for r in rules)]
-
-        chosen = matching(rules)
-        if rules and not chosen:
-            regex = _rules.compile_pattern(rules[0].pattern)
+        chosen = [p for p in arguments if asked and asked.matches(short[p])]
+        if asked and not chosen:
+            regex = _rules.compile_pattern(asked.pattern)
             others = [short[p] for p in arguments if p not in trained]
             remedy = _trees.remedy(regex, others) if others else _NO_TREE
             raise ValueError(
                 f"frozen is {pattern!r}, which matches no parameter. {remedy}"
             )
-        stays = [*chosen, *matching([r for r in of_given if r.codec])]
+        deciding = {p: _deciding(rules, short[p]) for p in arguments}
+        stays = [*chosen, *(p for p, r in deciding.items() if r and r.codec)]
         moving = [p for p in stays if p in trained] or _replaced(step, target, stays)
         if moving:
             what = f"frozen is {pattern!r}, which"
@@ -109,13 +98,18 @@ class FrozenParameters:
                 + f", as of {_trees.listed(others, 3)}"
                 * bool(others)
             )
-        every = {*chosen, *matching(of_given)}
+        # A given rule that is for no trained parameter is for these.
+        of_trained = [deciding.get(p) for p in trained]
+        every = {
+            *chosen,
+            *(p for p, r in deciding.items() if r and r not in of_trained),
+        }
         found = [
             Parameter(leaf_of(short[p], jax.typeof(x), x, target), p, frozen=True)
             for p, x in arguments.items()
             if p in every
         ]
-        return cls(step, target, given, tuple(found))
+        return cls(factory, given, tuple(found))
 
     def check(self, allow: Codecs) -> None:
         """Raises a ValueError if a codec of frozen parameters is allowed for none.
@@ -133,7 +127,8 @@ class FrozenParameters:
                 )
             kept = self.kept_in((name,))
             if not any(x.leaf.codec for x in kept):
-                arguments = dict(_trees.leaves_with_paths(self.step.args))
+                args = self.factory.plain_step().args
+                arguments = dict(_trees.leaves_with_paths(args))
                 largest = max(kept, key=lambda x: x.leaf.nbytes or 0)
                 reason = _why_not(name, arguments[largest.argument])
                 raise ValueError(
@@ -149,12 +144,15 @@ class FrozenParameters:
         Args:
           codecs: The codecs, of which one at most is for parameters.
         """
+        if not self.parameters:
+            return ()
+        args, target = self.factory.plain_step().args, self.factory.target
         name = next(iter(of_parameters(codecs)), None)
         given = self.given.parameters if self.given else ()
-        arguments = dict(_trees.leaves_with_paths(self.step.args))
+        arguments = dict(_trees.leaves_with_paths(args))
         wanted: dict[str, Any] = {}
         for x in self.parameters:
-            rule = next((r for r in given if r.matches(x.leaf.path)), None)
+            rule = _deciding(given, x.leaf.path)
             codec = name if rule is None else rule.codec
             # What given rules name, and a leaf cannot have, is an error of `place`.
             if codec and not _why_not(codec, arguments[x.argument], rule is not None):
@@ -166,12 +164,11 @@ class FrozenParameters:
             )
             for x in self.parameters
         ]
-        args = placed_in(self.step.args, found, ())
         parts: dict[str, list[Any]] = {}
-        for path, part in _trees.leaves_with_paths(args):
+        for path, part in _trees.leaves_with_paths(placed_in(args, found, ())):
             whole = _trees.encoded_leaf(path)
             if whole in wanted:
-                leaf = leaf_of(path, jax.typeof(part), part, self.target)
+                leaf = leaf_of(path, jax.typeof(part), part, target)
                 parts.setdefault(whole, []).append(leaf)
         return tuple(
             x
@@ -207,6 +204,7 @@ def placed_in(
         path = _trees.path_string(keys)
         kind = "pinned_host" if path in moved else "device"
         if codecs.get(path):
+            x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding_of(x))
             return _place.place([x], _rules.Rule(".*", kind, codec=codecs[path]))[0]
         return _memory.set_memory_kind([x], ".*", kind)[0] if path in moved else x
 
@@ -227,12 +225,12 @@ def parameters_of(
       optimizers: The optimizers of the step.
       given: The rules.
     """
-    step, target = factory.plain_step(), factory.target
-    frozen = FrozenParameters.of(step, optimizers, target, None, given).kept_in(())
-    state = movable_state(optimizers, None, target.device_count, frozen)
+    frozen = FrozenParameters.of(factory, optimizers, None, given).kept_in(())
+    state = movable_state(optimizers, None, factory.target.device_count, frozen)
     found = [(x.leaf.path, x.leaf.nbytes) for x in state.trained]
     paths = {x.argument: x.leaf.path for x in frozen}
-    for path, x in _trees.leaves_with_paths(placed_in(step.args, frozen, ())):
+    args = factory.plain_step().args if frozen else ()
+    for path, x in _trees.leaves_with_paths(placed_in(args, frozen, ())):
         whole = path if path in paths else _trees.encoded_leaf(path)
         if whole in paths:
             of_part = paths[whole] + path.removeprefix(whole)
@@ -278,6 +276,11 @@ def _candidates(step: Step, optimizers: Sequence[RecordedOptimizer]) -> dict[str
     }
 
 
+def _deciding(rules: Sequence[_rules.Rule], path: str) -> _rules.Rule | None:
+    """The first rule that matches a path; None where none does."""
+    return next((rule for rule in rules if rule.matches(path)), None)
+
+
 def _below(path: str, roots: Collection[str]) -> str:
     """The path of an argument's leaf in the longest root of it, or in the argument."""
     of = [root for root in roots if path.startswith(root)]
@@ -302,6 +305,10 @@ def _replaced(step: Step, target: aot.Target, paths: Collection[str]) -> list[st
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
         traced_at_rest(lambda *args: jax.eval_shape(fn, *args), step.args, {}, True)
     return list(dict.fromkeys(moving))
+
+
+def _sharding_of(x: Any) -> Any:
+    return getattr(x, "sharding", None)
 
 
 def _why_not(codec: str, x: Any, given: bool = False) -> str | None:

@@ -29,6 +29,7 @@ from optax_offload._plan.search import Search, smallest_that_fits
 from optax_offload._plan.state import (
     Codecs,
     MovableState,
+    RecordedOptimizer,
     Selection,
     allowed,
     forms,
@@ -184,12 +185,10 @@ class Planner:
         self._progress = tell
         self._started = time.perf_counter()
         optimizers = record(factory, given)
-        self._frozen = FrozenParameters.of(
-            factory.plain_step(), optimizers, factory.target, asked.frozen, given
-        )
+        self._frozen = FrozenParameters.of(factory, optimizers, asked.frozen, given)
         self._frozen.check(asked.allow)
         check_remainder(asked.allow, optimizers, factory)
-        self._states: dict[Codecs, MovableState] = {(): self._movable(())}
+        self._states: dict[Codecs, MovableState] = {(): self._movable((), optimizers)}
         self._facts = Facts(Sizes.of(self._states))
         self._known: dict[Variant, CompiledCandidate] = {}
         self._search: Search | None = None
@@ -263,10 +262,11 @@ class Planner:
             complete=self.complete,
         )
 
-    def _movable(self, codecs: Codecs) -> MovableState:
-        recorded = record(self._factory, self._given, codecs)
+    def _movable(
+        self, codecs: Codecs, recorded: tuple[RecordedOptimizer, ...] = ()
+    ) -> MovableState:
         return movable_state(
-            recorded,
+            recorded or record(self._factory, self._given, codecs),
             self._given,
             self._factory.target.device_count,
             self._frozen.kept_in(codecs),

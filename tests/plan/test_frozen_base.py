@@ -1,5 +1,6 @@
 """Plans of steps that train adapters over a frozen base."""
 
+import dataclasses
 import functools
 
 import jax
@@ -163,6 +164,19 @@ def test_what_is_passed_on_is_frozen():
     assert len(planner_of(make_step, frozen="head|.*/w")._states[()].frozen) == 2
 
 
+def test_a_step_that_is_jitted_already():
+    """Its base stays where it is, and the reason is told."""
+
+    def make_step(offload, target):
+        step = adapter_step(offload, target)
+        return step._replace(fn=jax.jit(step.fn))
+
+    planner = planner_of(make_step, frozen="head", allow=("nf4",))
+    planner._trace()
+    assert {v.frozen for v in variants(planner._facts)} == {"device"}
+    assert "Give oo.Step the function itself" in planner._facts.outside[0]
+
+
 def test_a_codec_where_nothing_is_frozen():
     """The option that is missing is named, and so are the codecs of state."""
     with pytest.raises(ValueError, match=r"'nf4', which is .*--frozen REGEX.*'int8'"):
@@ -183,6 +197,10 @@ def test_a_given_codec_of_what_is_trained():
     given = oo.OffloadConfig(["0/.*"], parameters=[oo.Rule("layers/.*", codec="nf4")])
     with pytest.raises(ValueError, match="rule of parameters has a codec, and matches"):
         planner_of(given=given)
+    rules = [oo.Rule("layers/[ab]", "device"), *given.parameters]
+    given = dataclasses.replace(given, parameters=rules)
+    frozen = planner_of(given=given)._states[()].frozen
+    assert {x.leaf.path for x in frozen} == {"layers/w", "layers/norm"}
 
 
 def test_adapters_beside_the_base_in_one_argument():
