@@ -283,7 +283,9 @@ class ScanLoop:
             if v not in turn.delayed:
                 self._store(v, stacked[v], i, buffers)
         for v in turn.waiting:
-            self._store(v, rows[v], i, buffers)
+            before = [read[x] for x in turn.store_after_loads.get(v, ())]
+            row = lax.optimization_barrier([rows[v], *before])[0] if before else rows[v]
+            self._store(v, row, i, buffers)
         totals = [
             sums.added(self._program, s, total, rows, self._env)
             for s, total in zip(turn.sums, state.totals, strict=True)

@@ -130,9 +130,11 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       residuals: as in `stream`.
       latency_hiding: whether XLA's latency-hiding scheduler orders a GPU's program:
         ``"on"`` or ``"off"`` (its option ``xla_gpu_enable_latency_hiding_scheduler``).
-        ``"auto"`` leaves it on, but where it does harm: on one GPU, where arguments at
-        rest are loaded whole between the operations of a step, and no transfer overlaps
-        the backward pass. There it keeps several times more alive for nothing. On
+        ``"auto"`` turns it on where all that moves does so in scans: before Hopper a
+        GPU's compiler leaves it off, and hides no transfer. It turns it off where it
+        does harm: on one GPU, where arguments at rest are loaded whole between the
+        operations of a step, and no transfer overlaps the backward pass. There it keeps
+        several times more alive for nothing. Elsewhere it is the compiler's choice. On
         several GPUs it hides collectives, for more memory; `plan` tries both. An option
         in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS`` stands.
       **jit_kwargs: the other arguments of `jax.jit`.

@@ -101,15 +101,17 @@ def _devices_of(sharding: Sharding) -> list[Any]:
 
 
 def told(asked: LatencyHiding, plan: FusedStep) -> dict[str, Any]:
-    """What a compiler for one GPU is told of a step.
+    """What a GPU's compiler is told of a step.
 
     Args:
       asked: What was asked for.
       plan: The plan of the step.
     """
     found: dict[str, Any] = {}
-    if asked != "auto" or plan.hides_nothing:
-        found |= ON if asked == "on" else OFF
+    if asked == "on" or (asked == "auto" and plan.hides_in_scans):
+        found |= ON
+    elif asked == "off" or plan.hides_nothing:
+        found |= OFF
     if plan.step.at_rest is not None and not _compat.GRAPHS_OVERLAP:
         found |= NO_COPIES
     return found
@@ -134,7 +136,8 @@ def compiler_options(
         return None
     flags = os.environ.get("XLA_FLAGS", "")
     # On several GPUs it hides collectives, so that there it is a choice.
-    its_own = machine.devices > 1 or SCHEDULER in flags
+    several = machine.devices > 1 and not found.get(SCHEDULER)
+    its_own = several or SCHEDULER in flags
     if SCHEDULER in given or (its_own and asked == "auto"):
         found = {k: x for k, x in found.items() if k not in OFF}
     if GRAPHS in flags:

@@ -12,10 +12,9 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import late, order, pipeline, taken, waiting
+from optax_offload._schedule import cutting, late, order, pipeline, taken, waiting
 from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
-from optax_offload._schedule.cutting import SEGMENT_BYTES
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.inside import Inside
@@ -26,7 +25,7 @@ from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
 from optax_offload._step_options import Options
-from optax_offload._units import Printed, size_text
+from optax_offload._units import MIB, Printed, size_text
 
 Way = Literal["host", "recompute"]
 
@@ -75,6 +74,10 @@ class FusedScan:
             if self.in_parts(f) is None and (f.parts or f.whole_reason):
                 why = f.whole_reason or "its gradient waits in host memory"
                 yield f"{self.gradients([f])}, a row at once: {why}"
+
+
+# Updates outside of scans of less than this take no memory that anybody would miss.
+OUTSIDE_BYTES = MIB
 
 
 class Turns(NamedTuple):
@@ -248,7 +251,7 @@ class FusedStep(Printed):
         """The arguments at rest of which a turn takes some: rows, or a layer's own."""
         rest = self.step.at_rest
         rows = {x.position for x in rest.arguments if x.scans} if rest else set()
-        small = self.chain.smaller_than(SEGMENT_BYTES) if self.chain else set()
+        small = self.chain.smaller_than(cutting.SEGMENT_BYTES) if self.chain else set()
         invars = self.step.program.invars
         return frozenset(rows.union(i for i, v in enumerate(invars) if v in small))
 
@@ -279,6 +282,17 @@ class FusedStep(Printed):
             return False
         overlapped = rest.positions != "none" or rest.step_loads
         return any(x.whole for x in rest.arguments) and not overlapped
+
+    @property
+    def hides_in_scans(self) -> bool:
+        """Whether scans move rows beside what they compute, and little is outside.
+
+        Before Hopper a GPU's compiler hides nothing unless it is told to. Told to, it
+        takes more memory for what is between the scans, such as a head's update (F83).
+        """
+        outside = (x for each in self.schedules() for x in each.straights())
+        sizes = sum(group.nbytes for x in outside for group in x.groups)
+        return bool(self.scans or self.streaming) and sizes < OUTSIDE_BYTES
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Collection, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend import core as jex
 
@@ -19,6 +19,8 @@ from optax_offload._program import (
 )
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
+
+T = TypeVar("T", Fused, Fused | jex.Var)
 
 # Updates that have less of the state than this are delayed whole: it costs nothing to
 # keep their rows, and what their gradients need would be computed with no load beside
@@ -34,15 +36,17 @@ LEAST_LENGTH = 4
 FLOPS_PER_BYTE = 8000
 
 
-def by_gradients(scan: Scan, fused: Sequence[Fused]) -> list[Fused]:
-    """Updates in the order in which their gradients are there."""
-    until = _flops_until(scan, fused)
-    order = sorted(range(len(fused)), key=until.__getitem__)
-    return [fused[n] for n in order]
+def by_gradients(scan: Scan, stores: Sequence[T]) -> list[T]:
+    """Updates, or gradients that wait, in the order in which gradients are there."""
+    until = _flops_until(scan, stores)
+    order = sorted(range(len(stores)), key=until.__getitem__)
+    return [stores[n] for n in order]
 
 
-def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
-    """The computation in an iteration up to the last gradient of each update.
+def _flops_until(
+    scan: Scan, stores: Sequence[Fused | jex.Var]
+) -> list[tuple[int, int]]:
+    """The computation in an iteration up to the last gradient of each of these.
 
     It is given as floating point operations of products, and as equations.
     """
@@ -53,11 +57,11 @@ def _flops_until(scan: Scan, fused: Sequence[Fused]) -> list[tuple[int, int]]:
         max(
             (
                 at.get(a, start) if isinstance(a, jex.Var) else start
-                for a in map(inside.__getitem__, f.component.gradients)
+                for a in map(inside.__getitem__, _gradients(f))
             ),
             default=start,
         )
-        for f in fused
+        for f in stores
     ]
 
 
@@ -99,13 +103,13 @@ def rows_ahead(step: Step, scan: Scan) -> list[jex.Var]:
 
 def placed_ahead(
     scan: Scan,
-    fused: Sequence[Fused],
+    stores: Sequence[Fused | jex.Var],
     ahead: Sequence[jex.Var],
     delayed: Collection[jex.Var] = (),
 ) -> dict[jex.Var, int]:
-    """Assigns each load ahead to the update that is stored once its rows are there.
+    """Assigns each load ahead to what is stored once its rows are there.
 
-    A GPU's compiler begins what an update needs when the one before it is stored (F65).
+    A GPU's compiler begins what a store needs when the one before it has begun (F65).
     The time between two stores is that of its products or that of its loads, whichever
     is longer. Loads are placed such that the device waits least over all speeds of a
     link: loads of L bytes beside C operations, each of which takes as long as s bytes,
@@ -113,28 +117,28 @@ def placed_ahead(
 
     Args:
       scan: The scan.
-      fused: The updates in it, in order.
+      stores: The updates in it and the gradients that wait in host memory, in order.
       ahead: The variables whose rows are loaded ahead.
       delayed: The results whose rows the next iteration stores. An update of which all
         are is in no time of its own, but in that of the next.
     """
-    if not fused:
+    if not stores:
         return dict.fromkeys(ahead, 0)
     # The last update in each time between stores, and the time of each update.
-    ends = [n for n, f in enumerate(fused) if not {*_stored(f)} <= {*delayed}]
-    ends = sorted({*ends, len(fused) - 1})
-    time = [bisect.bisect_left(ends, n) for n in range(len(fused))]
+    ends = [n for n, f in enumerate(stores) if not {*_stored(f)} <= {*delayed}]
+    ends = sorted({*ends, len(stores) - 1})
+    time = [bisect.bisect_left(ends, n) for n in range(len(stores))]
     products, loads = [1] * len(ends), [0] * len(ends)
-    for n, (f, flops) in enumerate(zip(fused, _flops_for(scan, fused), strict=True)):
+    for n, (f, flops) in enumerate(zip(stores, _flops_for(scan, stores), strict=True)):
         products[time[n]] += flops
         loads[time[n]] += sum(
             _nbytes(v) // scan.length
-            for v in f.rows.inputs
-            if _memory.on_host(v.aval) and v not in (*ahead, *f.component.gradients)
+            for v in _taken(f)
+            if _memory.on_host(v.aval) and v not in (*ahead, *_gradients(f))
         )
     # A parameter is loaded before it is stored itself. Fractions are exact: each move
     # lessens the waiting, so there is a last one.
-    stored = {v: time[n] for n, f in enumerate(fused) for v in f.rows.inputs}
+    stored = {v: time[n] for n, f in enumerate(stores) for v in _taken(f)}
     latest = {v: stored.get(v, len(ends) - 1) for v in ahead}
     found: dict[jex.Var, int] = {}
     moved = True
@@ -155,16 +159,14 @@ def placed_ahead(
     return {v: ends[n] for v, n in found.items()}
 
 
-def _flops_for(scan: Scan, fused: Sequence[Fused]) -> list[int]:
-    """The operations of products that each update needs, and none before it does."""
+def _flops_for(scan: Scan, stores: Sequence[Fused | jex.Var]) -> list[int]:
+    """The operations of products that each of these needs, and none before it does."""
     body = scan.body.jaxpr
     inside = {x.stack: x.row for x in scan.body.rows_given}
     done: set[tuple[int, ...]] = set()
     return [
-        _flops_of(
-            body, {*variables(map(inside.__getitem__, f.component.gradients))}, done
-        )
-        for f in fused
+        _flops_of(body, {*variables(map(inside.__getitem__, _gradients(f)))}, done)
+        for f in stores
     ]
 
 
@@ -219,7 +221,7 @@ def rows_ahead_in_turn(
       one that moves much, which is as late as can be hidden.
     """
     replaced = {before for f in fused for before in f.replaced.values()}
-    arguments, hidden = set(step.program.invars), _hides_transfers(scan, fused)
+    arguments, hidden = set(step.program.invars), hides_transfers(scan, fused)
     sizes = [sum(map(_nbytes, _stored(f))) for f in fused]
     large = (n for n, x in enumerate(sizes) if x >= SMALL_SHARE * sum(sizes))
     return dict.fromkeys(
@@ -248,15 +250,15 @@ def loads_first(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
     That is where the computation hides them, and no window was asked for.
     """
     windows = (x.what.caller.window_bytes for x in step.inlined_updates)
-    return all(n is None for n in windows) and _hides_transfers(scan, fused)
+    return all(n is None for n in windows) and hides_transfers(scan, fused)
 
 
-def _hides_transfers(scan: Scan, fused: Sequence[Fused]) -> bool:
+def hides_transfers(scan: Scan, stores: Sequence[Fused | jex.Var]) -> bool:
     """Returns whether the computation of a scan takes longer than loads and stores.
 
     Both count, as rows are stored when all those of an iteration are loaded.
     """
-    return flops(scan) >= FLOPS_PER_BYTE * sum(_moved(scan, fused))
+    return flops(scan) >= FLOPS_PER_BYTE * sum(_moved(scan, stores))
 
 
 def updates_in_turn(scan: Scan, fused: Sequence[Fused]) -> bool:
@@ -269,14 +271,14 @@ def updates_in_turn(scan: Scan, fused: Sequence[Fused]) -> bool:
     return 2 * flops(scan) >= FLOPS_PER_BYTE * max(_moved(scan, fused))
 
 
-def _moved(scan: Scan, fused: Sequence[Fused]) -> tuple[int, int]:
+def _moved(scan: Scan, stores: Sequence[Fused | jex.Var]) -> tuple[int, int]:
     """The bytes that a scan loads and stores, on each device."""
     loaded = {
         v
-        for v in (*scan.loaded, *(v for f in fused for v in f.rows.inputs))
+        for v in (*scan.loaded, *(v for f in stores for v in _taken(f)))
         if _memory.on_host(v.aval)
     }
-    stored = (v for f in fused for v in _stored(f))
+    stored = (v for f in stores for v in _stored(f))
     return sum(map(_nbytes, loaded)), sum(map(_nbytes, stored))
 
 
@@ -348,8 +350,20 @@ def delayed_rows(
     return frozenset(found)
 
 
-def _stored(f: Fused) -> list[jex.Var]:
-    """The results that replace an argument in host memory."""
+def _gradients(f: Fused | jex.Var) -> Collection[jex.Var]:
+    """The stacked gradients of an update, or one that waits."""
+    return [f] if isinstance(f, jex.Var) else f.component.gradients
+
+
+def _taken(f: Fused | jex.Var) -> Sequence[jex.Var]:
+    """What an update takes rows of."""
+    return [] if isinstance(f, jex.Var) else f.rows.inputs
+
+
+def _stored(f: Fused | jex.Var) -> list[jex.Var]:
+    """The results that replace an argument in host memory, or a gradient that waits."""
+    if isinstance(f, jex.Var):
+        return [f]
     return [
         after
         for after, before in f.replaced.items()

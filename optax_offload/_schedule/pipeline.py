@@ -83,6 +83,8 @@ class Pipeline:
       in_turn: Whether its loads begin when all that it is given is there.
       copied: The rows ahead that are copied then, as nothing is stored in their place.
       store_after: The results before which another's row is stored, and those.
+      store_after_loads: The results whose row is stored when some rows are loaded, and
+        those.
     """
 
     updates: tuple[RowUpdate, ...] = ()
@@ -96,6 +98,9 @@ class Pipeline:
     in_turn: bool = False
     copied: tuple[jex.Var, ...] = ()
     store_after: Mapping[jex.Var, jex.Var] = dataclasses.field(default_factory=dict)
+    store_after_loads: Mapping[jex.Var, tuple[jex.Var, ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
     def lines(self, length: int) -> Iterator[str]:
         """Lines on what a turn does for others, and in which order.
@@ -128,19 +133,28 @@ def for_gpu(step: Step, scan: Scan, work: Work) -> Pipeline:
     delayed = order.delayed_rows(scan, whole, found)
     behind = [v for v in order.residuals_behind(step, scan) if v in work.kept]
     delayed = delayed.union(behind)
-    ahead = order.placed_ahead(scan, fused, found, delayed)
-    loaded = _loaded(scan, fused, ahead)
-    updates = _waiting(scan, fused, (*loaded, *ahead), _placed(ahead))
+    stores = order.by_gradients(scan, [*fused, *work.waiting])
+    if not order.hides_transfers(scan, stores):
+        # Rows that are loaded early take memory beside what gradients are computed of.
+        stores = list(fused)
+    ahead = order.placed_ahead(scan, stores, found, delayed)
+    loaded, placed = _loaded(scan, fused, ahead), _placed(ahead)
+    waiting = {v: placed.get(n, ()) for n, v in enumerate(stores) if v in work.waiting}
+    updates = [n for n, v in enumerate(stores) if v not in work.waiting]
+    beside = {i: placed[n] for i, n in enumerate(updates) if n in placed}
+    updates = _waiting(scan, fused, (*loaded, *ahead), beside)
     if delayed:
         in_turn = order.updates_in_turn(scan, fused)
         updates = list(_leaving_together(updates, delayed, in_turn))
     results = (v for u in updates for v in u.results)
     return _pipeline(
-        work,
+        dataclasses.replace(work, waiting=tuple(waiting) or work.waiting),
         updates,
         ahead=tuple(ahead),
         loaded=loaded,
         delayed=tuple(v for v in (*results, *work.kept) if v in delayed),
+        store_after=dict(zip([*waiting][1:], waiting, strict=False)),
+        store_after_loads=waiting,
     )
 
 

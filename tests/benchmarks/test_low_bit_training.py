@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import quick_of
 
 from benchmarks.training import largest_step, low_bit
 from benchmarks.training.tasks import TASKS, photograph
@@ -55,7 +56,9 @@ def test_moments_of_short_parameters_are_float32():
 
 
 # Those with everything at once.
-@pytest.mark.parametrize("variant", list(VARIANTS)[-2:])
+@pytest.mark.parametrize(
+    "variant", quick_of([(x,) for x in list(VARIANTS)[-2:]], {(list(VARIANTS)[-1],)})
+)
 def test_variants_train(variant):
     """Two steps; a run asserts that its moments are encoded."""
     found = low_bit.run("image", variant, seed=0, steps=2)
@@ -102,6 +105,7 @@ def test_rows_compare_runs_of_a_seed():
         assert lost["ratio"] is None
 
 
+@pytest.mark.slow
 def test_the_largest_step_is_measured():
     """The first step of Adam is a learning rate, in each format."""
     for codec in ("float32", "int8"):

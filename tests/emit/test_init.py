@@ -41,7 +41,7 @@ def _small(dtype=jnp.bfloat16):
     ("at_rest", "how"),
     quick_of(
         itertools.product(["nothing", "layers", ".*"], INITS),
-        {("nothing", "eager"), ("layers", "jax.jit"), (".*", "oo.jit")},
+        {("layers", "jax.jit"), (".*", "oo.jit")},
     ),
 )
 def test_state_made_by_rows_is_the_state(how, at_rest):
@@ -108,7 +108,7 @@ def _peaks(shape, at_rest, chip="h100"):
     ("shape", "at_rest"),
     quick_of(
         itertools.product([(4, 2048, 4096), (8192, 4096), (2048, 2048)], [True, False]),
-        {((4, 2048, 4096), True), ((8192, 4096), False)},
+        {((4, 2048, 4096), True)},
     ),
 )
 def test_making_state_takes_rows(shape, at_rest):

@@ -18,6 +18,7 @@ from optax_offload._jit.machine import (
     GRAPHS,
     NO_COPIES,
     OFF,
+    ON,
     SCHEDULER,
     Machine,
     compiling_for,
@@ -92,33 +93,56 @@ def told(jitted, args, platform="gpu", devices=1):
 
 
 @pytest.mark.parametrize(
-    ("loss", "at_rest", "off"),
+    ("loss", "at_rest", "on"),
     [
-        (unrolled, True, True),
-        (unrolled, False, False),
-        (scanned, True, False),
-        (scanned, False, False),
-        (offloading, True, False),
+        (unrolled, True, False),
+        (unrolled, False, None),
+        (scanned, True, True),
+        (scanned, False, True),
+        (offloading, True, None),
     ],
 )
-def test_where_nothing_is_hidden(loss, at_rest, off):
-    """Off where loads lie between operations and no transfer is overlapped.
+def test_where_transfers_are_hidden(loss, at_rest, on):
+    """On where scans move rows, off where loads lie between operations alone.
 
-    The schedule, which is all that `oo.stream` has, says the same.
+    The schedule, which is all that `oo.stream` has, says the latter.
     """
     step, args = args_of(loss, at_rest)
     jitted = oo.jit(step, donate_argnums=(0, 1))
-    assert told(jitted, args) == (False if off else None)
+    assert told(jitted, args) is on
+    off = on is False
     assert (f"{SCHEDULER}=False" in str(jitted.schedule(*args))) == off
+
+
+def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
+    """Its gradients would be kept over the transfers of others."""
+    tx = oo.offload(optax.trace(0.9), oo.Rule(".*", min_bytes=0))
+
+    def loss(params, x):
+        return scanned(params["layers"], x @ params["embed"])
+
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {
+        "embed": jnp.ones((2**11, WIDTH)),
+        "layers": jnp.ones((LAYERS, WIDTH, WIDTH)),
+    }
+    jitted = oo.jit(step, donate_argnums=(0, 1))
+    args = params, tx.init(params), jnp.ones((4, 2**11))
+    assert told(jitted, args) is None
 
 
 @pytest.mark.parametrize(
     ("platform", "devices"), [("cpu", 1), ("tpu", 1), ("tpu", 4), ("gpu", 4)]
 )
 def test_other_machines_are_told_nothing(platform, devices):
-    """It is a GPU's option, and on several GPUs a choice."""
+    """It is a GPU's option, and to turn it off a choice on several GPUs."""
     step, args = args_of(unrolled)
     assert told(oo.jit(step), args, platform, devices) is None
+    step, args = args_of(scanned)
+    assert told(oo.jit(step), args, platform, devices) is (platform == "gpu" or None)
 
 
 @pytest.mark.parametrize("asked", ["on", "off"])
@@ -264,7 +288,7 @@ def test_graphs_that_a_user_asks_for_stand(monkeypatch):
     given = {GRAPHS: "FUSION"}
     with compiling_for("gpu", 1):
         lowered = oo.jit(step, compiler_options=given).trace(*args).lower()
-    assert aot.compilers.own_options(lowered) == given
+    assert aot.compilers.own_options(lowered) == ON | given
     monkeypatch.setenv("XLA_FLAGS", f"--{GRAPHS}=-FUSION")
     with compiling_for("gpu", 1):
         lowered = oo.jit(step).trace(*args).lower()

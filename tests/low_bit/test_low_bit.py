@@ -1,5 +1,6 @@
 """State in few bits: signs, errors, and what is around or beside an optimizer."""
 
+import functools
 import itertools
 
 import jax
@@ -233,7 +234,8 @@ def test_extra_arguments_pass():
     inner = optax.GradientTransformationExtraArgs(lambda p: {"m": p}, update)
     tx = oo.low_bit(inner, ".*")
     params = make_params()
-    updates, _ = tx.update(params, tx.init(params), scale=jnp.float32(2), fn=len)
+    update = jax.jit(functools.partial(tx.update, fn=len))
+    updates, _ = update(params, tx.init(params), scale=jnp.float32(2))
     assert seen["fn"] is len
     np.testing.assert_array_equal(updates["embed"], 2 * params["embed"])
 
@@ -245,7 +247,7 @@ def test_under_vmap(codec):
     """An ensemble, each member as by itself."""
     tx = oo.low_bit(optax.sgd(LR, momentum=0.9), ".*", codec)
     params = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), make_params())
-    state = jax.vmap(tx.init)(params)
+    state = jax.jit(jax.vmap(tx.init))(params)
     update = jax.jit(jax.vmap(lambda p, s: tx.update(p, s, p)))
     got = params, state
     for _ in range(2):

@@ -70,7 +70,7 @@ def by_itself(codec):
     ("codec", "slices"),
     quick_of(
         itertools.product(CODECS, [True, False]),
-        {("int8", True), ("bfloat16-stochastic", True)},
+        {("bfloat16-stochastic", True)},
     ),
 )
 def test_codes_are_those_without_offload(codec, slices):

@@ -16,7 +16,7 @@ from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
-from optax_offload._schedule import chain, cutting, fused_step
+from optax_offload._schedule import chain, cutting
 from optax_offload._step_options import Options
 
 TARGET = aot.Target("h100")
@@ -42,6 +42,17 @@ def refused(monkeypatch):
 
     monkeypatch.setattr(aot, "measure", refuse)
     return asked
+
+
+def stepped(tx, loss, params, x):
+    """A step of structs, as factories return it."""
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
 
 
 def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None):
@@ -70,7 +81,6 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     """Each by its own; what fills more than a turn is none of them."""
     monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
-    monkeypatch.setattr(fused_step, "SEGMENT_BYTES", LAYER_BYTES)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
     def make_step(offload, target):
@@ -84,13 +94,8 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
                 x = jnp.tanh(x @ params[f"layer_{i}"])
             return jnp.sum((x @ params["head"]) ** 2)
 
-        def step(params, state, x):
-            grads = jax.grad(loss)(params, x)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+        return stepped(tx, loss, params, x)
 
     factory = StepFactory(make_step, TARGET)
     found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))
@@ -121,13 +126,8 @@ def test_late_gradients_are_those_of_which_a_norm_is_taken():
             x, _ = jax.lax.scan(layer, x, params["clipped"])
             return jnp.sum(jax.lax.scan(layer, x, params["free"])[0])
 
-        def step(params, state, x):
-            grads = jax.grad(loss)(params, x)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
-        return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+        return stepped(tx, loss, params, x)
 
     factory = StepFactory(make_step, TARGET)
     found = traced(factory, state_of(factory), Variant(EVERY, (), "all", MOST))

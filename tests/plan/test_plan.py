@@ -90,15 +90,15 @@ def compile_with(offload, make_step=adam_step, target=H100, fuse=False):
     return compile_step(step, target)
 
 
-def plain_bytes(make_step, folder):
+def plain_bytes(make_step, folder, target=H100):
     """The peak of a step as it is, which its plan need not compile again."""
-    step = make_step(lambda inner: inner, H100)
+    step = make_step(lambda inner: inner, target)
     options = {
         "donate_argnums": step.donate_argnums,
         "out_shardings": step.out_shardings,
     }
     return aot.measure(
-        step.fn, *step.args, target=H100, folder=folder, **options
+        step.fn, *step.args, target=target, folder=folder, **options
     ).used_bytes
 
 
@@ -172,9 +172,8 @@ def check_by_hand(found, tmp_path, make_step=adam_step):
 def test_the_rules_fit_the_budget(name, tmp_path, folder):
     """The peak and time of the program compiled with the file are the plan's."""
     target = aot.Target(name)
-    everything = compile_with(oo.offload, target=target)
-    plain = compile_with(lambda x: x, target=target)
-    high, budget = (aot.peak(c).peak_bytes for c in (plain, everything))
+    high = plain_bytes(adam_step, folder, target)
+    budget = aot.peak(compile_with(oo.offload, target=target)).peak_bytes
     said = []
     found = oo.plan(
         adam_step,
@@ -284,7 +283,7 @@ def test_a_jitted_step(jit, folder):
 def test_a_plan_is_quick_the_second_time(tmp_path, caplog):
     """Nothing is compiled that was; what is compiled is logged."""
     caplog.set_level("INFO", "optax_offload.plan")
-    options = {"target": "h100", "budget_bytes": 250 * MIB, "folder": tmp_path}
+    options = {"target": "h100", "budget_bytes": 300 * MIB, "folder": tmp_path}
     first, second = (oo.plan(unclipped_step, **options) for _ in range(2))
     assert not any(c.was_kept for c in first.compiled)
     assert all(c.was_kept for c in second.compiled)

@@ -1,6 +1,7 @@
 """Parameters and residuals that rest on the host: every form of step, against plain."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from harness import plain
+from harness import plain, quick_of
 from jax import lax
 from scanned_models import BATCH, DONATED, make_params, make_step, offloaded, ulps
 
@@ -103,6 +104,10 @@ LOSSES = {
 }
 
 
+# Followed as "scanned" and "checkpointed stack" are.
+ALIKE = {"checkpointed whole", "unrolled by two", "casts"}
+
+
 def params_of(name):
     """The parameters of a loss."""
     params = make_params()
@@ -122,11 +127,13 @@ def plain_results(name):
 
 @pytest.mark.parametrize(
     ("name", "residuals"),
-    [
-        pytest.param(n, r, marks=[pytest.mark.slow] * (r != "host" and n != "scanned"))
-        for n in LOSSES
-        for r in ("device", "host")
-    ],
+    quick_of(
+        itertools.product(LOSSES, ["device", "host"]),
+        {
+            ("scanned", "device"),
+            *((name, "host") for name in LOSSES if name not in ALIKE),
+        },
+    ),
 )
 def test_losses(name, residuals):
     """All parameters on the host; values, memory kinds, and one compilation."""

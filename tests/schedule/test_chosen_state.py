@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import quick_of
 from jax import lax
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding, PartitionSpec
@@ -321,7 +322,9 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize("name", INSIDE)
+@pytest.mark.parametrize(
+    "name", quick_of([(name,) for name in INSIDE], {("in_a_scan",), ("of_a_cond",)})
+)
 def test_inside(name):
     """State may be chosen within a loop, a branch, or a jit; or after these."""
     tx, plain = alike("adamw")

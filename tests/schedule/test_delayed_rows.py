@@ -1,6 +1,7 @@
 """Rows that the next iteration stores: which they are, and that none goes astray."""
 
 import collections
+import itertools
 import re
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import program
 import pytest
-from harness import committed
+from harness import committed, quick_of
 from jax import lax
 from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, ulps
 
@@ -49,16 +50,16 @@ def make_loss(*, reverse=False, unroll=1):
     return loss
 
 
-@pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(
-    ("length", "unroll"),
-    [
-        (6, 3),
-        *(
-            pytest.param(*some, marks=pytest.mark.slow)
-            for some in [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2)]
-        ),
-    ],
+    ("length", "unroll", "reverse"),
+    quick_of(
+        [
+            (*some, reverse)
+            for some in [(6, 3), (1, 1), (2, 1), (3, 1), (4, 1), (5, 1), (5, 2)]
+            for reverse in (False, True)
+        ],
+        {(6, 3, True)},
+    ),
 )
 def test_every_row_is_stored(length, unroll, reverse):
     """Of scans too short for it, unrolled, from either end."""
@@ -307,8 +308,12 @@ def trained_as_plain(reverse, residuals):
     return step.lower(resting, tx.init(resting), BATCH).as_text()
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("computes_longer", [False, True])
+@pytest.mark.parametrize(
+    ("computes_longer", "reverse"),
+    quick_of(
+        itertools.product([False, True], repeat=2), {(False, True), (True, False)}
+    ),
+)
 def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
     """Where computation takes long enough, each is stored after the one before it."""
     every_row(computes_longer, monkeypatch)

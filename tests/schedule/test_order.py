@@ -265,6 +265,25 @@ def test_updates_in_turn_where_there_is_computation():
             assert ordering.updates_in_turn(scan, fused) == want
 
 
+def test_gradients_that_wait_leave_when_rows_are_loaded(monkeypatch):
+    """Where this hides loads, which else begin when all gradients have left (F83)."""
+    step, scan, fused = planned(params_at_rest=True)
+    first, last = (v for f in by_gradients(scan, fused) for v in f.component.gradients)
+    work = Work((), (), (), (last, first))
+    turn = for_gpu(step, scan, work)
+    assert turn.waiting == work.waiting
+    assert not turn.store_after
+    assert not turn.store_after_loads
+    monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
+    turn = for_gpu(step, scan, work)
+    assert turn.waiting == (first, last)
+    assert turn.store_after == {last: first}
+    loads = turn.store_after_loads
+    assert [*loads] == [first, last]
+    assert len(turn.ahead) == 2
+    assert sorted(map(id, sum(loads.values(), ()))) == sorted(map(id, turn.ahead))
+
+
 def test_a_tpu_is_told_the_order_where_it_matters(monkeypatch):
     """If more than state rests on the host, or if computation hides the transfers."""
     step, scan, fused = planned()

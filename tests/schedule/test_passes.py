@@ -1,5 +1,6 @@
 """Passes that read state for what is reduced over all of it, before it is updated."""
 
+import itertools
 import warnings
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from harness import EVERYTHING
+from harness import EVERYTHING, quick_of
 from small_jaxprs import names
 from small_updates import update_of
 
@@ -77,9 +78,12 @@ def plain(tx):
 
 
 @pytest.mark.parametrize(
-    "window_bytes", [WINDOW, pytest.param(2**21, marks=pytest.mark.slow)]
+    ("name", "window_bytes"),
+    quick_of(
+        itertools.product(OPTIMIZERS, [WINDOW, 2**21]),
+        {("lamb, then clip", WINDOW), ("the largest", WINDOW)},
+    ),
 )
-@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_values_and_passes(name, window_bytes):
     """As the optimizer alone, but for the order of sums; nothing is over the window."""
     inner, passes = OPTIMIZERS[name]

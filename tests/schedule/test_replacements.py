@@ -102,7 +102,9 @@ def test_what_makes_new_parameters(apply, found, kind):
         assert got[0]["embedding"].sharding.memory_kind == kind
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("device", marks=pytest.mark.slow), "pinned_host"]
+)
 def test_steps_that_keep_their_state(kind):
     """An update that is dropped adds nothing, not even what is not finite."""
     inner = optax.MultiSteps(SGD, 2)

@@ -77,7 +77,7 @@ def test_peak_falls_in_a_whole_step(chip):
 @pytest.mark.slow
 def test_gradients_of_unequal_layers_are_freed_as_they_are_consumed(chip):
     """As without offload: nearly all of the state is gone from the peak."""
-    widths = (1024, 4096, 1280, 3840, 1536, 3584, 1792)
+    widths = (1024, 4096, 1280, 3840, 1536)
     params = {
         f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32)
         for i, shape in enumerate(itertools.pairwise(widths))
@@ -94,8 +94,8 @@ def test_gradients_of_unequal_layers_are_freed_as_they_are_consumed(chip):
 
     plain, ours = peak_of(optax.adamw(1e-3)), peak_of(oo.offload(optax.adamw(1e-3)))
     saved = (plain.peak_bytes - ours.peak_bytes) / ours.host_argument_bytes
-    # 0.69 on an H100 and 0.42 on a v5e where loops wait for the gradients of all (F63).
-    assert saved >= 0.8
+    # 0.59 on an H100 and 0.77 on a v5e where loops wait for the gradients of all (F63).
+    assert saved >= 0.85
 
 
 def test_no_leaf_is_copied_for_its_slices(chip):

@@ -1,5 +1,6 @@
 """The examples: real text, the same losses with offload and without."""
 
+import functools
 import math
 import os
 import pathlib
@@ -31,15 +32,26 @@ def run(program, *flags, cwd, sizes=(*SMALL, "--log_every=1")):
     )
 
 
+@pytest.fixture(scope="module")
+def offloaded(tmp_path_factory):
+    """Runs a program with offload, once: its folder, and what it printed."""
+
+    @functools.cache
+    def ran(program):
+        folder = tmp_path_factory.mktemp("offloaded")
+        without_chips = ["--chips="] if program == "train_lm.py" else []
+        return folder, run(program, "--offload", *without_chips, cwd=folder)
+
+    return ran
+
+
 @pytest.mark.slow
+@pytest.mark.xdist_group("examples")
 @pytest.mark.parametrize("program", ["train_lm.py", "train_nnx.py"])
-def test_losses_are_those_without_offload(program, tmp_path):
+def test_losses_are_those_without_offload(program, offloaded, tmp_path):
     """To the last digit printed; the table shows where every leaf is."""
-    without_chips = ["--chips="] if program == "train_lm.py" else []
-    with_, without = (
-        run(program, *flags, cwd=tmp_path)
-        for flags in (["--offload", *without_chips], ["--nooffload"])
-    )
+    folder, with_ = offloaded(program)
+    without = run(program, "--nooffload", cwd=tmp_path)
     assert with_.returncode == without.returncode == 0, with_.stderr + without.stderr
 
     def losses(text):
@@ -59,7 +71,8 @@ def test_losses_are_those_without_offload(program, tmp_path):
     assert all({"device", "pinned_host"} & set(row) for row in rows)
     assert any("pinned_host" in row for row in rows)
     assert "pinned_host" not in without.stdout
-    assert (tmp_path / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
+    for where in (folder, tmp_path):
+        assert (where / "out" / f"{pathlib.Path(program).stem}.png").stat().st_size
 
 
 @pytest.mark.aot
@@ -140,10 +153,11 @@ def test_two_models_take_turns(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_layer(tmp_path):
+@pytest.mark.xdist_group("examples")
+def test_one_layer(offloaded, tmp_path):
     """Saved and restored half way, with the losses of `train_lm.py`."""
     got = run("one_layer.py", cwd=tmp_path)
-    want = run("train_lm.py", "--chips=", cwd=tmp_path)
+    _, want = offloaded("train_lm.py")
     assert got.returncode == want.returncode == 0, got.stderr + want.stderr
 
     def losses(text):

@@ -220,7 +220,8 @@ def test_layers_along_the_second_axis():
     assert check(loss, params, BATCH).startswith(FUSED)
 
 
-@pytest.mark.parametrize("clip", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("clip", [False, True])
 def test_encoder_and_decoder(clip):
     """Two scans, each updated in its own backward scan."""
 

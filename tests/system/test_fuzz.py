@@ -8,7 +8,7 @@ from fuzz_programs import CHOICES, LOOPS_FROM, Drawn, draw
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL = 8, 216
+QUICK, ALL = 4, 216
 # JAX or optax refuse the plain step, or noise changes as much as it does. That another
 # seed tests nothing is a mistake of the fuzzer's.
 NO_PROGRAM, CHAOTIC = {122, 187}, {184}

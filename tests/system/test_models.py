@@ -170,7 +170,8 @@ def test_no_query_sees_a_later_key(chunk, monkeypatch):
     np.testing.assert_array_equal(seen > 0, np.tri(8, dtype=bool))
 
 
-@pytest.mark.parametrize("shape", [LLAMA, pytest.param(GPT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [LLAMA, GPT])
 def test_it_trains(shape):
     """A tiny decoder of the same code, offloaded, on the CPU."""
     tokens = jnp.tile(jnp.arange(17), (4, 1))

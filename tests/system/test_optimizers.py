@@ -109,6 +109,7 @@ NOTHING_TO_ENCODE = {"adafactor", "dog", "noisy_sgd", "schedule_free_sgd", "sign
 # Their first state is a number that bfloat16 does not have, and counts at once.
 STARTS_ROUNDED = {"adagrad", "yogi"}
 QUICK = ["adamw", "lamb", "multi_steps", "lion"]
+OF_CODEC = {"int8": QUICK, "bfloat16-stochastic": ["adamw"]}
 # They keep other things, or in other ways, than those do: in every codec, as slow.
 KINDS = ["adafactor", "adamax", "ema", "mechanic", "muon", "partition", "sm3"]
 KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
@@ -269,7 +270,7 @@ def rules_of(name):
 @pytest.mark.parametrize(
     ("name", "codec"),
     [
-        case(name, codec, quick=name == "adamw" or (codec == "int8" and name in QUICK))
+        case(name, codec, quick=name in OF_CODEC.get(codec, ()))
         for name in sorted(INSIDE)
         for codec in BOUNDS
         if codec == "int8" or name in [*QUICK, *KINDS]
