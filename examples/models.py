@@ -1,7 +1,8 @@
-"""Train steps of well-known models, as shapes only, for `optax-offload fit`.
+r"""Train steps of well-known models, as shapes only, for `optax-offload fit`.
 
 Decoders with the shapes of Llama 3 (8B and 70B), Gemma 2B, GPT-2 XL and GPT-3 (175B),
-and a ViT-H/14, in Flax linen. Nothing is allocated, because a step is only compiled. So
+and a ViT-H/14, in Flax linen; and adapters (LoRA, arXiv:2106.09685) over a frozen
+Llama 3 of 8B, 70B and 405B. Nothing is allocated, because a step is only compiled. So
 that its peak is that of real training:
 
 - parameters, gradients and state are sharded over all devices (FSDP), one axis of each;
@@ -15,6 +16,8 @@ that its peak is that of real training:
 
 Run:
     optax-offload fit examples.models:llama3_8b --target h100 --out llama.toml
+    optax-offload fit examples.models:llama3_70b_lora --target rtx4090 \
+        --frozen "layers/.*" --allow nf4 --host-memory 64GiB
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Shape:
       tied: Whether the embedding is also the output layer.
       learned_positions: Number of learned positions; 0 for rotary ones, which have
         no parameters.
+      rank: Rank of the adapters of each matrix of a block; 0 for none.
     """
 
     layers: int
@@ -69,11 +73,13 @@ class Shape:
     gated: Callable[[jax.Array], jax.Array] | None = nn.silu
     tied: bool = False
     learned_positions: int = 0
+    rank: int = 0
 
 
 # https://github.com/meta-llama/llama-models, models/sku_list.py
 LLAMA3_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
 LLAMA3_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
+LLAMA3_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
 # https://arxiv.org/abs/2403.08295, table 1; its vocabulary as released.
 GEMMA_2B = Shape(18, 2048, 8, 1, 256, 16384, 256000, gated=nn.gelu, tied=True)
 # https://arxiv.org/abs/2005.14165, table 2.1; its vocabulary is GPT-2's.
@@ -104,7 +110,7 @@ class _Block(nn.Module):
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
         shape = self.shape
         dense = functools.partial(
-            nn.Dense,
+            functools.partial(_Adapted, shape.rank) if shape.rank else nn.Dense,
             use_bias=shape.gated is None,
             dtype=x.dtype,
             param_dtype=self.param_dtype,
@@ -129,6 +135,34 @@ class _Block(nn.Module):
         return self.constrain(x), None
 
 
+class _Adapted(nn.Module):
+    """A frozen product, and beside it the two narrow ones of its adapters."""
+
+    rank: int
+    features: int
+    use_bias: bool
+    dtype: Any
+    param_dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        base = nn.Dense(
+            self.features,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            name="base",
+        )
+
+        def adapter(name: str, *size: int) -> jax.Array:
+            made = self.variable("adapters", name, jnp.zeros, size, jnp.float32)
+            return made.value.astype(self.dtype)
+
+        down = adapter("down", x.shape[-1], self.rank)
+        up = adapter("up", self.rank, self.features)
+        return base(x) + x @ down @ up
+
+
 def _norm(shape: Shape, param_dtype: Any, name: str) -> Any:
     norm = nn.LayerNorm if shape.gated is None else nn.RMSNorm
     return norm(dtype=jnp.bfloat16, param_dtype=param_dtype, name=name)
@@ -140,7 +174,7 @@ def _layers(
     """The blocks, as one scanned and rematerialized module."""
     scanned = nn.scan(
         nn.remat(_Block, prevent_cse=False),
-        variable_axes={"params": 0},
+        variable_axes={"params": 0, "adapters": 0},
         split_rngs={"params": True},
         length=shape.layers,
     )
@@ -319,6 +353,45 @@ def _train_step(
     )
 
 
+def _adapter_step(
+    offload: Wrap, target: aot.Target, shape: Shape, batch: int, context: int
+) -> oo.Step:
+    """The step of (adapters, opt_state, base, tokens): of a base that stays as it is.
+
+    The base is in bfloat16 and its adapters are in float32, all sharded as above.
+    """
+    mesh = target.mesh(("fsdp",))
+    rows = NamedSharding(mesh, P("fsdp"))
+    module = Decoder(shape, constrain=lambda x: lax.with_sharding_constraint(x, rows))
+    size = batch * target.device_count, context + 1
+    tokens = jax.ShapeDtypeStruct(size, jnp.int32, sharding=rows)
+    key = jax.random.key(0)
+    variables: Any = jax.eval_shape(Decoder(shape).init, key, tokens)
+    adapters, base = jax.tree.map(
+        lambda x: _shard(x, mesh, target.platform),
+        (variables["adapters"], variables["params"]),
+    )
+    tx = optax.chain(optax.clip_by_global_norm(1.0), offload(optax.adamw(1e-4)))
+    state = oo.eval_shape(tx.init, adapters)
+
+    def step(adapters: Any, state: Any, base: Any, tokens: Any) -> Any:
+        def loss_fn(adapters: Any) -> Any:
+            return module.apply({"params": base, "adapters": adapters}, tokens)
+
+        loss, gradients = jax.value_and_grad(loss_fn)(adapters)
+        updates, state = tx.update(gradients, state, adapters)
+        return optax.apply_updates(adapters, updates), state, loss
+
+    shardings = jax.tree.map(lambda x: x.sharding, (adapters, state))
+    return oo.Step(
+        step,
+        (adapters, state, base, tokens),
+        donate_argnums=(0, 1),
+        out_shardings=(*shardings, NamedSharding(mesh, P())),
+        tokens=size[0] * context,
+    )
+
+
 def parameter_shapes(module: Any, batch: Any) -> Mapping[str, Any]:
     """The parameters of a Flax module, as structs."""
     variables: Any = jax.eval_shape(module.init, jax.random.key(0), *batch)
@@ -372,8 +445,28 @@ def _decoder(
     return make_step
 
 
+def _adapted(shape: Shape, *, batch: int = 1, context: int = 4096) -> Any:
+    """A step factory for adapters of a decoder whose other parameters are frozen."""
+
+    def make_step(
+        offload: Wrap,
+        target: aot.Target,
+        batch: int = batch,
+        context: int = context,
+        rank: int = 16,
+        layers: int = shape.layers,
+    ) -> oo.Step:
+        changed = dataclasses.replace(shape, rank=rank, layers=layers)
+        return _adapter_step(offload, target, changed, batch, context)
+
+    return make_step
+
+
 llama3_8b = _decoder(LLAMA3_8B)
 llama3_70b = _decoder(LLAMA3_70B)
+llama3_8b_lora = _adapted(LLAMA3_8B)
+llama3_70b_lora = _adapted(LLAMA3_70B)
+llama3_405b_lora = _adapted(LLAMA3_405B)
 gemma_2b = _decoder(GEMMA_2B)
 gpt3_175b = _decoder(GPT3, context=2048)
 gpt2_xl = _decoder(GPT2_XL, batch=4, context=1024, params="float32")

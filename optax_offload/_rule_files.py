@@ -104,7 +104,10 @@ def _check_keys(file: str, prefix: str, table: dict[str, Any], cls: type) -> Non
 
 
 def config_text(
-    config: OffloadConfig, head: Sequence[str], comments: Sequence[Sequence[str]]
+    config: OffloadConfig,
+    head: Sequence[str],
+    comments: Sequence[Sequence[str]],
+    placed: Sequence[str] = ("params",),
 ) -> str:
     """The text of a file that `load_config` reads as a configuration.
 
@@ -112,6 +115,7 @@ def config_text(
       config: The configuration.
       head: Lines of comment on the whole.
       comments: Lines of comment on each rule of the optimizer's state.
+      placed: The names of the trees that rules of parameters are for.
     """
     lines = [_commented(line) for line in head]
     if config.window_bytes is not None:
@@ -123,10 +127,15 @@ def config_text(
     for rule, comment in zip(config.rules, comments, strict=True):
         lines += ["", *map(_commented, comment), "[[rules]]", *_rule(rule)]
     for position, rule in enumerate(config.parameters):
-        place = "Parameters: params = oo.place(params, config.parameters)."
+        place = f"Parameters: {'; '.join(map(placing, placed))}."
         comment = [] if position else [_commented(place)]
         lines += ["", *comment, "[[parameters]]", *_rule(rule)]
     return "\n".join(lines) + "\n"
+
+
+def placing(name: str) -> str:
+    """The line of a script that places parameters of such a name."""
+    return f"{name} = oo.place({name}, config.parameters)"
 
 
 def _commented(line: str) -> str:

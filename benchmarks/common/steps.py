@@ -31,12 +31,14 @@ class Mode(NamedTuple):
       step: Wraps the step that is made with it.
       is_ours: Whether the library has a part in it.
       on_host: A regex of the parameters that rest on the host; "" for none.
+      base: Rules of the frozen base under adapters; () leaves it where it is.
     """
 
     optimizer: Wrap
     step: Wrap = as_it_is
     is_ours: bool = True
     on_host: str = ""
+    base: tuple[oo.Rule, ...] = ()
 
 
 def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -83,6 +85,9 @@ SIX_BYTES = functools.partial(
 )
 SIX_BYTES_IN_PARTS = functools.partial(SIX_BYTES, window_bytes=2**28)
 INT8_ALONE = functools.partial(oo.low_bit, rules=MOMENTS)
+# Matrices in few bits, and tables of the vocabulary in their own.
+IN_FOUR_BITS = (oo.Rule(".*/kernel", codec="nf4"), oo.Rule("embedding|lm_head"))
+IN_EIGHT_BITS = (oo.Rule(".*/kernel", codec="int8-linear"), IN_FOUR_BITS[1])
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
@@ -114,6 +119,12 @@ MODES: dict[str, Mode] = {
         functools.partial(oo.stream, residuals="host"),
         on_host=".*",
     ),
+    "nf4 base": Mode(
+        OURS, functools.partial(oo.stream, residuals="host"), base=IN_FOUR_BITS
+    ),
+    "int8 base": Mode(
+        OURS, functools.partial(oo.stream, residuals="host"), base=IN_EIGHT_BITS
+    ),
     "int8": Mode(INT8),
     "int8 fused": Mode(INT8, oo.stream),
     "int8 alone": Mode(INT8_ALONE),
@@ -126,6 +137,9 @@ def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
     """A step of `examples/models.py` as a mode has it."""
     step = _plan.StepFactory(make_step, target).step(mode.optimizer)
     step = step._replace(fn=mode.step(step.fn))
+    if mode.base:
+        adapters, state, base, tokens = step.args
+        return step._replace(args=(adapters, state, oo.place(base, mode.base), tokens))
     if not mode.on_host:
         return step
     params = oo.set_memory_kind(step.args[0], mode.on_host, "pinned_host")

@@ -6,7 +6,8 @@ each layer. Each target is compiled for, from the smallest on, until the step fi
 default budget of `optax_offload.plan`; a target whose memory is less than the
 parameters, the gradients (of no fused step) and the state that stays is passed over.
 What was compiled is kept beside the results, and is not compiled again (ours and fused
-are, if the library has changed).
+are, if the library has changed). Models called `..._lora` train adapters (LoRA) over a
+frozen base, which "nf4 base" and "int8 base" keep in host memory in 4 and 8 bits.
 
 With `--batch_on` it is the largest batch instead: as many sequences on each device of
 these targets as fit the same budget.
@@ -16,6 +17,8 @@ Run (the second is one row):
     python -m benchmarks.memory.fit_models --models=llama3_8b --families=gpu \
         --modes=ours
     python -m benchmarks.memory.fit_models --models=llama3_8b --batch_on=h100
+    python -m benchmarks.memory.fit_models --models=llama3_70b_lora --families=gpu \
+        --modes="nf4 base" --context=2048
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ from optax_offload import _plan, aot
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", ["llama3_8b", "llama3_70b"], "Of examples/models.py.")
-flags.DEFINE_list("families", ["gpu", "h100", "v5p"], "Targets to go through.")
+flags.DEFINE_list("families", ["gpu", "h100", "v5p", "v5e"], "Targets to go through.")
 flags.DEFINE_list("modes", USUAL_MODES, f"Of {', '.join(MODES)}.")
 flags.DEFINE_integer("context", 4096, "Tokens in a sequence, one on each device.")
 flags.DEFINE_list("batch_on", [], "Targets to find the largest batch on.")
@@ -54,6 +57,7 @@ flags.DEFINE_string("out", "out/fit_models", "Where the .json goes.")
 TARGETS = {
     "gpu": ["rtx4090", "a100-40", "h100", "h200", "b200"],
     "h100": ["h100", "h100:2", "h100:4", "h100:8", "h100:16", "h100:32"],
+    "v5e": ["v5e:1x1", "v5e:2x2", "v5e:2x4"],
     "v5p": ["v5p:1x1x1", "v5p:2x1x1", "v5p:2x2x1", "v5p:2x2x2", "v5p:2x2x4"],
 }
 # Whatever the mode: a single chip for 8B, several for 70B.
@@ -62,6 +66,10 @@ ROWS = [
     ("llama3_70b", "h100"),
     ("llama3_70b", "v5p"),
     ("gpt3_175b", "h100"),
+    ("llama3_8b_lora", "gpu"),
+    ("llama3_8b_lora", "v5e"),
+    ("llama3_70b_lora", "gpu"),
+    ("llama3_405b_lora", "gpu"),
 ]
 
 
@@ -118,13 +126,15 @@ def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
         return {"least_bytes": least, "fits": False, "seconds": 0.0}
     started = time.perf_counter()
     try:
-        peak = aot.peak(_plan.compile_step(step, target))
-        used, host = peak.peak_bytes, peak.host_argument_bytes
+        compiled = _plan.compile_step(step, target)
+        peak, modelled = aot.peak(compiled), aot.step_time(compiled, target).seconds
+        used, host = peak.peak_bytes, peak.host_peak_bytes
     except aot.DoesNotFitError as error:
-        used, host = error.used_bytes, None
+        used, host, modelled = error.used_bytes, None, None
     return {
         "used_bytes": used,
         "host_bytes": host,
+        "step_seconds": modelled,
         "fits": used <= budget,
         "seconds": time.perf_counter() - started,
     }
@@ -132,13 +142,13 @@ def probe(make_step: Any, target: aot.Target, mode: str) -> dict[str, Any]:
 
 def least_bytes(step: oo.Step, gradients: bool) -> int:
     """Arguments in device memory, and gradients if any: as much as parameters."""
-    params, state, batch = step.args
+    params, *rest = step.args
 
     def on_device(tree: Any) -> int:
         rows = oo.memory_report(tree).rows
         return sum(r.nbytes_per_device for r in rows if r.actual == "device")
 
-    return (1 + gradients) * on_device(params) + on_device(state) + on_device(batch)
+    return (1 + gradients) * on_device(params) + on_device(rest)
 
 
 def smallest(prober: Prober, model: str, family: str, mode: str) -> dict[str, Any]:
@@ -193,14 +203,18 @@ def print_targets(prober: Prober) -> list[dict[str, Any]]:
         for mode in FLAGS.modes:
             row = {"model": model, "family": family, "mode": mode}
             rows.append(row | smallest(prober, model, family, mode))
-    print(f"\n{'model':12s} {'among':6s} {'mode':15s} smallest      GiB of it, on host")
+    print(
+        f"\n{'model':16s} {'among':6s} {'mode':15s} smallest      GiB of it, on host, "
+        "modelled seconds"
+    )
     for row in rows:
         sizes = [row.get(k) for k in ("used_bytes", "host_bytes")]
-        gib = [f"{n / 2**30:7.1f}" if n is not None else "      -" for n in sizes]
+        figures = [None if n is None else n / 2**30 for n in sizes]
+        figures.append(row.get("step_seconds"))
+        shown = ["      -" if x is None else f"{x:7.2f}" for x in figures]
         name = row["target"] or "none of these"
-        print(
-            f"{row['model']:12s} {row['family']:6s} {row['mode']:15s} {name:13s}", *gib
-        )
+        start = f"{row['model']:16s} {row['family']:6s} {row['mode']:15s} {name:13s}"
+        print(start, *shown)
     return rows
 
 

@@ -13,7 +13,12 @@ from optax_offload._low_bit.forms import (
     codecs_named,
     in_other_forms,
 )
-from optax_offload._low_bit.frozen import check_state, decoding, has_frozen
+from optax_offload._low_bit.frozen import (
+    check_state,
+    decoding,
+    has_frozen,
+    replaced,
+)
 from optax_offload._low_bit.in_rows import by_rows
 from optax_offload._low_bit.known_fields import moments
 from optax_offload._low_bit.low_bit import as_rules_say, low_bit, warn_of_blocks
@@ -41,6 +46,7 @@ __all__ = [
     "master_paths",
     "master_weights",
     "moments",
+    "replaced",
     "stochastic_round",
     "warn_of_blocks",
 ]

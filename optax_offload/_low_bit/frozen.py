@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from optax_offload import _trees
 from optax_offload._low_bit.encoded import Encoded, is_encoded
+
+_At = tuple[_trees.KeyPath, Any]
 
 
 def has_frozen(tree: Any) -> bool:
@@ -76,29 +78,39 @@ def _decoded(x: Any, at: _trees.KeyPath, found: list[Any]) -> Any:
     return _trees.map_with_path(decode, x, is_leaf=is_encoded)
 
 
-def _check_kept(
-    results: list[tuple[_trees.KeyPath, Any]],
-    found: list[tuple[_trees.KeyPath, Encoded, Any]],
-) -> None:
-    """Raises where a new value is in the place of an encoded parameter.
+def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.KeyPath]:
+    """Returns the keys of the arguments in whose place a step returns a new value.
 
     That is at its path below its argument, in the results or in one of them.
+
+    Args:
+      results: The leaves of the results, each with its keys.
+      arguments: Leaves of the arguments, each with its keys.
     """
     places: dict[str, Any] = {}
     for keys, x in results:
         for inside in (keys, keys[1:]) if keys else ():
             places.setdefault(_trees.path_string(inside), x)
-    replaced: list[str] = []
-    for keys, node, value in found:
+    found: list[_trees.KeyPath] = []
+    for keys, value in arguments:
         path = _trees.path_string(keys[1:])
         new = places.get(path) if path else None
-        if new is not None and new is not value and _is_like(new, node):
-            replaced.append(path)
-    if replaced:
+        if new is not None and new is not value and _is_like(new, value):
+            found.append(keys)
+    return found
+
+
+def _check_kept(
+    results: Sequence[_At], found: list[tuple[_trees.KeyPath, Encoded, Any]]
+) -> None:
+    """Raises where a new value is in the place of an encoded parameter."""
+    new = replaced(results, [(keys, value) for keys, _, value in found])
+    if new:
         name = found[0][1].codec.name
+        paths = [_trees.path_string(keys[1:]) for keys in new]
         raise ValueError(
             f"the step replaces parameters that are encoded, as codec {name!r}: "
-            f"{_trees.listed(replaced)}. An update is less than what encoding rounds "
+            f"{_trees.listed(paths)}. An update is less than what encoding rounds "
             "away, so these are frozen. Return them as they came, and train adapters: "
             "gradients, optimizer and updates of the adapters alone. To train these "
             "themselves in few bytes, leave the codec out of their rule, and give "
@@ -107,5 +119,5 @@ def _check_kept(
         )
 
 
-def _is_like(x: Any, node: Encoded) -> bool:
-    return getattr(x, "shape", None) == node.shape
+def _is_like(x: Any, value: Any) -> bool:
+    return getattr(x, "shape", None) == value.shape

@@ -13,6 +13,7 @@ from optax_offload._plan.budget import (
     default_budget_bytes,
 )
 from optax_offload._plan.candidates import CompiledCandidate, Progress
+from optax_offload._plan.frozen import parameters_of
 from optax_offload._plan.planner import Planner, plan
 from optax_offload._plan.result import Plan, check_can_plot, save_plot
 from optax_offload._plan.state import allowed
@@ -36,6 +37,7 @@ __all__ = [
     "checked_budget",
     "compile_step",
     "default_budget_bytes",
+    "parameters_of",
     "plan",
     "record",
     "save_plot",

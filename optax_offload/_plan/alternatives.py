@@ -9,12 +9,13 @@ from typing import Any
 
 from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import (
+    OTHERS,
     STATE_AT_ONCE,
     THE_REST,
     CompiledCandidate,
 )
 from optax_offload._plan.search import PassedOver
-from optax_offload._plan.state import REMAINDER, Codecs
+from optax_offload._plan.state import REMAINDER, Codecs, of_parameters
 from optax_offload._units import Printed, milliseconds, size_text
 from optax_offload.aot import Assumption, DoesNotFitError, Target
 
@@ -306,7 +307,11 @@ def _fewer_bits(codecs: Codecs) -> Iterator[str]:
         "which is exact"
     }
     names = ",".join(codecs)
-    means = "; ".join(what.get(c, f"moments as {c}") for c in codecs)
+    base = of_parameters(codecs)
+    means = "; ".join(
+        what.get(c, f"{'frozen parameters' if c in base else 'moments'} as {c}")
+        for c in codecs
+    )
     if codecs:
         yield f"- fewer bits: --allow {names} (allow={names!r}): {means}"
 
@@ -353,6 +358,12 @@ def _what_helps(
             f"{size_text(at_once)} of it is loaded at once, as for a norm of "
             "accumulated gradients (a warning names the equation, and what to write "
             "instead)"
+        )
+    others = parts.get(OTHERS, 0)
+    if others > short:
+        yield (
+            f"- --frozen REGEX (frozen=...), if parameters that are not trained are "
+            f"among the {size_text(others)} of {OTHERS}"
         )
     temporary = parts.get("residuals", 0) + parts.get(THE_REST, 0)
     if temporary > short:

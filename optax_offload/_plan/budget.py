@@ -48,15 +48,17 @@ class Asked:
 
     Attributes:
       budget: The memory that a step may take.
-      allow: The codecs that state may be kept in; see `allowed`.
+      allow: The codecs that state and frozen parameters may be kept in; see `allowed`.
       link_bytes_per_second: Bandwidth of the link; None takes the documented one.
       folder: The folder that keeps figures of compiled programs; None keeps nothing.
+      frozen: The regex of the parameters that are not trained; None for none.
     """
 
     budget: Budget
     allow: Codecs = ()
     link_bytes_per_second: float | None = None
     folder: str | os.PathLike[str] | None = None
+    frozen: str | None = None
 
 
 def default_budget_bytes(target: Target) -> int:

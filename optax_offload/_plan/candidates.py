@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 
-from optax_offload import _flops, _memory, _offload, _trees, aot
+from optax_offload import _flops, _offload, _trees, aot
 from optax_offload._errors import OffloadWarning
-from optax_offload._jit import before_jit, jit
+from optax_offload._jit import jit
 from optax_offload._plan.budget import Asked
+from optax_offload._plan.frozen import placed_in
 from optax_offload._plan.state import MovableState
-from optax_offload._plan.step import Step, StepFactory
+from optax_offload._plan.step import Step, StepFactory, unjitted
 from optax_offload._plan.variants import Facts, Sizes, Variant
 from optax_offload._schedule import FusedStep
 from optax_offload._units import milliseconds, seconds_text, size_text
@@ -26,6 +27,8 @@ from optax_offload._units import milliseconds, seconds_text, size_text
 STATE_AT_ONCE = "state loaded at once"
 # And of what no other name is known for.
 THE_REST = "other temporaries"
+# And what is neither parameters nor state, with what is not known to be.
+OTHERS = "other arguments and results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +144,8 @@ def compiled(
         variant=variant,
         what=variant.text(facts.sizes),
         moved_bytes=facts.sizes.moved_state(variant),
-        parameter_bytes=facts.sizes.parameters[variant.parameters],
+        parameter_bytes=facts.sizes.parameters[variant.parameters]
+        + facts.sizes.moved_frozen(variant),
         used_bytes=found.used_bytes,
         host_bytes=on_host,
         peak=found.peak,
@@ -160,6 +164,7 @@ def parts_of(
     """The bytes on each device by what they hold, such as parameters; see `Plan`."""
     sizes, at_once = facts.sizes, facts.state_at_once_bytes
     parameters = sizes.all_parameters - sizes.parameters[variant.parameters]
+    parameters += sizes.device_frozen(variant)
     state = sizes.device_state(variant)
     beside = max(used_bytes - parameters - state, 0)
     # A compiler that refuses does not say how much of it is temporary: all counts.
@@ -181,7 +186,7 @@ def parts_of(
         "state": state,
         **found,
         THE_REST: left,
-        "other arguments and results": beside - temporary,
+        OTHERS: beside - temporary,
     }
 
 
@@ -206,26 +211,14 @@ def prepared(
     step = unjitted(step)
     if hasattr(step.fn, "trace"):
         return step, None
-    paths = [x.argument for x in state.resting(variant.parameters)]
-    if paths:
-        pattern = "|".join(map(re.escape, paths))
-        args = _memory.set_memory_kind(step.args, pattern, "pinned_host")
+    placed = state.placed(variant.parameters, variant.frozen)
+    if placed:
+        moved = state.resting(variant.parameters, variant.frozen)
+        args = placed_in(step.args, placed, [x.argument for x in moved])
         step = step._replace(args=args)
     elif variant.is_plain and not state.changes_any(variant.state):
         return step, jax.jit
     return step, functools.partial(jit, **variant.options)
-
-
-def unjitted(step: Step) -> Step:
-    """A step of `jit` as if it were not jitted; any other as it is."""
-    found = before_jit(step.fn)
-    if found is None:
-        return step
-    fn, options = found
-    known = {"donate_argnums", "out_shardings"}
-    if not options.keys() <= known:
-        return step
-    return step._replace(fn=fn, **options)
 
 
 def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
@@ -253,7 +246,11 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         flops=_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,
         flops_again=found.flops_again,
         residual_bytes=found.residual_bytes,
-        row_arguments=frozenset(leaves[i] for i in found.in_turns),
+        row_arguments=frozenset(
+            path
+            for i in found.in_turns
+            for path in (leaves[i], _trees.encoded_leaf(leaves[i]) or "")
+        ),
         outside=found.reasons(),
         state_at_once_bytes=at_once,
         joined_by=joined,

@@ -23,14 +23,17 @@ from optax_offload._plan.candidates import (
     parts_of,
     traced,
 )
+from optax_offload._plan.frozen import FrozenParameters, names_of
 from optax_offload._plan.result import Plan
 from optax_offload._plan.search import Search, smallest_that_fits
 from optax_offload._plan.state import (
     Codecs,
     MovableState,
+    RecordedOptimizer,
     Selection,
     allowed,
     forms,
+    leaf_patterns,
     movable_state,
     worth_allowing,
 )
@@ -61,6 +64,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     budget_bytes: int | None = None,
     host_memory_bytes: int | None = None,
     rules: _rules.Rules | None = None,
+    frozen: str | None = None,
     allow: str | Sequence[str] | None = None,
     link_bytes_per_second: float | None = None,
     folder: str | os.PathLike[str] | None = None,
@@ -92,10 +96,14 @@ def plan(  # noqa: PLR0913 - keyword-only options
       rules: The rules that are decided already. They say which leaves of the state move
         and (``memory_kind="device"``) which stay; an `OffloadConfig` can have rules of
         parameters too. The plan decides about leaves that none of them matches.
-      allow: The codecs in which state may be kept, a name or several, as
-        ``"int8,bfloat16-remainder"``; see `low_bit`. ``"bfloat16-remainder"`` is for
-        the weights of `master_weights`, and changes no number; the others are for
-        moments. None leaves all state its dtype.
+      frozen: A regex of the parameters that are not trained, as the base under
+        adapters. It matches whole paths, which begin in the step's argument that they
+        are in, as those of rules for `place` do. They may rest on the host.
+      allow: The codecs that may be used, a name or several, as
+        ``"int8,bfloat16-remainder"``. Those of `place` (``"nf4"``) are for frozen
+        parameters; those of `low_bit` for state: ``"bfloat16-remainder"`` for the
+        weights of `master_weights`, which changes no number, the others for moments.
+        None leaves all its dtype.
       link_bytes_per_second: Bandwidth of the link to the host, each way, for the model;
         by default the documented one. See `measure_link`.
       folder: The folder that keeps peaks and times of compiled programs, so that other
@@ -113,8 +121,8 @@ def plan(  # noqa: PLR0913 - keyword-only options
         what would help; its ``alternatives`` are the table of what was tried.
       TypeError: ``make_step`` does not return a `Step`.
       ValueError: It does not give an optimizer to ``offload``, or does not initialise
-        it; a budget is more than the target has; a rule is wrong; a codec is none,
-        or for state that the step does not have.
+        it; a budget is more than the target has; a rule is wrong; a codec is none, or
+        for what the step does not have; what is said to be frozen is replaced.
       ImportError: The compiler's wheel is not installed.
 
     Example:
@@ -137,7 +145,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     """
     target = aot.Target(target) if isinstance(target, str) else target
     budget = checked_budget(budget_bytes, host_memory_bytes, target)
-    asked = Asked(budget, allowed(allow), link_bytes_per_second, folder)
+    asked = Asked(budget, allowed(allow), link_bytes_per_second, folder, frozen)
     given = None if rules is None else _rules.as_config(rules)
     planner = Planner(StepFactory(make_step, target, args), asked, given, progress)
     planner.run()
@@ -176,8 +184,11 @@ class Planner:
         self._factory, self._asked, self._given = factory, asked, given
         self._progress = tell
         self._started = time.perf_counter()
-        self._states: dict[Codecs, MovableState] = {(): self._movable(())}
-        check_remainder(asked.allow, self._states[()].optimizers, factory)
+        optimizers = record(factory, given)
+        self._frozen = FrozenParameters.of(factory, optimizers, asked.frozen, given)
+        self._frozen.check(asked.allow)
+        check_remainder(asked.allow, optimizers, factory)
+        self._states: dict[Codecs, MovableState] = {(): self._movable((), optimizers)}
         self._facts = Facts(Sizes.of(self._states))
         self._known: dict[Variant, CompiledCandidate] = {}
         self._search: Search | None = None
@@ -227,9 +238,11 @@ class Planner:
         best, compiled = self.best, self.compiled
         if best is None:
             table = dataclasses.replace(self.alternatives, outside=self._facts.outside)
-            codecs = worth_allowing(asked.allow, self._states[()].optimizers)
+            state = self._states[()]
+            codecs = worth_allowing(asked.allow, state.optimizers, bool(state.frozen))
             raise NothingFitsError(target, asked.budget, compiled, table, codecs)
         state, on_host = self._states[best.variant.codecs], asked.budget.host_bytes
+        placed = state.placed(best.variant.parameters, best.variant.frozen)
         return Plan(
             target=target,
             budget_bytes=asked.budget.device_bytes,
@@ -237,6 +250,8 @@ class Planner:
             config=best.variant.config(state),
             moved=state.selected(best.variant.state),
             encoded=state.encoded,
+            frozen=tuple(leaf_patterns([x.leaf for x in placed if x.frozen], 0)),
+            placed=names_of(self._factory.plain_step(), placed),
             before=compiled[0],
             after=best,
             compiled=compiled,
@@ -247,9 +262,15 @@ class Planner:
             complete=self.complete,
         )
 
-    def _movable(self, codecs: Codecs) -> MovableState:
-        recorded = record(self._factory, self._given, codecs)
-        return movable_state(recorded, self._given, self._factory.target.device_count)
+    def _movable(
+        self, codecs: Codecs, recorded: tuple[RecordedOptimizer, ...] = ()
+    ) -> MovableState:
+        return movable_state(
+            recorded or record(self._factory, self._given, codecs),
+            self._given,
+            self._factory.target.device_count,
+            self._frozen.kept_in(codecs),
+        )
 
     def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
         so_far = time.perf_counter() - self._started
@@ -269,7 +290,9 @@ class Planner:
         state = self._states[()]
         options = Options(late_gradients="recompute", residuals="host")
         facts = traced(
-            self._factory, state, Variant(state.everything, (), "all", options)
+            self._factory,
+            state,
+            Variant(state.everything, (), "all", options, frozen="all"),
         )
         for codecs, each in self._states.items():
             self._states[codecs] = each.with_rows(facts.row_arguments)

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 from optax_offload import _offload, _rule_files, _rules, aot
 from optax_offload._plan.alternatives import Alternatives
 from optax_offload._plan.candidates import (
+    OTHERS,
     STATE_AT_ONCE,
     THE_REST,
     CompiledCandidate,
 )
 from optax_offload._plan.state import REMAINDER, LeafPattern
+from optax_offload._rules import PARAMETER_CODECS
 from optax_offload._units import (
     GIB,
     Printed,
@@ -41,7 +43,9 @@ class Plan(Printed):
         `place`, and the options of ``step`` for `jit`.
       moved: The leaves of state that the plan moves, beside what was given: for each of
         its rules the ``pattern`` and the ``leaves``.
-      encoded: The leaves that it encodes, whether they move or not.
+      encoded: The leaves of state that it encodes, whether they move or not.
+      frozen: The frozen parameters that it moves or encodes.
+      placed: The names of the trees that rules of parameters are for.
       before: The step as the given rules have it: the plain one if there are none.
       after: The step with the plan; the same if nothing is to be done. Its ``time`` is
         the modelled one, and ``parts`` what fills the device: parameters, state,
@@ -71,6 +75,8 @@ class Plan(Printed):
     alternatives: Alternatives
     environment: Mapping[str, str]
     encoded: tuple[LeafPattern, ...] = ()
+    frozen: tuple[LeafPattern, ...] = ()
+    placed: tuple[str, ...] = ("params",)
     host_memory_bytes: int | None = None
     outside: tuple[str, ...] = ()
     tokens: int | None = None
@@ -108,13 +114,16 @@ class Plan(Printed):
         given = len(self.config.rules) - len(self.moved) - len(kept)
         comments = [["Given."] if len(self.config.rules) > 1 else []] * given
         if not self.moved and self.config.rules == (_rules.Rule(".*", "device"),):
-            comments = [["Everything fits: all state stays on the device."]]
+            fits = "Everything fits: all" if self.before.fits else "All"
+            comments = [[f"{fits} state stays on the device."]]
         comments += [_comment(pattern) for pattern in self.moved]
         comments += [
             [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
             for p in kept
         ]
-        return _rule_files.config_text(self.config, [head, *self._summary()], comments)
+        return _rule_files.config_text(
+            self.config, [head, *self._summary()], comments, self.placed
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -171,20 +180,22 @@ class Plan(Printed):
         if not self.empty:
             lines.append("tx = oo.offload(optimizer, config)")
         if self.config.parameters:
-            lines.append("params = oo.place(params, config.parameters)")
+            lines += map(_rule_files.placing, self.placed)
         return [*lines, "step = oo.jit(train_step, **config.step)"]
 
     def numerics(self) -> list[str]:
         """Lines on what the codecs do to the numbers, and where that was measured."""
         lines: list[str] = []
-        for codec in dict.fromkeys(p.codec for p in self.encoded):
-            some = [p for p in self.encoded if p.codec == codec]
-            what, effect = _NUMBERS[codec == REMAINDER]
+        every = [p for p in (*self.encoded, *self.frozen) if p.codec]
+        for codec in dict.fromkeys(p.codec for p in every):
+            some = [p for p in every if p.codec == codec]
+            what, effect = _NUMBERS.get(codec or "", _OF_MOMENTS)
             count = sum(len(p.leaves) for p in some)
             size = sum(p.nbytes_per_device for p in some)
+            leaves = "1 leaf" if count == 1 else f"{count} leaves"
             lines.append(
-                f"{count} leaves of {what} are kept as {codec}: {size_text(size)} on "
-                f"each device. {effect}"
+                f"kept as {codec}: {leaves} of {what}, {size_text(size)} of each "
+                f"device. {effect}"
             )
         return lines
 
@@ -259,18 +270,23 @@ class Plan(Printed):
         return "\n".join([head, *rest, *parts, *moved, *table, *assumed])
 
 
-# The leaves that a codec is for, and its effect; the second is that of remainders.
-_NUMBERS = (
-    (
-        "moments",
-        "Updates then differ from those in float32; docs/low-bits.md shows what that "
-        "does to training",
-    ),
-    (
+# The leaves that a codec is for, and its effect.
+_OF_MOMENTS = (
+    "moments",
+    "Updates then differ from those in float32; docs/low-bits.md shows what that does "
+    "to training",
+)
+_OF_FROZEN = (
+    "frozen parameters",
+    "The step computes with what is left of them; oo.place says how much that is",
+)
+_NUMBERS = {
+    REMAINDER: (
         "master weights",
         "With their bfloat16 parameters they are the float32 weights, exactly",
     ),
-)
+    **dict.fromkeys(PARAMETER_CODECS, _OF_FROZEN),
+}
 
 
 def _comment(pattern: LeafPattern) -> list[str]:
@@ -300,7 +316,7 @@ COLORS = {
     "residuals": "#6cc5b0",
     STATE_AT_ONCE: "#a463f2",
     THE_REST: "#97bbf5",
-    "other arguments and results": "#9c9c9c",
+    OTHERS: "#9c9c9c",
 }
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import CompiledCandidate
-from optax_offload._plan.state import Selection
+from optax_offload._plan.state import MOST_LAST, Selection
 from optax_offload._plan.variants import Expectation, Variant, small_windows
 
 # A way that is expected to take less than the best one by no more than this share of
@@ -225,20 +225,23 @@ class Search:
         return "slower" if best is not None and least >= best.step_seconds else None
 
 
-_MORE_PARAMETERS = ("device", "rows", "all")
-
-
 def _moves_more(one: Variant, other: Variant) -> bool:
     """Returns whether one way differs from another only in that it moves more."""
     residuals = one.options.residuals, other.options.residuals
     options = dataclasses.replace(one.options, residuals=residuals[1])
-    moved = {"state": other.state, "parameters": other.parameters, "options": options}
-    rank = _MORE_PARAMETERS.index
+    moved = {
+        "state": other.state,
+        "parameters": other.parameters,
+        "frozen": other.frozen,
+        "options": options,
+    }
+    rank = MOST_LAST.index
     return (
         one != other
         and dataclasses.replace(one, **moved) == other
         and one.state >= other.state
         and rank(one.parameters) >= rank(other.parameters)
+        and rank(one.frozen) >= rank(other.frozen)
         and (residuals[0] == "host" or residuals[1] == "device")
     )
 
@@ -255,6 +258,7 @@ def _distance(one: Variant, other: Variant) -> int:
         8 * (one.options.fuse != other.options.fuse)
         + 8 * (one.options.latency_hiding != other.options.latency_hiding)
         + 4 * (one.parameters != other.parameters)
+        + 4 * (one.frozen != other.frozen)
         + 4 * (bool(one.state) != bool(other.state))
         + 2 * (one.options.late_gradients != other.options.late_gradients)
         + 2 * len({*one.codecs} ^ {*other.codecs})

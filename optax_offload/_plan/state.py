@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, NamedTuple, cast
 
 from optax_offload import _rules
@@ -13,6 +13,7 @@ from optax_offload import _rules
 Selection = frozenset[int]
 # Which parameters rest on the host: none, those that scans take row by row, or all.
 Parameters = Literal["device", "rows", "all"]
+MOST_LAST: tuple[Parameters, ...] = ("device", "rows", "all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +42,9 @@ class Leaf:
 Codecs = tuple[_rules.CodecName, ...]
 # The one that changes no number: it is for master weights, the others are for moments.
 REMAINDER: _rules.CodecName = "bfloat16-remainder"
-# The codec of moments that is named where one would help.
+# The codecs of moments and of frozen parameters that are named where one would help.
 USUAL: _rules.CodecName = "int8"
+USUAL_OF_FROZEN: _rules.CodecName = "nf4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +122,24 @@ class Parameter:
     """A parameter of a step, and whether it may rest on the host.
 
     Attributes:
-      leaf: Its path as the optimizer sees it, and its bytes.
+      leaf: Its path as the optimizer sees it, or a frozen one's in its argument; its
+        bytes, and the codec that it is kept in.
       argument: Its path among the arguments of the step.
       by_rows: Whether turns take it: row by row, or as one layer of many.
       given: The memory kind that the given rules name; None where none of them matches.
+      frozen: Whether it is not trained.
     """
 
     leaf: Leaf
     argument: str
     by_rows: bool = False
     given: str | None = None
+    frozen: bool = False
+
+    @property
+    def root(self) -> str:
+        """The path of the tree that rules of it are for, with a slash at the end."""
+        return self.argument.removesuffix(self.leaf.path)
 
     def rests(self, which: Parameters) -> bool:
         """Returns whether it rests on the host if parameters are moved in this way."""
@@ -172,7 +182,7 @@ class MovableState:
       patterns: The patterns of the leaves that no given rule matches, in the order in
         which they should be moved. A `Selection` has positions in it.
       device_count: The number of devices of the target.
-      parameters: The parameters of the step.
+      parameters: The parameters of the step, trained and frozen.
     """
 
     given: _rules.OffloadConfig | None
@@ -182,9 +192,23 @@ class MovableState:
     device_count: int
     parameters: tuple[Parameter, ...] = ()
 
-    def resting(self, which: Parameters) -> tuple[Parameter, ...]:
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The parameters that are trained."""
+        return tuple(x for x in self.parameters if not x.frozen)
+
+    @property
+    def frozen(self) -> tuple[Parameter, ...]:
+        """The parameters that are not trained."""
+        return tuple(x for x in self.parameters if x.frozen)
+
+    def resting(
+        self, which: Parameters, frozen: Parameters = "device"
+    ) -> tuple[Parameter, ...]:
         """The parameters that rest on the host, with such of them moved."""
-        return tuple(x for x in self.parameters if x.rests(which))
+        return tuple(
+            x for x in self.parameters if x.rests(frozen if x.frozen else which)
+        )
 
     def with_rows(self, arguments: Collection[str]) -> MovableState:
         """The same, where it is known which arguments turns take in part."""
@@ -194,19 +218,55 @@ class MovableState:
         ]
         return dataclasses.replace(self, parameters=tuple(known))
 
-    def parameter_rules(self, which: Parameters) -> tuple[_rules.Rule, ...]:
-        """The given rules of parameters, and one for each pattern of what is moved."""
+    def placed(
+        self, which: Parameters, frozen: Parameters = "device"
+    ) -> tuple[Parameter, ...]:
+        """The parameters that rest on the host, or that given rules encode.
+
+        Others are not encoded: what is on the device is decoded all at once.
+        """
+        moved = self.resting(which, frozen)
+        return tuple(
+            x for x in self.parameters if x in moved or (x.given and x.leaf.codec)
+        )
+
+    def parameter_rules(
+        self, which: Parameters, frozen: Parameters = "device"
+    ) -> tuple[_rules.Rule, ...]:
+        """The given rules of parameters, and one for each pattern of what is placed.
+
+        A rule may match in some of several arguments only, and be given all of them.
+        """
         rules = list(self.given.parameters) if self.given else []
-        chosen = [x for x in self.resting(which) if x.given is None]
-        stays = {x.leaf.path for x in self.parameters if not x.rests(which)}
-        for path in dict.fromkeys(x.leaf.path for x in chosen):
-            rule = _rules.Rule(pattern_of(path))
+        moved, placed = self.resting(which, frozen), self.placed(which, frozen)
+
+        for x in placed:
+            if x.given is not None:
+                continue
             # Paths may differ in numbers only, and scans take rows of some.
-            if any(rule.matches(other) for other in stays):
-                rule = _rules.Rule(re.escape(path))
+            pattern = re.compile(pattern_of(x.leaf.path), re.DOTALL)
+            exact = any(
+                pattern.fullmatch(y.leaf.path)
+                for y in self.parameters
+                if y not in moved or y.leaf.codec != x.leaf.codec
+            )
+            rule = _rules.Rule(
+                re.escape(x.leaf.path) if exact else pattern.pattern,
+                codec=x.leaf.codec,
+            )
             if rule not in rules:
                 rules.append(rule)
-        return tuple(rules)
+        of_each: dict[str, list[str]] = {}
+        roots = {x.root for x in placed}
+        for x in self.parameters:
+            if x.root in roots:
+                of_each.setdefault(x.root, []).append(x.leaf.path)
+        return tuple(
+            rule
+            if all(any(map(rule.matches, paths)) for paths in of_each.values())
+            else dataclasses.replace(rule, optional=True)
+            for rule in rules
+        )
 
     @property
     def everything(self) -> Selection:
@@ -222,6 +282,11 @@ class MovableState:
     def parameter_bytes(self) -> int:
         """The bytes on each device of the parameters that the optimizers update."""
         return sum(o.parameter_bytes for o in self.optimizers)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The bytes on each device of those that are not trained."""
+        return sum(x.leaf.nbytes_per_device for x in self.frozen)
 
     def selected(self, selection: Selection) -> tuple[LeafPattern, ...]:
         """The patterns of a selection."""
@@ -278,11 +343,18 @@ class MovableState:
 
 
 def movable_state(
-    optimizers: tuple[RecordedOptimizer, ...],
+    optimizers: Sequence[RecordedOptimizer],
     given: _rules.OffloadConfig | None,
     device_count: int,
+    frozen: Sequence[Parameter] = (),
 ) -> MovableState:
-    """Applies the given rules to the state of the optimizers.
+    """Applies the given rules to the state of the optimizers, and to parameters.
+
+    Args:
+      optimizers: The optimizers of the step.
+      given: The given rules.
+      device_count: The number of devices of the target.
+      frozen: The parameters that are not trained.
 
     Raises:
       ValueError: a rule matches no leaf.
@@ -305,19 +377,40 @@ def movable_state(
         moved = [x for x, p in placements if p.memory_kind != "device"]
     return MovableState(
         given,
-        optimizers,
+        tuple(optimizers),
         tuple(moved),
         tuple(leaf_patterns(undecided)),
         device_count,
-        _parameters(optimizers, given),
+        _parameters((*_beside(frozen, trained_parameters(optimizers)), *frozen), given),
     )
 
 
-def _parameters(
-    optimizers: Sequence[RecordedOptimizer], given: _rules.OffloadConfig | None
+def _beside(
+    frozen: Sequence[Parameter], trained: Sequence[Parameter]
+) -> Iterator[Parameter]:
+    """Trained parameters, those beside frozen ones by their path in their argument."""
+    whole = {x.root for x in frozen}
+    for x in trained:
+        root = x.argument.partition("/")[0] + "/"
+        if root in whole and x.root != root:
+            path = x.argument.removeprefix(root)
+            leaf = dataclasses.replace(x.leaf, path=path)
+            yield dataclasses.replace(x, leaf=leaf)
+        else:
+            yield x
+
+
+def trained_parameters(
+    optimizers: Sequence[RecordedOptimizer],
 ) -> tuple[Parameter, ...]:
-    """The parameters of all optimizers, each once, and where given rules have them."""
-    found = list({x.argument: x for o in optimizers for x in o.parameters}.values())
+    """The parameters of all optimizers, each once."""
+    return tuple({x.argument: x for o in optimizers for x in o.parameters}.values())
+
+
+def _parameters(
+    found: Sequence[Parameter], given: _rules.OffloadConfig | None
+) -> tuple[Parameter, ...]:
+    """Parameters, and where given rules have them."""
     if given is None or not given.parameters:
         return tuple(found)
     config = _rules.as_config(given.parameters)
@@ -343,34 +436,61 @@ def allowed(allow: str | Sequence[str] | None) -> Codecs:
     """
     texts = [allow] if isinstance(allow, str) else list(allow or ())
     names = [name.strip() for text in texts for name in text.split(",")]
-    unknown = [name for name in names if name not in _rules.STATE_CODECS]
+    unknown = [name for name in names if name not in _rules.CODEC_NAMES]
     if unknown:
         raise ValueError(
             f"allow has {', '.join(map(repr, unknown))}; each must be one of "
-            + ", ".join(map(repr, _rules.STATE_CODECS))
+            + ", ".join(map(repr, _rules.CODEC_NAMES))
         )
     return cast("Codecs", tuple(dict.fromkeys(names)))
 
 
 def forms(allow: Codecs) -> list[Codecs]:
-    """The codecs that state can be kept in together: one of moments, that of masters.
+    """The codecs of a plan together: one of moments, that of masters, one of frozen.
 
     Example:
       >>> forms(("int8", "bfloat16-remainder"))
       [('int8',), ('bfloat16-remainder',), ('int8', 'bfloat16-remainder')]
+      >>> forms(("int8", "nf4"))
+      [('int8',), ('nf4',), ('int8', 'nf4')]
     """
-    of_moments: list[Codecs] = [(name,) for name in allow if name != REMAINDER]
-    if REMAINDER not in allow:
-        return of_moments
-    return [*of_moments, (REMAINDER,), *((*each, REMAINDER) for each in of_moments)]
+    found: list[Codecs] = [(name,) for name in _of_moments(allow)]
+    if REMAINDER in allow:
+        found.extend([(REMAINDER,), *((*each, REMAINDER) for each in found)])
+    for name in of_parameters(allow):
+        others = [each for each in found if not of_parameters(each)]
+        found.extend([(name,), *((*each, name) for each in others)])
+    return found
 
 
-def worth_allowing(allow: Codecs, optimizers: Sequence[RecordedOptimizer]) -> Codecs:
-    """The codecs to allow for the least state; nothing if they are allowed already."""
-    of_moments: list[_rules.CodecName]
-    of_moments = [name for name in allow if name != REMAINDER]
-    if not of_moments and any(o.moments for o in optimizers):
-        of_moments = [USUAL]
-    halves = any(o.halves for o in optimizers)
-    found: Codecs = (*of_moments, REMAINDER) if halves else tuple(of_moments)
+def of_parameters(codecs: Codecs) -> Codecs:
+    """Those of some codecs that are for frozen parameters."""
+    return tuple(name for name in codecs if _of_frozen(name))
+
+
+def _of_frozen(name: _rules.CodecName) -> bool:
+    return name in _rules.PARAMETER_CODECS
+
+
+def _of_moments(codecs: Codecs) -> Codecs:
+    return tuple(n for n in codecs if not _of_frozen(n) and n != REMAINDER)
+
+
+def worth_allowing(
+    allow: Codecs, optimizers: Sequence[RecordedOptimizer], frozen: bool = False
+) -> Codecs:
+    """The codecs to allow for the fewest bytes; nothing if they are allowed already.
+
+    Args:
+      allow: The codecs that are allowed.
+      optimizers: The optimizers of the step.
+      frozen: Whether it has frozen parameters.
+    """
+    moments, base = _of_moments(allow), of_parameters(allow)
+    if not moments and any(o.moments for o in optimizers):
+        moments = (USUAL,)
+    if not base and frozen:
+        base = (USUAL_OF_FROZEN,)
+    halves = (REMAINDER,) * any(o.halves for o in optimizers)
+    found: Codecs = (*moments, *halves, *base)
     return () if {*found} <= {*allow} else found

@@ -13,6 +13,7 @@ import optax
 from jax.sharding import Sharding
 
 from optax_offload import _memory, _offload, _rules, _trees, aot
+from optax_offload._jit import before_jit
 from optax_offload._low_bit import encoded_parts, low_bit, master_paths, moments
 from optax_offload._plan.state import (
     REMAINDER,
@@ -20,6 +21,7 @@ from optax_offload._plan.state import (
     Leaf,
     Parameter,
     RecordedOptimizer,
+    of_parameters,
     pattern_of,
 )
 
@@ -93,6 +95,18 @@ def compile_step(step: Step, target: aot.Target) -> jax.stages.Compiled:
         donate_argnums=step.donate_argnums,
         out_shardings=step.out_shardings,
     )
+
+
+def unjitted(step: Step) -> Step:
+    """A step of `jit` as if it were not jitted; any other as it is."""
+    found = before_jit(step.fn)
+    if found is None:
+        return step
+    fn, options = found
+    known = {"donate_argnums", "out_shardings"}
+    if not options.keys() <= known:
+        return step
+    return step._replace(fn=fn, **options)
 
 
 class _Call(NamedTuple):
@@ -173,7 +187,7 @@ def record(
 
     def leaf(path: str, aval: Any) -> Leaf:
         like = arguments.get((path, aval.shape), [None])[0]
-        return _leaf(path, aval, like, factory.target)
+        return leaf_of(path, aval, like, factory.target)
 
     def parameters(call: _Call) -> Iterator[Parameter]:
         for path, aval in call.params:
@@ -204,6 +218,8 @@ def _codec_rules(
     """The rules with a codec: those given, then one for each format of what is left."""
     rules = list(given.made_lenient().rules) if given else []
     for codec in codecs:
+        if codec in of_parameters(codecs):
+            continue
         paths = halves if codec == REMAINDER else of_moments
         patterns = sorted({pattern_of(path) for path in paths})
         if patterns:
@@ -245,7 +261,7 @@ def _types(tree: Any) -> list[tuple[str, Any]]:
     return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
 
 
-def _leaf(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
+def leaf_of(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
     """A leaf, with the sharding of the step's argument that it is.
 
     That is the one of its shape whose path ends in the leaf's. Where it is None, the

@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 
 from optax_offload._plan.state import (
+    MOST_LAST,
     REMAINDER,
     Codecs,
     MovableState,
     Parameters,
     Selection,
+    of_parameters,
 )
 from optax_offload._rules import OffloadConfig
 from optax_offload._step_options import LateGradients, Options, Residuals
@@ -30,11 +32,13 @@ class Variant:
 
     Attributes:
       state: The patterns of state that rest on the host, as positions.
-      codecs: The codecs that state is kept in, of those that are allowed.
-      parameters: The parameters that rest on the host: none, those that scans take row
-        by row, or all.
+      codecs: The codecs that state and frozen parameters are kept in, of those that
+        are allowed.
+      parameters: The trained parameters that rest on the host: none, those that scans
+        take row by row, or all.
       options: The options that the step is jitted with.
       window_bytes: The window of the update; None where the library chooses.
+      frozen: The frozen parameters that rest on the host.
     """
 
     state: Selection = frozenset()
@@ -42,6 +46,7 @@ class Variant:
     parameters: Parameters = "device"
     options: Options = dataclasses.field(default_factory=lambda: Options(fuse=False))
     window_bytes: int | None = None
+    frozen: Parameters = "device"
 
     @property
     def is_plain(self) -> bool:
@@ -58,9 +63,9 @@ class Variant:
         if words and sizes and len(self.state) < len(sizes.patterns[self.codecs]):
             moved, whole = sizes.moved_state(self), sizes.state[self.codecs]
             words = [f"{size_text(moved)} of {size_text(whole)} of state"]
-        words += {"device": [], "rows": ["parameters"], "all": ["all parameters"]}[
-            self.parameters
-        ]
+        for which, name in (self.parameters, ""), (self.frozen, "frozen "):
+            if which != "device":
+                words.append("all " * (which == "all") + f"{name}parameters")
         words += ["residuals"] * (self.options.residuals == "host")
         parts = [f"{', '.join(words)} on the host" if words else "nothing moved"]
         if self.options.fuse:
@@ -73,9 +78,11 @@ class Variant:
             parts.append("fused" + waits[self.options.late_gradients])
         if self.options.latency_hiding == "off":
             parts.append("without latency hiding")
+        base = of_parameters(self.codecs)
         for codec in self.codecs:
             remainder = codec == REMAINDER
-            parts.append("masters as remainders" if remainder else f"{codec} moments")
+            of = "parameters" if codec in base else "moments"
+            parts.append("masters as remainders" if remainder else f"{codec} {of}")
         if self.window_bytes:
             parts.append(f"window {size_text(self.window_bytes)}")
         return "; ".join(parts) if not self.is_plain else "as given"
@@ -84,7 +91,7 @@ class Variant:
         """The settings of a train script, of the state as it is kept here."""
         config = dataclasses.replace(
             state.config(self.state),
-            parameters=state.parameter_rules(self.parameters),
+            parameters=state.parameter_rules(self.parameters, self.frozen),
             step=self.options,
         )
         if self.window_bytes is None:
@@ -105,14 +112,22 @@ class Variant:
         late = facts.late_bytes if waits else 0
         residuals = facts.residual_bytes if options.residuals == "host" else 0
         moved = facts.sizes.moved_state(self) + facts.sizes.parameters[self.parameters]
-        return moved + late + residuals
+        return moved + facts.sizes.moved_frozen(self) + late + residuals
 
     def link_bytes(self, facts: Facts) -> tuple[int, int]:
         """The bytes that it loads and stores in a step, on each device, at least."""
         parameters = facts.sizes.parameters[self.parameters]
+        frozen = facts.sizes.moved_frozen(self)
         twice = self.backward_twice and facts.late_bytes
-        rest = self.host_bytes(facts) - parameters
-        return rest + (3 if twice else 2) * parameters, rest + parameters
+        rest = self.host_bytes(facts) - parameters - frozen
+        loaded = (3 if twice else 2) * (parameters + frozen)
+        return rest + loaded, rest + parameters
+
+    def moves_rows(self, facts: Facts) -> bool:
+        """Returns whether it loads parameters row by row."""
+        trained = self.parameters != "device" and facts.sizes.parameters["rows"]
+        frozen = facts.sizes.frozen.get(self.codecs, {}).get("rows", 0)
+        return bool(trained or (self.frozen != "device" and frozen))
 
     @property
     def backward_twice(self) -> bool:
@@ -128,8 +143,11 @@ class Sizes:
       state: All state, by the codecs that it is kept in.
       given_state: State that the given rules move already.
       patterns: The bytes of each pattern of state, by the codecs.
-      parameters: The bytes of all parameters that can move, and of those by rows.
-      all_parameters: The bytes of all parameters.
+      parameters: The bytes of trained parameters that can move, and of those by rows.
+      all_parameters: The bytes of all trained parameters.
+      frozen: The bytes of frozen parameters that can move, and of those by rows, by the
+        codecs that they are kept in.
+      all_frozen: The bytes of all frozen parameters, in their own dtypes.
     """
 
     state: Mapping[Codecs, int]
@@ -137,12 +155,26 @@ class Sizes:
     patterns: Mapping[Codecs, tuple[int, ...]]
     parameters: Mapping[Parameters, int]
     all_parameters: int
+    frozen: Mapping[Codecs, Mapping[Parameters, int]] = dataclasses.field(
+        default_factory=dict
+    )
+    all_frozen: int = 0
 
     @classmethod
     def of(cls, states: Mapping[Codecs, MovableState]) -> Sizes:
         """Those of a step's state, by the codecs that it is kept in."""
         plain = states[()]
-        which: tuple[Parameters, ...] = ("device", "rows", "all")
+
+        def moved(state: MovableState, frozen: bool) -> Mapping[Parameters, int]:
+            return {
+                w: sum(
+                    x.leaf.nbytes_per_device
+                    for x in state.resting(w, w)
+                    if x.frozen == frozen
+                )
+                for w in MOST_LAST
+            }
+
         return cls(
             state={c: s.state_bytes for c, s in states.items()},
             given_state={c: s.moved_bytes(frozenset()) for c, s in states.items()},
@@ -150,11 +182,10 @@ class Sizes:
                 c: tuple(p.nbytes_per_device for p in s.patterns)
                 for c, s in states.items()
             },
-            parameters={
-                w: sum(x.leaf.nbytes_per_device for x in plain.resting(w))
-                for w in which
-            },
+            parameters=moved(plain, False),
             all_parameters=plain.parameter_bytes,
+            frozen={c: moved(s, True) for c, s in states.items()},
+            all_frozen=plain.frozen_bytes,
         )
 
     def moved_state(self, variant: Variant) -> int:
@@ -166,6 +197,15 @@ class Sizes:
     def device_state(self, variant: Variant) -> int:
         """The state of a variant that rests on the device."""
         return self.state[variant.codecs] - self.moved_state(variant)
+
+    def moved_frozen(self, variant: Variant) -> int:
+        """The frozen parameters of a variant that rest on the host."""
+        return self.frozen.get(variant.codecs, {}).get(variant.frozen, 0)
+
+    def device_frozen(self, variant: Variant) -> int:
+        """The frozen parameters of a variant that rest on the device."""
+        moved = self.frozen.get((), {}).get(variant.frozen, 0)
+        return self.all_frozen - moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +285,7 @@ class Outlook:
         gone = sizes.state[()] - sizes.device_state(variant)
         gone -= sizes.given_state[()]
         gone += sizes.parameters[variant.parameters]
+        gone += sizes.device_frozen(Variant()) - sizes.device_frozen(variant)
         gone += facts.gradient_bytes - variant.late_bytes_left(facts)
         gone += facts.residual_bytes * (options.residuals == "host")
         return Expectation(
@@ -278,17 +319,20 @@ def variants(facts: Facts) -> list[Variant]:
     for codecs, patterns in facts.sizes.patterns.items():
         every = frozenset(range(len(patterns)))
         states = [frozenset[int](), every] if every else [every]
-        for state, parameters, options in itertools.product(
-            states, _parameters(facts), _options(facts)
+        for state, (parameters, frozen), options in itertools.product(
+            states, _parameters(facts, codecs), _options(facts)
         ):
             # Of each parameter more state leaves the device for fewer bytes moved.
             if parameters != "device" and every and not state:
                 continue
-            # What scans load row by row has to be hidden.
-            by_rows = parameters != "device" and facts.sizes.parameters["rows"]
-            if options == WITHOUT_HIDING and by_rows:
+            # On the device they would be decoded at once, and take more than before.
+            if of_parameters(codecs) and frozen == "device":
                 continue
-            found.append(Variant(state, codecs, parameters, options))
+            # What scans load row by row has to be hidden.
+            way = Variant(state, codecs, parameters, options, frozen=frozen)
+            if options == WITHOUT_HIDING and way.moves_rows(facts):
+                continue
+            found.append(way)
     return list(dict.fromkeys(found))
 
 
@@ -297,13 +341,28 @@ def small_windows(variant: Variant) -> list[Variant]:
     return [dataclasses.replace(variant, window_bytes=n) for n in SMALL_WINDOWS]
 
 
-def _parameters(facts: Facts) -> Iterator[Parameters]:
-    yield "device"
-    nbytes = facts.sizes.parameters
-    if facts.can_stream and nbytes["rows"]:
-        yield "rows"
-    if facts.can_stream and nbytes["all"] > nbytes["rows"]:
-        yield "all"
+def _parameters(
+    facts: Facts, codecs: Codecs
+) -> Iterator[tuple[Parameters, Parameters]]:
+    """Which parameters move, of the trained and of the frozen.
+
+    Frozen ones are never stored, so no trained one moves before them.
+    """
+    rank = MOST_LAST.index
+    of_trained = _moved(facts, facts.sizes.parameters)
+    of_frozen = _moved(facts, facts.sizes.frozen.get(codecs, {}))
+    for trained, frozen in itertools.product(of_trained, of_frozen):
+        if rank(frozen) >= min(rank(trained), rank(of_frozen[-1])):
+            yield trained, frozen
+
+
+def _moved(facts: Facts, nbytes: Mapping[Parameters, int]) -> list[Parameters]:
+    found: list[Parameters] = ["device"]
+    if facts.can_stream and nbytes.get("rows", 0):
+        found.append("rows")
+    if facts.can_stream and nbytes.get("all", 0) > nbytes.get("rows", 0):
+        found.append("all")
+    return found
 
 
 def _options(facts: Facts) -> Iterator[Options]:

@@ -127,6 +127,7 @@ def main_options(
         "fit my_steps:make_step --target v5e:2x4 --budget 14GiB --out rules.toml",
         "fit my_steps:make_step --target rtx4090 --allow int8 --host-memory 64GiB",
         "fit my_steps:make_step --target h100 --allow int8,bfloat16-remainder",
+        "fit my_steps:make_lora --target rtx4090 --frozen 'layers/.*' --allow nf4",
         "fit my_steps:make_step --target h100 --set layers=24",
     )
 )
@@ -151,12 +152,20 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         pathlib.Path | None,
         typer.Option(help="A rule file that says what must move and what must stay."),
     ] = None,
+    frozen: Annotated[
+        str | None,
+        typer.Option(
+            help="A regex of the parameters that are not trained, such as the base of "
+            "adapters. Paths begin in the step's argument, as those of rules do.",
+            metavar="REGEX",
+        ),
+    ] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
             help="A codec that the plan may use: int8 and others for moments, "
-            "bfloat16-remainder for float32 copies of bfloat16 parameters. Several "
-            "with commas, or given repeatedly."
+            "bfloat16-remainder for float32 copies of bfloat16 parameters, nf4 and "
+            "others for frozen parameters. Several with commas, or given repeatedly."
         ),
     ] = None,
     out: Annotated[
@@ -198,6 +207,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             allow=_plan.allowed(allow),
             link_bytes_per_second=link,
             folder=_cache_folder() if cache else None,
+            frozen=frozen,
         )
         given = None if rules is None else _rule_files.load_config(rules)
         with _progress() as progress:
@@ -295,8 +305,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             made = _plan.StepFactory(factory, Target(target))
             recorded = _plan.record(made, config)
             leaves = [(x.path, x.nbytes) for r in recorded for x in r.state]
-            weights = {x.argument: x.leaf for r in recorded for x in r.parameters}
-            parameters = [(x.path, x.nbytes) for x in weights.values()]
+            parameters = _plan.parameters_of(made, recorded, config)
         found = {"": explanation_of(config.rules, leaves)}
         if config.parameters:
             found[" of parameters"] = explanation_of(config.parameters, parameters)

@@ -62,7 +62,9 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         columns = ("state moved to host memory", "leaves ", "each device ")
         console.print(table("", columns, moved))
     for rule in plan.config.parameters:
-        say(console, f"parameters moved to host memory: {rule.regex}")
+        where = " moved to host memory" * (rule.memory_kind != "device")
+        kept = f" as {rule.codec}" if rule.codec else ""
+        say(console, f"parameters{where}{kept}: {rule.regex}")
     before, after = plan.before, plan.after
     parts = [
         (

@@ -320,6 +320,18 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
             "its parameters are float32; make them bfloat16, and write offload(",
         ),
         (
+            ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "w"),
+            "frozen is 'w', which matches what the step replaces: 'w'",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "base"),
+            "frozen is 'base', which matches no parameter. The step's arguments are",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "h100", "--allow", "nf4"),
+            "and nothing is frozen. Say what the step does not train: --frozen REGEX",
+        ),
+        (
             ("fit", "my_steps:no_optimizer", "--target", "h100"),
             "does not call offload, its first argument",
         ),

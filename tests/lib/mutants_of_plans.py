@@ -11,6 +11,7 @@ from mutant import Mutant
 SEARCH = "tests/plan/test_search_by_hand.py"
 PLANNER = "tests/plan/test_planner_by_hand.py"
 STATE = "tests/plan/test_state.py"
+FROZEN = "tests/plan/test_frozen_base.py"
 RESULT = "tests/plan/test_result.py"
 BUDGET = "tests/plan/test_budget.py"
 LEAST = "tests/plan/test_least_state.py"
@@ -103,6 +104,43 @@ IN_PLANS = {
         "if facts.late_bytes < facts.gradient_bytes:",
         (f"{SEARCH}::test_which_ways_there_are",),
     ),
+    # What is frozen.
+    "frozen parameters that are stored": Mutant(
+        "_plan/variants.py",
+        "return rest + loaded, rest + parameters",
+        "return rest + loaded, rest + parameters + frozen",
+        (f"{FROZEN}::test_ways_of_frozen_parameters",),
+    ),
+    "codes that leave the device for what they stand for": Mutant(
+        "_plan/variants.py",
+        "moved = self.frozen.get((), {}).get(variant.frozen, 0)",
+        "moved = self.moved_frozen(variant)",
+        (f"{FROZEN}::test_ways_of_frozen_parameters",),
+    ),
+    "trained parameters that move before frozen ones": Mutant(
+        "_plan/variants.py",
+        "if rank(frozen) >= min(rank(trained), rank(of_frozen[-1])):",
+        "if rank(trained) >= min(rank(frozen), rank(of_trained[-1])):",
+        (f"{FROZEN}::test_ways_of_frozen_parameters",),
+    ),
+    "what given rules leave in its dtype encoded": Mutant(
+        "_plan/frozen.py",
+        "codec = name if rule is None else rule.codec",
+        "codec = name if rule is None else rule.codec or name",
+        (f"{FROZEN}::test_given_rules_decide_about_frozen_parameters",),
+    ),
+    "the bytes of codes of parameters without their scales": Mutant(
+        "_plan/frozen.py",
+        "nbytes=sum(y.nbytes or 0 for y in parts[x.argument])",
+        "nbytes=parts[x.argument][0].nbytes",
+        (f"{FROZEN}::test_bytes_of_frozen_parameters_in_a_codec",),
+    ),
+    "a step that replaces what is said to be frozen": Mutant(
+        "_plan/frozen.py",
+        "moving = [p for p in stays if p in trained] or _replaced(step, target, stays)",
+        "moving = [p for p in stays if p in trained]",
+        (f"{FROZEN}::test_what_cannot_be_frozen",),
+    ),
     # What the planner makes of figures.
     "state that the host has no room for": Mutant(
         "_plan/planner.py",
@@ -127,8 +165,10 @@ IN_PLANS = {
     ),
     "parameters of all devices on each": Mutant(
         "_plan/variants.py",
-        "sum(x.leaf.nbytes_per_device for x in plain.resting(w))",
-        "sum(x.leaf.nbytes or 0 for x in plain.resting(w))",
+        """x.leaf.nbytes_per_device
+                    for x in state.resting(w, w)""",
+        """(x.leaf.nbytes or 0)
+                    for x in state.resting(w, w)""",
         (f"{PLANNER}::test_bytes_are_those_of_each_device",),
     ),
     "products of all devices on each": Mutant(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import optax_offload as oo
 from optax_offload import _plan, _rule_files, aot
-from optax_offload._plan import state
+from optax_offload._plan import candidates, state
 from optax_offload._plan.alternatives import (
     Alternatives,
     NothingFitsError,
@@ -90,6 +90,33 @@ def test_each_rule_has_a_comment():
     )
 
 
+def test_a_plan_that_places_two_trees():
+    """The file and the lines to paste name both, and what the codec is of."""
+    leaf = state.Leaf("layers/w", MIB, MIB, 0, True, "nf4")
+    plan = dataclasses.replace(
+        planned(),
+        config=oo.OffloadConfig(
+            [oo.Rule(".*", "device")],
+            parameters=[oo.Rule("layers/w", codec="nf4", optional=True)],
+        ),
+        frozen=tuple(state.leaf_patterns([leaf])),
+        placed=("adapters", "base"),
+    )
+    placing = [f"{x} = oo.place({x}, config.parameters)" for x in ("adapters", "base")]
+    assert plan.training()[-3:-1] == placing
+    head, _, rules = plan.rule_file().partition("# Parameters: ")
+    assert rules == (
+        f"{'; '.join(placing)}.\n"
+        "[[parameters]]\n"
+        "pattern = 'layers/w'\n"
+        "optional = true\n"
+        'codec = "nf4"\n'
+    )
+    assert (
+        "# kept as nf4: 1 leaf of frozen parameters, 1.00 MiB of each device. " in head
+    )
+
+
 H100 = aot.Target("h100")
 
 
@@ -109,6 +136,13 @@ def candidate(used, host=0, seconds=1.0, variant=None, **parts):
         time=time,
         variant=variant or Variant(window_bytes=used),
     )
+
+
+def test_parameters_that_may_be_frozen():
+    """The option is named where what is no parameter takes more than is missing."""
+    others = {candidates.OTHERS: 110}
+    assert "- --frozen REGEX (frozen=...), if" in str(error(candidate(120, **others)))
+    assert "--frozen" not in str(error(candidate(120, **{candidates.OTHERS: 30})))
 
 
 NO_TABLE = Alternatives((), (), ())

@@ -1,5 +1,7 @@
 """The models of the examples: as large as published, and they learn."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,54 @@ def test_parameters_are_those_published(name):
     ]
     sharded = sum(whole for whole, shard in sizes if whole == 16 * shard)
     assert sharded > 0.99 * PUBLISHED[name]
+
+
+# https://arxiv.org/abs/2407.21783; the third is Llama 3.1's.
+BASES = {
+    "llama3_8b_lora": PUBLISHED["llama3_8b"],
+    "llama3_70b_lora": PUBLISHED["llama3_70b"],
+    "llama3_405b_lora": 405_853_388_800,
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_the_base_of_adapters_is_as_published(name):
+    """All of it is in bfloat16; state is of the adapters alone, two of each matrix."""
+    step = getattr(models, name)(lambda tx: tx, aot.Target("h100"), rank=8)
+    adapters, state, base, _ = step.args
+    assert sum(x.size for x in jax.tree.leaves(base)) == BASES[name]
+    assert {x.dtype for x in jax.tree.leaves(base)} == {jnp.dtype("bfloat16")}
+    count = sum(x.size for x in jax.tree.leaves(adapters))
+    kernels = [x for x in jax.tree.leaves(base["layers"]) if x.ndim == 3]
+    assert count == sum(8 * len(x) * sum(x.shape[1:]) for x in kernels)
+    assert sum(x.size for x in jax.tree.leaves(state) if x.ndim) == 2 * count
+
+
+def test_adapters_are_added_to_their_matrices():
+    """The loss is that of a decoder whose matrices have their products added."""
+    shape = dataclasses.replace(LLAMA, rank=4)
+    tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 61)
+    module = models.Decoder(shape, jnp.float32)
+    variables = module.init(jax.random.key(1), tokens)
+    tables = {name: 20 * variables["params"][name] for name in ("embedding", "lm_head")}
+    variables = variables | {"params": variables["params"] | tables}
+    adapters = jax.tree.map(
+        lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
+        variables["adapters"],
+    )
+    loss = module.apply({"params": variables["params"], "adapters": adapters}, tokens)
+    merged = dict(variables["params"])
+    merged["layers"] = {
+        name: {"kernel": x["base"]["kernel"] + low["down"] @ low["up"]}
+        if (low := adapters["layers"].get(name))
+        else x
+        for name, x in merged["layers"].items()
+    }
+    expected = models.Decoder(LLAMA, jnp.float32).apply({"params": merged}, tokens)
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    without = jax.tree.map(jnp.zeros_like, adapters)
+    plain = module.apply({"params": variables["params"], "adapters": without}, tokens)
+    assert abs(plain - expected) > 10 * abs(loss - expected)
 
 
 def test_offload_goes_around_adam():
