@@ -27,7 +27,7 @@ from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.accounts import Account, AtRest
 from optax_offload._program.bodies import entered, takers
 from optax_offload._program.call import called, called_where_it_rests
-from optax_offload._program.followed import Followed
+from optax_offload._program.followed import Followed, decodes
 from optax_offload._program.graph import bound, in_pairs, read, variables
 from optax_offload._program.primitives import facts
 from optax_offload._program.replaced import returning
@@ -38,6 +38,7 @@ from optax_offload._program.wanted import (
     has_update,
     inside,
     loads_itself,
+    row_counts,
     update_refused,
     wanted_at_rest,
 )
@@ -127,7 +128,8 @@ class _Walk:
         for e in jaxpr.eqns:
             resting = any(v in env and rests(env[v]) for v in variables(e.invars))
             resting |= any(_memory.on_host(v.aval) for v in variables(e.invars))
-            if not (resting or has_update(e) or any(v in stored for v in e.outvars)):
+            own = resting or has_update(e) or any(v in stored for v in e.outvars)
+            if not own and not followed.decodes(e):
                 plain.append(e)
                 continue
             run_plain()
@@ -136,6 +138,9 @@ class _Walk:
             user = source_info_util.user_context
             with user(info.traceback, name_stack=info.name_stack), e.ctx.manager:
                 results = followed.results(e)
+                if results is None and not own:
+                    plain.append(e)
+                    continue
                 if results is None:
                     counts = list(map(followed.counts.get, e.outvars))
                     results = self._results(jaxpr, e, values, stored, counts)
@@ -409,9 +414,15 @@ def _bound(jaxpr: jex.Jaxpr, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any
 
 
 def makes_rows(closed: jex.ClosedJaxpr) -> bool:
-    """Returns whether a function moves stacked results to the host, as for init."""
+    """Returns whether a function moves stacked results to the host, as for init.
+
+    Or whether it decodes, on the device, what its scans take rows of.
+    """
+    counts = row_counts(closed.jaxpr)
     stacked: set[jex.Var] = set()
     for e in closed.jaxpr.eqns:
+        if decodes(e, counts):
+            return True
         stacked.update(v for body in entered(e) for v in body.stacked)
         moved = in_pairs(e) if e.primitive.name == "device_put" else ()
         if any(a in stacked and _memory.on_host(v.aval) for a, v in moved):

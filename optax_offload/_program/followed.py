@@ -1,7 +1,9 @@
 """What leads from values at rest to scans that take rows of it, followed row by row.
 
 A model may decode all of its parameters before its layers take them. What treats rows
-alone is then computed of the rows that a layer takes, where it takes them.
+alone is then computed of the rows that a layer takes, where it takes them. Codes on the
+device are followed as values at rest are: decoded, they would be several times as many
+bytes.
 """
 
 from __future__ import annotations
@@ -9,12 +11,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
+from optax_offload._program.graph import variables
 from optax_offload._program.primitives import facts
 from optax_offload._program.row_values import RowValue, computed, of_stack, rests
 from optax_offload._program.wanted import row_counts, rows_of_results
+
+# Of codes, also of several that are packed together. Other integers have more.
+MOST_BITS = 16
 
 
 class Followed:
@@ -40,6 +47,10 @@ class Followed:
         self.counts = row_counts(jaxpr, results)
         self._values = values
         self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
+
+    def decodes(self, e: jex.JaxprEqn) -> bool:
+        """Returns whether an equation makes more bytes of codes, wanted row by row."""
+        return decodes(e, self.counts)
 
     def results(self, e: jex.JaxprEqn) -> Sequence[RowValue] | None:
         """The results of an equation, row by row, if it can be followed."""
@@ -90,6 +101,27 @@ class Followed:
             if _nbytes(a) >= limit:
                 return None
         return of_stack(x) if x.shape[0] == count else None
+
+
+def decodes(e: jex.JaxprEqn, counts: Mapping[jex.Var, int]) -> bool:
+    """Returns whether an equation makes more bytes of codes, wanted row by row.
+
+    Args:
+      e: The equation.
+      counts: The number of rows of each variable that is wanted row by row.
+    """
+    if facts(e).rows is None or rows_of_results(e, counts) is None:
+        return False
+    codes = [v for v in variables(e.invars) if v in counts and _may_be_codes(v)]
+    return bool(codes) and max(map(_nbytes, e.outvars)) > max(map(_nbytes, codes))
+
+
+def _may_be_codes(v: jex.Var) -> bool:
+    aval: Any = v.aval
+    return (
+        jnp.issubdtype(aval.dtype, jnp.integer)
+        and jnp.iinfo(aval.dtype).bits <= MOST_BITS
+    )
 
 
 def _nbytes(v: jex.Var) -> int:

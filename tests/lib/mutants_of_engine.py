@@ -80,8 +80,8 @@ IN_ENGINE = {
     ),
     "gradients that wait stored in the wrong row": Mutant(
         "_emit/scan.py",
-        "self._store(v, rows[v], i, buffers)",
-        "self._store(v, rows[v], number, buffers)",
+        "self._store(v, row, i, buffers)",
+        "self._store(v, row, number, buffers)",
         (f"{LATE}::test_gradients_that_wait",),
     ),
     "no barrier between what leaves together": Mutant(
