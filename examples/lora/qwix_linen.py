@@ -44,7 +44,7 @@ weights = Model().init(jax.random.key(0), x)["params"]  # As a checkpoint has th
 provider = qwix.LoraProvider(
     module_path=".*", weight_qtype="nf4", tile_size=64, rank=8, alpha=8.0
 )
-model = qwix.apply_lora_to_model(Model(), provider)
+model: Any = qwix.apply_lora_to_model(Model(), provider)
 params = model.init(jax.random.key(1), x)["params"]
 # qwix knows how to quantize one layer: of scanned ones, each by itself.
 layer = jax.eval_shape(lambda p: jax.tree.map(lambda x: x[0], p), params["layers"])

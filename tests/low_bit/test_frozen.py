@@ -108,6 +108,7 @@ def inputs():
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
     "lion": optax.lion(1e-2),
+    "momentum": optax.sgd(1e-1, momentum=0.9),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
 }
 
@@ -122,6 +123,7 @@ OPTIMIZERS = {
             ("adamw", "nf4", "stream", "unrolled"),
             # Optimizers do not know how layers are run.
             ("lion", "nf4", "jit", "scanned"),
+            ("momentum", "nf4", "jit", "unrolled"),
             ("clipped", "nf4", "jit", "unrolled"),
         ],
         {("adamw", "nf4", "jit", "scanned"), ("adamw", "nf4", "jit", "unrolled")},

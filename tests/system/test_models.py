@@ -1,6 +1,7 @@
 """The models of the examples: as large as published, and they learn."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +70,15 @@ def test_adapters_are_added_to_their_matrices():
     shape = dataclasses.replace(LLAMA, rank=4)
     tokens = jax.random.randint(jax.random.key(0), (2, 9), 0, 61)
     module = models.Decoder(shape, jnp.float32)
-    variables = module.init(jax.random.key(1), tokens)
+    variables: Any = module.init(jax.random.key(1), tokens)
     tables = {name: 20 * variables["params"][name] for name in ("embedding", "lm_head")}
     variables = variables | {"params": variables["params"] | tables}
     adapters = jax.tree.map(
         lambda x: 0.3 * jax.random.normal(jax.random.key(x.size), x.shape),
         variables["adapters"],
     )
-    loss = module.apply({"params": variables["params"], "adapters": adapters}, tokens)
+    given = {"params": variables["params"], "adapters": adapters}
+    loss: Any = module.apply(given, tokens)
     merged = dict(variables["params"])
     merged["layers"] = {
         name: {"kernel": x["base"]["kernel"] + low["down"] @ low["up"]}
@@ -84,10 +86,11 @@ def test_adapters_are_added_to_their_matrices():
         else x
         for name, x in merged["layers"].items()
     }
-    expected = models.Decoder(LLAMA, jnp.float32).apply({"params": merged}, tokens)
+    merged = {"params": merged}
+    expected: Any = models.Decoder(LLAMA, jnp.float32).apply(merged, tokens)
     np.testing.assert_allclose(loss, expected, rtol=0.02)
     without = jax.tree.map(jnp.zeros_like, adapters)
-    plain = module.apply({"params": variables["params"], "adapters": without}, tokens)
+    plain: Any = module.apply(given | {"adapters": without}, tokens)
     assert abs(plain - expected) > 10 * abs(loss - expected)
 
 
