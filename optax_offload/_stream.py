@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -18,7 +17,6 @@ from optax_offload._low_bit import decoding
 from optax_offload._program import of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
-    ChosenState,
     FusedStep,
     plan,
     refusals,
@@ -319,11 +317,11 @@ def plan_of(
     if types is None:
         closed = made_by_rows(closed)
     closed, refs = of_values(closed)
-    chosen = ChosenState()
+    chosen = None
     if types is not None:
         closed, chosen = with_chosen_state(closed)
     step = take_apart(closed, types, refs, residuals=residuals)
-    return dataclasses.replace(plan(step, asked), chosen=chosen)
+    return plan(step, asked, chosen=chosen)
 
 
 def is_as_it_was(found: FusedStep) -> bool:

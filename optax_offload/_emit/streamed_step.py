@@ -99,9 +99,11 @@ def _called(
     own = dict.fromkeys(step.jaxpr.constvars)
     traced = [v for v, x in constants.items() if isinstance(x, jax.core.Tracer)]
     given = {v: constants[v] for v in (*own, *traced)}
-    rest = {v: x for v, x in constants.items() if v not in given}
-    program = dataclasses.replace(program, constants=rest)
-    plan = dataclasses.replace(plan, step=dataclasses.replace(step, program=program))
+    if given:
+        rest = {v: x for v, x in constants.items() if v not in given}
+        program = dataclasses.replace(program, constants=rest)
+        step = dataclasses.replace(step, program=program)
+        plan = dataclasses.replace(plan, step=step)
     known = {v: x for v, x in given.items() if v not in traced}
     what = _Call(plan, (*program.invars, *given), known, sharded)
     if plan.is_streamed or step.moves_rows:

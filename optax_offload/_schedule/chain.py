@@ -138,7 +138,9 @@ class _Cut:
         residuals: bool,
     ):
         self._step, self._program = step, step.program
-        given = {*self._program.invars, *self._program.constants}
+        # Also constants of a trace: operands of the step as it is carried out.
+        read = {v for e in self._program.equations for v in variables(e.invars)}
+        given = {*self._program.invars, *read.difference(self._program.producers)}
         self._arguments = {v for v in given if _memory.on_host(v.aval)}
         self._given = given - self._arguments
         # What is taken of what rests, and what is made of that alone.

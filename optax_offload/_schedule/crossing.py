@@ -65,10 +65,10 @@ class Crossing:
         return found
 
     def _is_cheap(self, v: jex.Var) -> bool:
-        """Returns whether a variable is arithmetic, which a compiler fuses."""
+        """Returns whether a variable is arithmetic or looked up in a small table."""
         i = self._step.program.producers[v]
         e = self._step.program.equations[i]
-        cheap = is_arithmetic(e) or (facts(e).again and facts(e).layout)
+        cheap = is_arithmetic(e) or facts(e).again
         movable = _memory.movable_nbytes(v.aval) is not None
         return cheap and len(e.outvars) == 1 and movable and not self._step.tokens(i)
 

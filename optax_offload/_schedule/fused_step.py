@@ -290,9 +290,10 @@ class FusedStep(Printed):
         Before Hopper a GPU's compiler hides nothing unless it is told to. Told to, it
         takes more memory for what is between the scans, such as a head's update (F83).
         """
+        if not (self.scans or self.streaming):
+            return False
         outside = (x for each in self.schedules() for x in each.straights())
-        sizes = sum(group.nbytes for x in outside for group in x.groups)
-        return bool(self.scans or self.streaming) and sizes < OUTSIDE_BYTES
+        return sum(group.nbytes for x in outside for group in x.groups) < OUTSIDE_BYTES
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""

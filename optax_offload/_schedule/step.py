@@ -13,6 +13,7 @@ from optax_offload import _compat, _memory, _trees
 from optax_offload._program import Program, Step, keeps_state, variables
 from optax_offload._rows import NotRowLocalError, RowLocal
 from optax_offload._schedule import waiting
+from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import (
     Component,
     RowUses,
@@ -41,12 +42,19 @@ from optax_offload._step_options import LateGradients, Options
 Refusals: TypeAlias = Iterator[list[Unfused]]
 
 
-def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
+def plan(
+    step: Step,
+    asked: Options,
+    *,
+    chosen: ChosenState | None = None,
+    on_tpu: bool = False,
+) -> FusedStep:
     """Finds the updates of a step that can be fused into its backward pass.
 
     Args:
       step: The step.
       asked: The options that are asked for.
+      chosen: What it makes of new state, if anything.
       on_tpu: Whether a row is only moved where a TPU can do that.
     """
     equations = step.program.equations
@@ -84,6 +92,7 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
         tuple(unfused),
         asked,
         streaming,
+        chosen or ChosenState(),
         on_tpu=on_tpu,
         inside={**steps, **sums},
     )
@@ -91,7 +100,7 @@ def plan(step: Step, asked: Options, *, on_tpu: bool = False) -> FusedStep:
         return found
     # A TPU's compiler keeps more of each turn then.
     opened = step.with_checkpoints_apart()
-    return found if opened is step else plan(opened, asked)
+    return found if opened is step else plan(opened, asked, chosen=chosen)
 
 
 class _Search:

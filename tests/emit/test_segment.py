@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload import _compat, aot
+from optax_offload._emit import step as emit_step
 from optax_offload._schedule import chain, cutting
 from optax_offload._units import MIB
 
@@ -295,6 +296,51 @@ def test_evaluation():
     model = oo.jit(plain)
     assert model.schedule(at_rest, x).chain is not None
     np.testing.assert_allclose(model(at_rest, x), jax.jit(plain)(params, x), rtol=1e-6)
+
+
+def test_what_is_looked_up_is_looked_up_again(monkeypatch):
+    """In a table that is made in the step; and the step is cut as its schedule says."""
+    table = np.sinh(np.linspace(-1, 1, 16)).astype(np.float32)
+    shape = (64, 64)
+    codes = [
+        jax.random.randint(jax.random.key(i), shape, 0, 16, jnp.int32).astype(jnp.uint8)
+        for i in range(4)
+    ]
+    tx = all_of(optax.adam(1e-3))
+
+    def loss(scales, codes, x):
+        for scale, w in zip(scales, codes, strict=True):
+            x = x + jnp.tanh((x @ jnp.asarray(table)[w]) * scale[None])
+        return jnp.mean(x**2)
+
+    def step(scales, state, codes, x):
+        grads = jax.grad(loss)(scales, codes, x)
+        updates, state = tx.update(grads, state, scales)
+        return optax.apply_updates(scales, updates), state
+
+    carried_out = []
+
+    def seen(program, segment, before):
+        carried_out.append(segment)
+        return run_segment(program, segment, before)
+
+    run_segment = emit_step.run_segment
+    monkeypatch.setattr(emit_step, "run_segment", seen)
+    scales = [jnp.ones(shape[1]) for _ in codes]
+    at_rest = oo.set_memory_kind(codes, ".*", "pinned_host")
+    args = scales, tx.init(scales), at_rest, jnp.ones((8, shape[0]))
+    jitted = oo.jit(step)
+    planned = jitted.schedule(*args).chain.segments
+    jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    assert len(carried_out) % len(planned) == 0
+    for segment, other in zip(carried_out, planned, strict=False):
+        assert shapes(segment.results) == shapes(other.results)
+        assert shape not in shapes(segment.results)
+
+
+def shapes(variables):
+    """The shapes of variables."""
+    return [v.aval.shape for v in variables]
 
 
 @pytest.mark.aot

@@ -78,10 +78,9 @@ class Model(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, adapted: bool = False):
         self.layers = nnx.List([Block(rngs, adapted) for _ in range(LAYERS)])
 
-    def __call__(self, x: jax.Array, remat: bool = False) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
-            # qwix adds adapters in a call without, which jax.checkpoint forbids.
-            x = jax.checkpoint(layer)(x) if remat else layer(x)
+            x = layer(x)
         return x
 
 
@@ -114,7 +113,7 @@ def of_nnx(model: Any, at_rest: Any) -> Any:
     graph, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
 
     def apply(adapters: Any, base: Any, x: jax.Array) -> jax.Array:
-        return nnx.merge(graph, adapters, base)(x, remat=True)
+        return nnx.merge(graph, adapters, base)(x)
 
     return adapters, at_rest(base), apply
 
