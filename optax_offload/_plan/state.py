@@ -221,13 +221,15 @@ class MovableState:
     def placed(
         self, which: Parameters, frozen: Parameters = "device"
     ) -> tuple[Parameter, ...]:
-        """The parameters that rest on the host, or that given rules encode.
+        """The parameters that rest on the host, or are encoded on the device.
 
-        Others are not encoded: what is on the device is decoded all at once.
+        There only what scans take rows of is: of the rest all would be decoded at once.
         """
         moved = self.resting(which, frozen)
         return tuple(
-            x for x in self.parameters if x in moved or (x.given and x.leaf.codec)
+            x
+            for x in self.parameters
+            if x in moved or (x.leaf.codec and (x.given or (x.frozen and x.by_rows)))
         )
 
     def parameter_rules(
@@ -248,10 +250,13 @@ class MovableState:
             exact = any(
                 pattern.fullmatch(y.leaf.path)
                 for y in self.parameters
-                if y not in moved or y.leaf.codec != x.leaf.codec
+                if y not in placed
+                or (y in moved) != (x in moved)
+                or y.leaf.codec != x.leaf.codec
             )
             rule = _rules.Rule(
                 re.escape(x.leaf.path) if exact else pattern.pattern,
+                "pinned_host" if x in moved else "device",
                 codec=x.leaf.codec,
             )
             if rule not in rules:

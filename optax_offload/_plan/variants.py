@@ -204,8 +204,10 @@ class Sizes:
 
     def device_frozen(self, variant: Variant) -> int:
         """The frozen parameters of a variant that rest on the device."""
-        moved = self.frozen.get((), {}).get(variant.frozen, 0)
-        return self.all_frozen - moved
+        plain, kept = (self.frozen.get(c, {}) for c in ((), variant.codecs))
+        if variant.frozen == "device" and of_parameters(variant.codecs):
+            return self.all_frozen - plain["rows"] + kept["rows"]
+        return self.all_frozen - plain.get(variant.frozen, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,8 +327,9 @@ def variants(facts: Facts) -> list[Variant]:
             # Of each parameter more state leaves the device for fewer bytes moved.
             if parameters != "device" and every and not state:
                 continue
-            # On the device they would be decoded at once, and take more than before.
-            if of_parameters(codecs) and frozen == "device":
+            # On the device what no scan takes rows of would be decoded at once.
+            by_rows = facts.can_stream and facts.sizes.frozen[codecs]["rows"]
+            if of_parameters(codecs) and frozen == "device" and not by_rows:
                 continue
             # What scans load row by row has to be hidden.
             way = Variant(state, codecs, parameters, options, frozen=frozen)

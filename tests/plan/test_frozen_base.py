@@ -247,7 +247,7 @@ def test_rules_of_several_arguments():
 
 
 def test_ways_of_frozen_parameters():
-    """They move before trained ones, and are encoded where they rest on the host."""
+    """They move before trained ones; on the device codes are of what scans take."""
     planner = planner_of(frozen="layers/w|head", allow=("nf4",))
     planner._trace()
     found = variants(planner._facts)
@@ -255,7 +255,7 @@ def test_ways_of_frozen_parameters():
     assert moved == {
         *(((), "device", w) for w in ("device", "rows", "all")),
         *(((), "rows", w) for w in ("rows", "all")),
-        *((("nf4",), "device", w) for w in ("rows", "all")),
+        *((("nf4",), "device", w) for w in ("device", "rows", "all")),
         *((("nf4",), "rows", w) for w in ("rows", "all")),
     }
     sizes = planner._facts.sizes
@@ -269,18 +269,24 @@ def test_ways_of_frozen_parameters():
     outlook = Outlook(planner._facts, 100 * MIB, 1.0, 1e9)
     assert outlook(way).device_bytes == (100 - 32) * MIB
     assert way.text(sizes) == "frozen parameters on the host; nf4 parameters"
+    stays = Variant(codecs=("nf4",))
+    assert sizes.device_frozen(stays) == 8 * MIB + kept
+    assert stays.link_bytes(planner._facts) == (0, 0)
+    assert outlook(stays).device_bytes == (100 - 32) * MIB + kept
+    assert stays.text(sizes) == "nothing moved; nf4 parameters"
 
 
 def test_the_step_of_a_way_has_encoded_arguments():
-    """What rests on the host is encoded; the rest, and all else, is as it was."""
+    """What scans take rows of is encoded; the rest, and all else, is as it was."""
     planner = planner_of(frozen="layers/w|head", allow=("nf4",))
     planner._trace()
-    way = Variant(codecs=("nf4",), frozen="rows")
-    step, jitted = prepared(FACTORY, planner._states[("nf4",)], way)
-    base = step.args[2]
-    assert repr(base["layers"]["w"]) == "Encoded(nf4, bfloat16[16, 1024, 1024])"
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(base["layers"]["w"])}
-    assert kinds == {"pinned_host"}
+    for frozen, kind in ("rows", "pinned_host"), ("device", "device"):
+        way = Variant(codecs=("nf4",), frozen=frozen)
+        step, jitted = prepared(FACTORY, planner._states[("nf4",)], way)
+        base = step.args[2]
+        assert repr(base["layers"]["w"]) == "Encoded(nf4, bfloat16[16, 1024, 1024])"
+        kinds = {x.sharding.memory_kind for x in jax.tree.leaves(base["layers"]["w"])}
+        assert kinds == {kind}
     assert base["head"] == FACTORY.plain_step().args[2]["head"]
     assert jitted is not None
 
@@ -351,6 +357,15 @@ def test_a_plan_with_a_frozen_base(tmp_path, folder):
     assert sum(found.after.parts.values()) == found.after.used_bytes
     assert found.training()[-2] == "base = oo.place(base, config.parameters)"
     assert "kept as nf4: 1 leaf of frozen parameters" in str(found)
+    # Where the device has room for codes, they stay there.
+    options |= {"budget_bytes": 36 * MIB}
+    stays = oo.plan(adapter_step, **options, frozen=frozen, allow="nf4")
+    (rule,) = stays.config.parameters
+    assert (rule.memory_kind, rule.codec) == ("device", "nf4")
+    assert stays.after.used_bytes <= 36 * MIB
+    assert stays.after.host_bytes < MIB
+    compiled = compile_by_hand(stays, tmp_path)
+    assert aot.peak(compiled).peak_bytes == stays.after.used_bytes
     compiled = compile_by_hand(found, tmp_path)
     assert aot.peak(compiled).peak_bytes == found.after.used_bytes
     assert aot.peak(compiled).host_peak_bytes == found.after.host_bytes
