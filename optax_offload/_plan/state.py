@@ -241,7 +241,7 @@ class MovableState:
         """
         rules = list(self.given.parameters) if self.given else []
         moved, placed = self.resting(which, frozen), self.placed(which, frozen)
-
+        how = {x.argument: (x in moved, x.leaf.codec) for x in placed}
         for x in placed:
             if x.given is not None:
                 continue
@@ -250,9 +250,7 @@ class MovableState:
             exact = any(
                 pattern.fullmatch(y.leaf.path)
                 for y in self.parameters
-                if y not in placed
-                or (y in moved) != (x in moved)
-                or y.leaf.codec != x.leaf.codec
+                if how.get(y.argument) != how[x.argument]
             )
             rule = _rules.Rule(
                 re.escape(x.leaf.path) if exact else pattern.pattern,

@@ -113,8 +113,8 @@ IN_PLANS = {
     ),
     "codes that leave the device for what they stand for": Mutant(
         "_plan/variants.py",
-        "moved = self.frozen.get((), {}).get(variant.frozen, 0)",
-        "moved = self.moved_frozen(variant)",
+        "return self.all_frozen - plain.get(variant.frozen, 0)",
+        "return self.all_frozen - self.moved_frozen(variant)",
         (f"{FROZEN}::test_ways_of_frozen_parameters",),
     ),
     "trained parameters that move before frozen ones": Mutant(
