@@ -63,6 +63,8 @@ OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 # Gradients that have to wait for a norm need nothing more if they are computed twice.
 TWICE = functools.partial(oo.stream, late_gradients="recompute")
 STORED = functools.partial(oo.stream, late_gradients="host")
+# Before Hopper a GPU's compiler is told by `oo.jit` to hide transfers.
+JITTED = functools.partial(oo.jit, residuals="host")
 # Parameters of scanned layers.
 LAYERS = "(.*/)?layers/.*"
 # State of which moments are kept in 8 bits, all of it in host memory.
@@ -119,12 +121,8 @@ MODES: dict[str, Mode] = {
         functools.partial(oo.stream, residuals="host"),
         on_host=".*",
     ),
-    "nf4 base": Mode(
-        OURS, functools.partial(oo.stream, residuals="host"), base=IN_FOUR_BITS
-    ),
-    "int8 base": Mode(
-        OURS, functools.partial(oo.stream, residuals="host"), base=IN_EIGHT_BITS
-    ),
+    "nf4 base": Mode(OURS, JITTED, base=IN_FOUR_BITS),
+    "int8 base": Mode(OURS, JITTED, base=IN_EIGHT_BITS),
     "int8": Mode(INT8),
     "int8 fused": Mode(INT8, oo.stream),
     "int8 alone": Mode(INT8_ALONE),
@@ -136,10 +134,12 @@ USUAL_MODES = ["no offload", "recipe", "ours", "fused"]
 def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
     """A step of `examples/models.py` as a mode has it."""
     step = _plan.StepFactory(make_step, target).step(mode.optimizer)
-    step = step._replace(fn=mode.step(step.fn))
     if mode.base:
         adapters, state, base, tokens = step.args
-        return step._replace(args=(adapters, state, oo.place(base, mode.base), tokens))
+        args = adapters, state, oo.place(base, mode.base), tokens
+        options = {k: getattr(step, k) for k in ("donate_argnums", "out_shardings")}
+        return oo.Step(mode.step(step.fn, **options), args)
+    step = step._replace(fn=mode.step(step.fn))
     if not mode.on_host:
         return step
     params = oo.set_memory_kind(step.args[0], mode.on_host, "pinned_host")

@@ -76,7 +76,7 @@ class FusedScan:
                 yield f"{self.gradients([f])}, a row at once: {why}"
 
 
-# Updates outside of scans of less than this take no memory that anybody would miss.
+# What moves outside of scans and is less than this takes no memory worth having.
 OUTSIDE_BYTES = MIB
 
 
@@ -285,15 +285,19 @@ class FusedStep(Printed):
 
     @property
     def hides_in_scans(self) -> bool:
-        """Whether scans move rows beside what they compute, and little is outside.
+        """Whether scans move rows beside what they compute, and little moves outside.
 
         Before Hopper a GPU's compiler hides nothing unless it is told to. Told to, it
-        takes more memory for what is between the scans, such as a head's update (F83).
+        takes more memory for what is between the scans: a head's update, or what is
+        loaded whole, which begins early (F83).
         """
         if not (self.scans or self.streaming):
             return False
         outside = (x for each in self.schedules() for x in each.straights())
-        return sum(group.nbytes for x in outside for group in x.groups) < OUTSIDE_BYTES
+        updated = sum(group.nbytes for x in outside for group in x.groups)
+        rest = self.step.at_rest
+        whole = sum(x.nbytes for x in rest.arguments if x.whole) if rest else 0
+        return updated + whole < OUTSIDE_BYTES
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""

@@ -140,8 +140,8 @@ def for_gpu(step: Step, scan: Scan, work: Work) -> Pipeline:
     ahead = order.placed_ahead(scan, stores, found, delayed)
     loaded, placed = _loaded(scan, fused, ahead), _placed(ahead)
     waiting = {v: placed.get(n, ()) for n, v in enumerate(stores) if v in work.waiting}
-    updates = [n for n, v in enumerate(stores) if v not in work.waiting]
-    beside = {i: placed[n] for i, n in enumerate(updates) if n in placed}
+    of_updates = [n for n, v in enumerate(stores) if v not in work.waiting]
+    beside = {i: placed[n] for i, n in enumerate(of_updates) if n in placed}
     updates = _waiting(scan, fused, (*loaded, *ahead), beside)
     if delayed:
         in_turn = order.updates_in_turn(scan, fused)

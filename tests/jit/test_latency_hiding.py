@@ -134,6 +134,21 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
     assert told(jitted, args) is None
 
 
+@pytest.mark.parametrize(("rows", "on"), [(2**11, None), (8, True)])
+def test_what_is_loaded_whole_leaves_it_to_the_compiler(rows, on):
+    """Its load would begin long before, unless it is small."""
+
+    def fn(params, x):
+        return scanned(params["layers"], x @ params["embed"])
+
+    params = {
+        "embed": jnp.ones((rows, WIDTH)),
+        "layers": jnp.ones((6, WIDTH, WIDTH)),
+    }
+    at_rest = oo.set_memory_kind(params, ".*", "pinned_host")
+    assert told(oo.jit(jax.grad(fn)), (at_rest, jnp.ones((4, rows)))) is on
+
+
 @pytest.mark.parametrize(
     ("platform", "devices"), [("cpu", 1), ("tpu", 1), ("tpu", 4), ("gpu", 4)]
 )

@@ -357,7 +357,10 @@ def peak(
         return jnp.mean(lax.scan(jax.checkpoint(own), x, (weights, adapters))[0] ** 2)
 
     compiled = oo.aot.compile(
-        oo.stream(jax.grad(loss), residuals="host"),
+        oo.stream(
+            jax.grad(loss),
+            residuals="host" if memory == "pinned_host" else "device",
+        ),
         adapters,
         oo.set_memory_kind(base, ".*", memory),
         struct((tokens, width), jnp.float32),
@@ -378,6 +381,6 @@ def test_the_peak_of_a_base_that_is_decoded_before(target):
 @pytest.mark.slow
 @pytest.mark.aot
 def test_the_peak_of_codes_on_the_device():
-    """Likewise, where nothing rests on the host (23 MiB; decoded at once 42)."""
+    """Likewise, where nothing rests on the host; decoded at once it is 1.8 times."""
     found = peak("h100", True, memory="device")
-    assert found <= 1.03 * peak("h100", False, memory="device")
+    assert found <= 1.07 * peak("h100", False, memory="device")
