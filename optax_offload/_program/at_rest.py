@@ -306,7 +306,6 @@ class _Walk:
     def _cond(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         index, *operands = values
         branches = e.params["branches"]
-        operands = list(map(_load_rows, operands))
         types = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
         kinds = [
             "pinned_host" if any(map(_memory.on_host, some)) else "device"
@@ -329,10 +328,7 @@ class _Walk:
         condition = e.params["cond_jaxpr"]
         of_condition = self._load_all(e, values[: turn.first])
         consts, carry, _ = turn.split(values[turn.first :])
-        of_body, names = (
-            list(map(_load_rows, consts)),
-            list(map(self._account.of, carry)),
-        )
+        names = list(map(self._account.of, carry))
         wanted = wanted_at_rest(turn.jaxpr)
         kinds = turn.split(_kinds(wanted, values[turn.first :])).carry
 
@@ -345,7 +341,7 @@ class _Walk:
 
         def once(carry: Sequence[Any]) -> list[Any]:
             self._account.name(carry, names)
-            return placed(self._body(turn.closed)(*of_body, *carry))
+            return placed(self._body(turn.closed)(*consts, *carry))
 
         before = placed(list(map(_load_rows, carry)))
         return lax.while_loop(goes_on, once, before)

@@ -290,3 +290,38 @@ def test_nnx(whole):
         step = oo.jit(lambda state, x: nnx.merge(graph, state)(x))
         got = step(frozen, inputs())
     np.testing.assert_array_equal(got, want)
+
+
+def generated(layers, x):
+    """What layers make of their own result, as often as it is small."""
+
+    def again(found):
+        count, y = found
+        return count + 1, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), y, layers)[0]
+
+    return lax.while_loop(lambda found: found[0] < 3, again, (0, x))[1]
+
+
+def chosen(layers, x):
+    """What layers make, or nothing."""
+    scanned = functools.partial(lax.scan, lambda h, w: (jnp.tanh(h @ w), None))
+    return lax.cond(x[0, 0] > 0, lambda: scanned(x, layers)[0], lambda: x)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+@pytest.mark.parametrize("fn", [generated, chosen])
+def test_loops_and_branches_decode_rows(fn, kind):
+    """What has layers inside decodes each where it is used, and never all before."""
+    w, x = normal(0, 16, WIDTH, WIDTH), jnp.ones((8, WIDTH), jnp.bfloat16)
+    layers = oo.place(w, oo.Rule(".*", kind, codec="nf4", min_bytes=0))
+    plain = on_device(oo.low_bit_decode(layers))
+    want = jax.jit(fn)(plain, x)
+    np.testing.assert_allclose(
+        np.asarray(oo.jit(fn)(layers, x), np.float32),
+        np.asarray(want, np.float32),
+        atol=0.1,
+    )
+    found = oo.jit(fn).lower(layers, x).compile().memory_analysis()
+    assert found.temp_size_in_bytes < 0.5 * w.nbytes
+    if kind == "pinned_host":
+        assert "whole" not in str(oo.jit(fn).schedule(layers, x))
