@@ -325,3 +325,17 @@ def test_loops_and_branches_decode_rows(fn, kind):
     assert found.temp_size_in_bytes < 0.5 * w.nbytes
     if kind == "pinned_host":
         assert "whole" not in str(oo.jit(fn).schedule(layers, x))
+
+
+def test_what_is_decoded_whole_beside_a_scan_is_told():
+    """A schedule names what takes all of a base whose layers are scanned as well."""
+
+    def fn(layers, x):
+        found, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers["up"])
+        return found, jnp.sum(layers["up"])
+
+    w = {"up": normal(0, LAYERS, WIDTH, WIDTH)}
+    layers = oo.place(w, oo.Rule(".*", codec="nf4", min_bytes=0))
+    lines = str(oo.jit(fn).schedule(layers, jnp.ones((8, WIDTH), jnp.bfloat16)))
+    assert "of rows in each iteration of 1 scan" in lines
+    assert "loaded whole by" in lines
