@@ -339,3 +339,30 @@ def test_what_is_decoded_whole_beside_a_scan_is_told():
     lines = str(oo.jit(fn).schedule(layers, jnp.ones((8, WIDTH), jnp.bfloat16)))
     assert "of rows in each iteration of 1 scan" in lines
     assert "loaded whole by" in lines
+
+
+def test_members_of_a_batch_that_loop_until_their_own_end():
+    """As `jax.vmap` has it: those that have ended keep what they have."""
+
+    def fn(layers, xs, ends):
+        def one(x, end):
+            def again(found):
+                count, y = found
+                y, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), y, layers)
+                return count + 1, y
+
+            return lax.while_loop(lambda found: found[0] < end, again, (0, x))
+
+        return jax.vmap(one)(xs, ends)
+
+    layers = oo.place(
+        normal(0, 4, WIDTH, WIDTH), oo.Rule(".*", codec="nf4", min_bytes=0)
+    )
+    plain = on_device(oo.low_bit_decode(layers))
+    args = jnp.ones((2, 8, WIDTH), jnp.bfloat16), jnp.array([1, 3])
+    for got, want in zip(
+        oo.jit(fn)(layers, *args), jax.jit(fn)(plain, *args), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.1
+        )
