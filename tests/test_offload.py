@@ -570,3 +570,28 @@ def test_scalars_that_state_on_the_host_decides():
     assert oo.memory_report(got[1]).totals.keys() == {"pinned_host"}
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5)
+
+
+def test_numbers_as_arguments_of_an_update_in_a_step():
+    """What stands for the gradient of a frozen leaf may be a number."""
+    trained = {"base": False, "a": True}
+    params = {name: jnp.ones((4, 128, 128)) for name in trained}
+
+    def results(tx, jitted):
+        def step(params, state, x):
+            def loss(a):
+                def layer(h, w):
+                    return jnp.tanh(h @ w), None
+
+                return jnp.sum(jax.lax.scan(layer, x, params["base"] + a)[0])
+
+            gradients = {"base": jnp.zeros(()), "a": jax.grad(loss)(params["a"])}
+            updates, _ = tx.update(gradients, state, params)
+            return params["a"] + updates["a"]
+
+        return jitted(step)(params, tx.init(params), jnp.ones((8, 128)))
+
+    plain = optax.masked(optax.adam(0.1), trained)
+    np.testing.assert_allclose(
+        results(oo.offload(plain), oo.jit), results(plain, jax.jit), rtol=1e-6
+    )

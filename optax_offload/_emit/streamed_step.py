@@ -163,11 +163,14 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
     """Raises or warns of arguments that are not where they should be."""
     of_updates: set[Atom] = set()
     for inlined in step.inlined_updates:
-        known = {i: found[a] for i, a in enumerate(inlined.operands) if a in found}
-        operands = enumerate(inlined.operands)
-        typed = {i for i, a in operands if _memory.on_host(a.aval)}
-        inlined.what.caller.check(known, typed)
-        of_updates.update(inlined.operands)
+        given = list(enumerate(inlined.operands))
+        # A literal, which is on the device, has no hash.
+        given = [(i, a) for i, a in given if isinstance(a, jex.Var)]
+        known = {i: found[a] for i, a in given if a in found}
+        inlined.what.caller.check(
+            known, {i for i, a in given if _memory.on_host(a.aval)}
+        )
+        of_updates.update(a for _, a in given)
     for i, v in enumerate(step.program.invars):
         if v in found and found[v].memory_kind == "unpinned_host":
             aval: Any = v.aval

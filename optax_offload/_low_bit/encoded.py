@@ -73,7 +73,12 @@ class Encoded:
         if isinstance(self.codec, Bfloat16Remainder):
             return self.codec.decode_with(self.codes, param)
         scales = [x for x in (self.scales, self.tops) if x is not None]
-        return self.codec.decode(self.codes, *scales).astype(self.dtype)
+        value = self.codec.decode(self.codes, *scales)
+        if self.codec.of_parameters and self.dtype == jnp.float16:
+            # A scale that is rounded to bfloat16 may be more than float16 has.
+            largest = jnp.finfo(jnp.float16).max.astype(np.float32)
+            value = jnp.clip(value, -largest, largest)
+        return value.astype(self.dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:

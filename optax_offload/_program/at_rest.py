@@ -306,7 +306,6 @@ class _Walk:
     def _cond(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         index, *operands = values
         branches = e.params["branches"]
-        operands = list(map(_load_rows, operands))
         types = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
         kinds = [
             "pinned_host" if any(map(_memory.on_host, some)) else "device"
@@ -327,25 +326,30 @@ class _Walk:
     def _while(self, e: jex.JaxprEqn, values: Sequence[Any]) -> Sequence[Any]:
         (turn,) = entered(e)
         condition = e.params["cond_jaxpr"]
+        # Under `jax.vmap` each member has its own end.
+        of_many = bool(condition.out_avals[0].shape)
         of_condition = self._load_all(e, values[: turn.first])
         consts, carry, _ = turn.split(values[turn.first :])
-        of_body, names = (
-            list(map(_load_rows, consts)),
-            list(map(self._account.of, carry)),
-        )
+        names = list(map(self._account.of, carry))
         wanted = wanted_at_rest(turn.jaxpr)
         kinds = turn.split(_kinds(wanted, values[turn.first :])).carry
 
         def placed(carry: Sequence[Any]) -> list[Any]:
             return _memory.transfer_all(carry, kinds)
 
-        def goes_on(carry: Sequence[Any]) -> Any:
+        def each_goes_on(carry: Sequence[Any]) -> Any:
             (found,) = self._body(condition)(*of_condition, *map(_on_device, carry))
             return found
 
+        def goes_on(carry: Sequence[Any]) -> Any:
+            found = each_goes_on(carry)
+            return found.any() if of_many else found
+
         def once(carry: Sequence[Any]) -> list[Any]:
             self._account.name(carry, names)
-            return placed(self._body(turn.closed)(*of_body, *carry))
+            results = self._body(turn.closed)(*consts, *carry)
+            going = each_goes_on(carry) if of_many else None
+            return placed(_where_going(going, results, carry))
 
         before = placed(list(map(_load_rows, carry)))
         return lax.while_loop(goes_on, once, before)
@@ -379,6 +383,21 @@ def _kinds(wanted: Wanted, arguments: Sequence[Any]) -> list[str]:
         else "device"
         for i, x in enumerate(arguments)
     ]
+
+
+def _where_going(
+    going: Any, results: Sequence[Any], carry: Sequence[Any]
+) -> Sequence[Any]:
+    """What is carried on by the members of a batch that go on; the others keep it."""
+    if going is None:
+        return results
+
+    def chosen(new: Any, old: Any) -> Any:
+        new, old = _on_device(new), _on_device(old)
+        members = lax.broadcast_in_dim(going, new.shape, range(going.ndim))
+        return lax.select(members, new, old)
+
+    return list(map(chosen, results, carry))
 
 
 def _on_device(x: Any) -> Any:

@@ -92,14 +92,26 @@ def inside(e: jex.JaxprEqn, results: Sequence[int | None] = ()) -> Wanted:
     bodies = [(wanted_at_rest(x.jaxpr, results), x.operands) for x in entered(e)]
     updated = frozenset(at[i] for wanted, at in bodies for i in wanted.updated)
     rows = frozenset(at[i] for wanted, at in bodies for i in wanted.rows)
-    by_rows = as_they_are(e) is not None or e.primitive.name == "scan"
+    by_rows = _by_rows(e)
     counts = {
-        at[i]: n for wanted, at in bodies if by_rows for i, n in wanted.counts.items()
+        at[i]: n
+        for wanted, at in bodies
+        for i, n in wanted.counts.items()
+        if at[i] in by_rows
     }
     spread = {at[i]: x for wanted, at in bodies for i, x in wanted.spread.items()}
     own = enumerate(shard_maps.spread(e))
     spread |= {i: x for i, x in own if x is not None and i in updated | rows}
     return Wanted(updated, rows, counts, spread)
+
+
+def _by_rows(e: jex.JaxprEqn) -> range:
+    """The operands that bodies may take as what is computed row by row."""
+    if e.primitive.name == "while":  # What is carried is another value in each turn.
+        (turn,) = entered(e)
+        return range(turn.first, turn.first + len(turn.consts))
+    whole = as_they_are(e) is None and e.primitive.name not in ("scan", "cond")
+    return range(0 if whole else len(e.invars))
 
 
 def _wanted(body: jex.Jaxpr, results: Sequence[int | None]) -> _Variables:

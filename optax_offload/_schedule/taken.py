@@ -87,7 +87,8 @@ def _loaded_whole(
         for n in outer
         if not loaded.isdisjoint(n.reads)
     }
-    if inside:
+    # What is computed of rows is made whole by a scan.
+    if inside or "scan" in users.difference(names):
         users.update(set(names) - _takers(program, v))
     return tuple(name for name in names if name in users)
 

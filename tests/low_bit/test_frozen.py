@@ -290,3 +290,79 @@ def test_nnx(whole):
         step = oo.jit(lambda state, x: nnx.merge(graph, state)(x))
         got = step(frozen, inputs())
     np.testing.assert_array_equal(got, want)
+
+
+def generated(layers, x):
+    """What layers make of their own result, as often as it is small."""
+
+    def again(found):
+        count, y = found
+        return count + 1, lax.scan(lambda h, w: (jnp.tanh(h @ w), None), y, layers)[0]
+
+    return lax.while_loop(lambda found: found[0] < 3, again, (0, x))[1]
+
+
+def chosen(layers, x):
+    """What layers make, or nothing."""
+    scanned = functools.partial(lax.scan, lambda h, w: (jnp.tanh(h @ w), None))
+    return lax.cond(x[0, 0] > 0, lambda: scanned(x, layers)[0], lambda: x)
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "device"])
+@pytest.mark.parametrize("fn", [generated, chosen])
+def test_loops_and_branches_decode_rows(fn, kind):
+    """What has layers inside decodes each where it is used, and never all before."""
+    w, x = normal(0, 16, WIDTH, WIDTH), jnp.ones((8, WIDTH), jnp.bfloat16)
+    layers = oo.place(w, oo.Rule(".*", kind, codec="nf4", min_bytes=0))
+    plain = on_device(oo.low_bit_decode(layers))
+    want = jax.jit(fn)(plain, x)
+    np.testing.assert_allclose(
+        np.asarray(oo.jit(fn)(layers, x), np.float32),
+        np.asarray(want, np.float32),
+        atol=0.1,
+    )
+    found = oo.jit(fn).lower(layers, x).compile().memory_analysis()
+    assert found.temp_size_in_bytes < 0.5 * w.nbytes
+    if kind == "pinned_host":
+        assert "whole" not in str(oo.jit(fn).schedule(layers, x))
+
+
+def test_what_is_decoded_whole_beside_a_scan_is_told():
+    """A schedule names what takes all of a base whose layers are scanned as well."""
+
+    def fn(layers, x):
+        found, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers["up"])
+        return found, jnp.sum(layers["up"])
+
+    w = {"up": normal(0, LAYERS, WIDTH, WIDTH)}
+    layers = oo.place(w, oo.Rule(".*", codec="nf4", min_bytes=0))
+    lines = str(oo.jit(fn).schedule(layers, jnp.ones((8, WIDTH), jnp.bfloat16)))
+    assert "of rows in each iteration of 1 scan" in lines
+    assert "loaded whole by" in lines
+
+
+def test_members_of_a_batch_that_loop_until_their_own_end():
+    """As `jax.vmap` has it: those that have ended keep what they have."""
+
+    def fn(layers, xs, ends):
+        def one(x, end):
+            def again(found):
+                count, y = found
+                y, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), y, layers)
+                return count + 1, y
+
+            return lax.while_loop(lambda found: found[0] < end, again, (0, x))
+
+        return jax.vmap(one)(xs, ends)
+
+    layers = oo.place(
+        normal(0, 4, WIDTH, WIDTH), oo.Rule(".*", codec="nf4", min_bytes=0)
+    )
+    plain = on_device(oo.low_bit_decode(layers))
+    args = jnp.ones((2, 8, WIDTH), jnp.bfloat16), jnp.array([1, 3])
+    for got, want in zip(
+        oo.jit(fn)(layers, *args), jax.jit(fn)(plain, *args), strict=True
+    ):
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.1
+        )

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import optax_offload as oo
 from optax_offload._low_bit import Encoded, codec_of, weights
 
 NAMES = ["nf4", "nf4-double", "int8-linear"]
@@ -198,3 +199,11 @@ def test_why_not(name, shape, dtype, why):
     told = codec_of(name).fitting(x).why_not(x)
     assert (told or "").startswith(why or "")
     assert (told is None) == (why is None)
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4-double", "int8-linear"])
+def test_the_largest_number_of_float16_stays_finite(name):
+    """A scale is rounded to bfloat16, whose numbers go on where float16's end."""
+    w = np.full((256, 128), np.finfo(np.float16).max, np.float16)
+    encoded = oo.place({"w": w}, oo.Rule("w", codec=name, min_bytes=0))
+    np.testing.assert_array_equal(oo.low_bit_decode(encoded)["w"], w)
