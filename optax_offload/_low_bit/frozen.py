@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from optax_offload import _trees
 from optax_offload._low_bit.encoded import Encoded, is_encoded
+from optax_offload._program import CODES
 
 _At = tuple[_trees.KeyPath, Any]
 
@@ -71,7 +73,8 @@ def _decoded(x: Any, at: _trees.KeyPath, found: list[Any]) -> Any:
     def decode(keys: _trees.KeyPath, node: Any) -> Any:
         if not _is_frozen(node):
             return node
-        value = node.decoded()
+        named = jax.tree.map(lambda x: checkpoint_name(x, CODES), node)
+        value = named.decoded()
         found.append(((*at, *keys), node, value))
         return value
 

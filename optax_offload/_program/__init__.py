@@ -48,6 +48,7 @@ from optax_offload._program.graph import (
 )
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.primitives import (
+    CODES,
     LAYOUT,
     facts,
     handed_on,
@@ -69,6 +70,7 @@ from optax_offload._program.update import Input, Output, Update, trace
 from optax_offload._program.wanted import has_update
 
 __all__ = [
+    "CODES",
     "LAYOUT",
     "AtRest",
     "Atom",

@@ -16,12 +16,12 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._program.graph import variables
-from optax_offload._program.primitives import facts
+from optax_offload._program.primitives import CODES, facts
 from optax_offload._program.row_values import RowValue, computed, of_stack, rests
 from optax_offload._program.wanted import row_counts, rows_of_results
 
-# Of codes, also of several that are packed together. Other integers have more.
-MOST_BITS = 16
+# Smaller integers are codes: of images, bytes and tokens they have this many or more.
+BYTE_BITS = 8
 
 
 class Followed:
@@ -49,7 +49,7 @@ class Followed:
         self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
 
     def decodes(self, e: jex.JaxprEqn) -> bool:
-        """Returns whether an equation makes more bytes of codes, wanted row by row."""
+        """Returns whether codes that are wanted row by row are decoded from here on."""
         return decodes(e, self.counts)
 
     def results(self, e: jex.JaxprEqn) -> Sequence[RowValue] | None:
@@ -57,7 +57,9 @@ class Followed:
         count = rows_of_results(e, self.counts)
         if count is None:
             return None
-        return self._computed(e, count, max(map(_nbytes, e.outvars)))
+        # Codes on the device are there in any case.
+        limit = max(map(_nbytes, e.outvars)) + self.decodes(e)
+        return self._computed(e, count, limit)
 
     def _computed(
         self, e: jex.JaxprEqn, count: int, limit: int
@@ -104,23 +106,28 @@ class Followed:
 
 
 def decodes(e: jex.JaxprEqn, counts: Mapping[jex.Var, int]) -> bool:
-    """Returns whether an equation makes more bytes of codes, wanted row by row.
+    """Returns whether codes that are wanted row by row are decoded from here on.
+
+    These are what is named so, and what is made of integers of less than a byte. Other
+    integers may be images, which nobody asked to have otherwise than as written.
 
     Args:
       e: The equation.
       counts: The number of rows of each variable that is wanted row by row.
     """
-    if facts(e).rows is None or rows_of_results(e, counts) is None:
+    if rows_of_results(e, counts) is None:
         return False
-    codes = [v for v in variables(e.invars) if v in counts and _may_be_codes(v)]
+    if e.primitive.name == "name":
+        return e.params["name"] == CODES
+    codes = [v for v in variables(e.invars) if v in counts and _is_narrow(v)]
     return bool(codes) and max(map(_nbytes, e.outvars)) > max(map(_nbytes, codes))
 
 
-def _may_be_codes(v: jex.Var) -> bool:
+def _is_narrow(v: jex.Var) -> bool:
     aval: Any = v.aval
     return (
         jnp.issubdtype(aval.dtype, jnp.integer)
-        and jnp.iinfo(aval.dtype).bits <= MOST_BITS
+        and jnp.iinfo(aval.dtype).bits < BYTE_BITS
     )
 
 

@@ -49,6 +49,8 @@ class Facts(NamedTuple):
 
 # What is arithmetic of what rests, as decoding it, is computed again from that.
 _DECODES = Facts(again=True, rows=elementwise)
+# The name of what is decoded, as of `jax.ad_checkpoint.checkpoint_name`.
+CODES = "optax_offload codes"
 
 PRIMITIVES: Mapping[str, Facts] = {
     "abs": _DECODES,
