@@ -1,5 +1,7 @@
 """Steps that are cut into segments compute what they computed, where it belongs."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -330,7 +332,8 @@ def test_what_is_looked_up_is_looked_up_again(monkeypatch):
     at_rest = oo.set_memory_kind(codes, ".*", "pinned_host")
     args = scales, tx.init(scales), at_rest, jnp.ones((8, shape[0]))
     jitted = oo.jit(step)
-    planned = jitted.schedule(*args).chain.segments
+    cut: Any = jitted.schedule(*args).chain
+    planned = cut.segments
     jitted.trace(*args).lower(lowering_platforms=("cuda",))
     assert len(carried_out) % len(planned) == 0
     for segment, other in zip(carried_out, planned, strict=False):

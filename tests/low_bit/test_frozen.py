@@ -304,8 +304,11 @@ def generated(layers, x):
 
 def chosen(layers, x):
     """What layers make, or nothing."""
-    scanned = functools.partial(lax.scan, lambda h, w: (jnp.tanh(h @ w), None))
-    return lax.cond(x[0, 0] > 0, lambda: scanned(x, layers)[0], lambda: x)
+
+    def scanned() -> jax.Array:
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, layers)[0]
+
+    return lax.cond(x[0, 0] > 0, scanned, lambda: x)
 
 
 @pytest.mark.parametrize("kind", ["pinned_host", "device"])
@@ -321,7 +324,7 @@ def test_loops_and_branches_decode_rows(fn, kind):
         np.asarray(want, np.float32),
         atol=0.1,
     )
-    found = oo.jit(fn).lower(layers, x).compile().memory_analysis()
+    found: Any = oo.jit(fn).lower(layers, x).compile().memory_analysis()
     assert found.temp_size_in_bytes < 0.5 * w.nbytes
     if kind == "pinned_host":
         assert "whole" not in str(oo.jit(fn).schedule(layers, x))
