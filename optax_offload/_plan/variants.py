@@ -328,7 +328,8 @@ def variants(facts: Facts) -> list[Variant]:
             if parameters != "device" and every and not state:
                 continue
             # On the device what no scan takes rows of would be decoded at once.
-            by_rows = facts.can_stream and facts.sizes.frozen[codecs]["rows"]
+            kept = facts.sizes.frozen.get(codecs, {})
+            by_rows = facts.can_stream and kept.get("rows", 0)
             if of_parameters(codecs) and frozen == "device" and not by_rows:
                 continue
             # What scans load row by row has to be hidden.
