@@ -134,6 +134,7 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
     assert told(jitted, args) is None
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("rows", "on"), [(2**11, None), (8, True)])
 def test_what_is_loaded_whole_leaves_it_to_the_compiler(rows, on):
     """Its load would begin long before, unless it is small."""
