@@ -192,12 +192,12 @@ def _in_form(
     shardings = _shardings_of(leaves)
     flat, _ = _trees.flatten_with_path(state)
     positions = {keys: i for i, (keys, _) in enumerate(flat)}
+    # Of what is encoded otherwise, that of its first part: its codes.
+    for i, (keys, _) in enumerate(flat):
+        positions.setdefault(keys[:-1], i)
 
     def sharding_of(keys: _trees.KeyPath) -> Sharding | None:
-        if keys in positions:
-            return shardings[positions[keys]]
-        # Of what is encoded otherwise, as its codes.
-        return shardings[positions[(*keys, jax.tree_util.GetAttrKey("codes"))]]
+        return shardings[positions[keys]]
 
     def on_host(keys: _trees.KeyPath, x: Any) -> Any:
         # From host memory they are converted row by row, and are there on their way.

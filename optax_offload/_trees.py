@@ -102,14 +102,17 @@ def tails(path: str) -> list[str]:
     return ["/".join(parts[i:]) for i in range(len(parts) + 1)]
 
 
-# An encoded leaf is a node of these.
-ENCODED_PARTS = ("codes", "scales", "tops", "step")
+# An encoded leaf is a node of codes, whose name begins so and ends with their form, and
+# of some of the others.
+CODES = "codes_"
+ENCODED_PARTS = ("scales", "tops", "step")
 
 
 def encoded_leaf(path: str) -> str | None:
     """The path of the leaf that this may be an encoded part of, if it can be one."""
     leaf, _, name = path.rpartition("/")
-    return leaf if leaf and name in ENCODED_PARTS else None
+    is_part = name in ENCODED_PARTS or name.startswith(CODES)
+    return leaf if leaf and is_part else None
 
 
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:

@@ -86,9 +86,9 @@ def test_the_share_is_of_what_the_rule_would_move():
 
 def test_parts_of_an_encoded_leaf_move_together():
     """As one leaf of the bytes that move: codes and scales."""
-    leaves = [("mu/codes", 3 * MIB), ("mu/scales", 2 * MIB), ("nu", 4 * MIB)]
+    leaves = [("mu/codes_int8", 3 * MIB), ("mu/scales", 2 * MIB), ("nu", 4 * MIB)]
     rule = oo.Rule(".*", fraction=0.5)
-    assert moved(rule, leaves) == ["mu/codes", "mu/scales"]
+    assert moved(rule, leaves) == ["mu/codes_int8", "mu/scales"]
     # Scales under the bound stay, and the leaf is as large as its codes.
     rule = oo.Rule(".*", min_bytes=3 * MIB, fraction=0.5)
     assert moved(rule, leaves) == ["nu"]

@@ -159,13 +159,13 @@ def test_parts_of_encoded_leaves_go_with_the_leaf():
         "v": jax.ShapeDtypeStruct((8, 512), jnp.float32, sharding=row),
     }
     leaves = {
-        "0/mu/w/codes": ((8, 128), both),
+        "0/mu/w/codes_int8": ((8, 128), both),
         "0/mu/w/scales": ((8, 3), row),
         "0/mu/v/scales": ((8, 2), row),
         "0/mu/w/step": ((), None),
         # Of another leaf, and of a longer one than there is.
-        "0/row/w/codes": ((4, 128), None),
-        "0/long/w/codes": ((8, 1024), None),
+        "0/row/w/codes_int8": ((4, 128), None),
+        "0/long/w/codes_int8": ((8, 1024), None),
     }
     assert_sharded(leaves, params)
 

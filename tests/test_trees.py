@@ -153,7 +153,7 @@ def test_no_match_message():
 )
 def test_remedy_proposes_a_pattern_that_matches(pattern, message):
     """With what is missing before or behind, without the key of a box."""
-    paths = ["0/mu/a/kernel", "0/nu/a/kernel/codes", "0/nu/b", "0/nu/a/kernel/scales"]
+    paths = ["0/mu/a/kernel", "0/nu/a/kernel/codes_int8", "0/nu/b", "0/nu/a/kernel/scales"]
     assert message in _trees.remedy(re.compile(pattern), paths)
 
 

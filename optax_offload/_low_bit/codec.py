@@ -63,6 +63,11 @@ class Codec:
         return next((codec for codec in sized if last % codec.chunk == 0), self)
 
     @property
+    def form(self) -> str:
+        """The name, with what codes are read by and their shapes do not tell."""
+        return self.name if self.signed else f"{self.name}_unsigned"
+
+    @property
     def codes_in_word(self) -> int:
         """The values for which there is one number of ``codes``."""
         return 1

@@ -20,8 +20,9 @@ from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic
 class Encoded:
     """A leaf at rest, of state or a parameter, with the shape and dtype it stands for.
 
-    To `jax.tree` it is a node of its parts, those that its format has, at ``codes``,
-    ``scales``, ``tops`` and ``step`` below the leaf's path.
+    To `jax.tree` it is a node of its parts, those that its format has, at ``codes_``
+    and the format's form, ``scales``, ``tops`` and ``step`` below the leaf's path. So
+    a checkpoint says what its codes are, and no loader takes them for others.
 
     Attributes:
       codec: The format.
@@ -41,8 +42,7 @@ class Encoded:
 
     def __init__(self, codec: Codec, dtype: Any, parts: Sequence[Any]):
         self.codec, self.dtype = codec, dtype
-        for name in _trees.ENCODED_PARTS:
-            setattr(self, name, None)
+        self.scales = self.tops = self.step = None
         for name, part in zip(codec.parts, parts, strict=True):
             setattr(self, name, part)
 
@@ -98,9 +98,10 @@ class Encoded:
 
     def tree_flatten_with_keys(self) -> Any:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
-        key = jax.tree_util.GetAttrKey
-        children = [(key(n), getattr(self, n)) for n in self.codec.parts]
-        return children, (self.codec, np.dtype(self.dtype))
+        names = [_trees.CODES + self.codec.form, *self.codec.parts[1:]]
+        values = [getattr(self, name) for name in self.codec.parts]
+        keys = map(jax.tree_util.GetAttrKey, names)
+        return list(zip(keys, values, strict=True)), (self.codec, np.dtype(self.dtype))
 
     @classmethod
     def tree_unflatten(cls, aux: Any, children: Any) -> Encoded:

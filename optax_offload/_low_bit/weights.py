@@ -82,6 +82,11 @@ class _OfWeights(Codec):
         return self.code_bits + 16 / self.block
 
     @property
+    def form(self) -> str:
+        """The name, with the values whose codes share words."""
+        return f"{self.name}_{self.span}"
+
+    @property
     def codes_in_word(self) -> int:
         """The values for which there is one number of ``codes``."""
         return 16 // self.code_bits

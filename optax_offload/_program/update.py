@@ -241,8 +241,8 @@ def _state_kinds(
 
 
 def _holds_codes(path: str, aval: Any) -> bool:
-    encoded = _trees.encoded_leaf(path) is not None and path.endswith("/codes")
-    return encoded and aval.dtype == jnp.uint16
+    name = path.rpartition("/")[2]
+    return name.startswith(_trees.CODES) and aval.dtype == jnp.uint16
 
 
 def _aliases(

@@ -270,10 +270,9 @@ def _in_other_forms(
     config = _rules.as_config(rules).made_lenient()
     others = in_other_forms(tree, codecs_named(tree, config, under=under))
     said = {x.path: f"{x.form}, where the rules say {x.named}" for x in others}
-    parts = {
-        f"{path}/{part}": said[path] for path in said for part in _trees.ENCODED_PARTS
-    }
-    return said | parts
+    paths = [path for path, _ in _trees.leaves_with_paths(tree)]
+    wholes = {path: _trees.encoded_leaf(path) or path for path in paths}
+    return {p: said[q] for p, q in wholes.items() if q in said}
 
 
 def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:

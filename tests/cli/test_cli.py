@@ -273,7 +273,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
     file = tmp_path / "rules.toml"
     file.write_text("[[rules]]\npattern = '.*/(mu|nu)/.*'\ncodec = 'int8'\n")
     text = invoke("explain", file, "--step", "my_steps:make_step").stdout
-    assert re.search(r"0/mu/w/codes +16\.00 MiB +int8 +pinned_host +rule 0", text)
+    assert re.search(r"0/mu/w/codes_int8 +16\.00 MiB +int8 +pinned_host +rule 0", text)
     args = ("explain", file, "--checkpoint", checkpoint, "--under", "opt_state/1")
     found = json.loads(invoke(*args, "--json").stdout)
     (mu,) = (x for x in found["leaves"] if x["path"] == "0/mu/w")

@@ -260,3 +260,29 @@ def test_states_that_differ():
     same = state_of("int8", "device")
     assert bits(oo.low_bit_encode(same, like)) == bits(same)
     assert len(encoded_leaves(same)) == 2
+
+
+def test_codes_are_not_taken_for_others(tmp_path):
+    """Of another codec, or packed for other shards: of one shape, and named apart."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    w = jax.device_put(jnp.ones((256, 1024)), NamedSharding(mesh, P(None, "x")))
+    rule = oo.Rule("w", codec="nf4", min_bytes=0)
+    saved, other = (
+        oo.place({"w": w}, rule),
+        oo.place({"w": np.ones(w.shape, np.float32)}, rule),
+    )
+    assert [x.shape for x in jax.tree.leaves(saved)] == [
+        x.shape for x in jax.tree.leaves(other)
+    ]
+    states = state_of("int8", "device"), state_of("float8", "device")
+    named = "codes_nf4_512", "codes_float8"
+    with ocp.StandardCheckpointer() as checkpointer:
+        for (of, to), name in zip([(saved, other), states], named, strict=True):
+            checkpointer.save(tmp_path / name, of)
+            checkpointer.wait_until_finished()
+            template = jax.tree.map(ocp.utils.to_shape_dtype_struct, to)
+            with pytest.raises((ValueError, KeyError), match=name):
+                checkpointer.restore(tmp_path / name, template)
+            template = jax.tree.map(ocp.utils.to_shape_dtype_struct, of)
+            restored = checkpointer.restore(tmp_path / name, template)
+            assert bits(oo.low_bit_decode(restored)) == bits(oo.low_bit_decode(of))

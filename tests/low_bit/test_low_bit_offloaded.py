@@ -102,7 +102,7 @@ def test_two_ways_to_say_it_are_one():
         where = kinds(state)
         assert where.pop("0/count") == "device"
         assert set(where.values()) == {"pinned_host"}
-        assert {"0/mu/embed/codes", "0/mu/embed/scales"} <= where.keys()
+        assert {"0/mu/embed/codes_int8", "0/mu/embed/scales"} <= where.keys()
     assert texts[0] == texts[1]
 
 

@@ -312,7 +312,7 @@ def test_parameters_that_rules_are_explained_for():
         ("layers/a", 2 * LAYERS * WIDTH * RANK),
         ("layers/b", 2 * LAYERS * WIDTH * RANK),
         ("head", 8 * MIB),
-        ("layers/w/codes", 8 * MIB),
+        ("layers/w/codes_nf4_512", 8 * MIB),
         ("layers/w/scales", MIB // 2),
     ]
 

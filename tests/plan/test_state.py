@@ -302,11 +302,11 @@ def test_what_is_encoded_and_stays_has_a_rule_of_its_own():
 def test_codes_and_scales_are_one_leaf():
     """Of the bytes of both, on each device too; the others are left as they are."""
     parts = [
-        states.Leaf("mu/w/codes", 800, 100, 0, True),
+        states.Leaf("mu/w/codes_int8", 800, 100, 0, True),
         states.Leaf("count", 4, 4, None, False),
         states.Leaf("mu/w/scales", 32, 4, 0, True),
     ]
-    formats = dict.fromkeys(("mu/w/codes", "mu/w/scales"), "int8 of float32")
+    formats = dict.fromkeys(("mu/w/codes_int8", "mu/w/scales"), "int8 of float32")
     assert steps._joined(parts, formats) == [
         states.Leaf("mu/w", 832, 104, 0, True, codec="int8"),
         parts[1],
