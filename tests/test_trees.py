@@ -153,7 +153,8 @@ def test_no_match_message():
 )
 def test_remedy_proposes_a_pattern_that_matches(pattern, message):
     """With what is missing before or behind, without the key of a box."""
-    paths = ["0/mu/a/kernel", "0/nu/a/kernel/codes_int8", "0/nu/b", "0/nu/a/kernel/scales"]
+    leaf = "0/nu/a/kernel"
+    paths = ["0/mu/a/kernel", f"{leaf}/codes_int8", "0/nu/b", f"{leaf}/scales"]
     assert message in _trees.remedy(re.compile(pattern), paths)
 
 

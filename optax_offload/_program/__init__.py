@@ -50,6 +50,7 @@ from optax_offload._program.keys import Places, key_data
 from optax_offload._program.primitives import (
     CODES,
     LAYOUT,
+    are_codes,
     facts,
     handed_on,
     is_load,
@@ -92,6 +93,7 @@ __all__ = [
     "Update",
     "ancestors",
     "apart",
+    "are_codes",
     "as_they_are",
     "as_zero",
     "bound",

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import jax
+
 from optax_offload import _memory
 from optax_offload._program.graph import bound
 
@@ -51,6 +53,8 @@ class AtRest:
         their iterations, or others too.
       step_loads: Whether the step itself loads values, as what a policy of
         `jax.checkpoint` has stored.
+      codes: The bytes on each device of codes that are there, for each argument whose
+        rows scans decode.
     """
 
     arguments: tuple[Resting, ...]
@@ -58,6 +62,7 @@ class AtRest:
     made_bytes: int
     positions: Positions
     step_loads: bool
+    codes: Mapping[int, int]
 
 
 class Account:
@@ -81,6 +86,7 @@ class Account:
         self._again: dict[int | None, int] = {}
         self._whole: dict[int | None, list[str]] = {}
         self._updated: set[int | None] = set()
+        self._codes: dict[int, int] = {}
 
     def name(self, values: Iterable[Any], arguments: Sequence[int | None]) -> None:
         """Says which argument of the step each value is, as long as it lives."""
@@ -103,6 +109,13 @@ class Account:
         for one in map(self.of, values):
             self._scans.setdefault(one, []).append(length)
             self._again[one] = max(self._again.get(one, 1), self.times)
+
+    def note_codes(self, values: Iterable[Any]) -> None:
+        """Notes that a scan decodes rows of values on the device."""
+        for x in values:
+            one = self.of(x)
+            if one is not None:
+                self._codes[one] = _memory.nbytes_on_each_device(jax.typeof(x))
 
     def note_stored(self, what: Literal["residual", "made"], x: Any) -> None:
         """Notes that a scan stores rows of a value."""
@@ -136,6 +149,7 @@ class Account:
             self.made_bytes,
             self.positions,
             step_loads,
+            self._codes,
         )
 
     def _resting(self, i: int, x: Any, returns: bool) -> Resting:

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.core
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
@@ -262,6 +263,11 @@ class _Walk:
         length = e.params["length"]
         taken = [x for (_, as_is), x in sources.items() if not as_is]
         self._account.note_rows(taken, length)
+        for x in xs:
+            of_rows = x.sources if isinstance(x, RowValue) else ()
+            here = [one for one in of_rows if not rests(one)]
+            if any(jnp.issubdtype(one.dtype, jnp.integer) for one in here):
+                self._account.note_codes(here)
 
         def row(x: Any, keep: bool, rows: Mapping[tuple[int, bool], Any]) -> Any:
             if isinstance(x, RowValue):

@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from optax_offload import _compat, _memory
 from optax_offload._program.graph import variables
-from optax_offload._program.primitives import CODES, facts
+from optax_offload._program.primitives import are_codes, facts
 from optax_offload._program.row_values import RowValue, computed, of_stack, rests
 from optax_offload._program.wanted import row_counts, rows_of_results
 
@@ -118,7 +118,7 @@ def decodes(e: jex.JaxprEqn, counts: Mapping[jex.Var, int]) -> bool:
     if rows_of_results(e, counts) is None:
         return False
     if e.primitive.name == "name":
-        return e.params["name"] == CODES
+        return are_codes(e)
     codes = [v for v in variables(e.invars) if v in counts and _is_narrow(v)]
     return bool(codes) and max(map(_nbytes, e.outvars)) > max(map(_nbytes, codes))
 

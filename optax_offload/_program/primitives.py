@@ -135,6 +135,11 @@ LAYOUT = frozenset(name for name, x in PRIMITIVES.items() if x.layout)
 _UNKNOWN = Facts()
 
 
+def are_codes(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation says of a value that it holds codes."""
+    return e.primitive.name == "name" and e.params["name"] == CODES
+
+
 def facts(e: jex.JaxprEqn) -> Facts:
     """What is known of the primitive of an equation."""
     known = PRIMITIVES.get(e.primitive.name, _UNKNOWN)

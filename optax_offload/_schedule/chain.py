@@ -20,6 +20,7 @@ from jax.extend import core as jex
 from optax_offload import _memory
 from optax_offload._program import (
     Step,
+    are_codes,
     facts,
     is_transfer,
     shape,
@@ -94,7 +95,9 @@ def is_small(step: Step, asked: Options) -> bool:
     """Whether so little rests on the host that no search for turns is needed."""
     if asked.residuals == "host":
         return False
-    resting = [v for v in step.program.invars if _memory.on_host(v.aval)]
+    named = {v for e in step.program.equations if are_codes(e) for v in e.invars}
+    inputs = step.program.invars
+    resting = [v for v in inputs if _memory.on_host(v.aval) or v in named]
     codes = [v for v in resting if _is_integer(v)]
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
@@ -143,7 +146,8 @@ class _Cut:
         given = {*self._program.invars, *read.difference(self._program.producers)}
         self._arguments = {v for v in given if _memory.on_host(v.aval)}
         self._given = given - self._arguments
-        # What is taken of what rests, and what is made of that alone.
+        # What is taken of what rests or of codes on the device, and what is made of
+        # these alone.
         self._source: dict[jex.Var, jex.Var] = {}
         self._again: dict[jex.Var, int] = {}
         # What is made of nothing, as what decodes is beside what rests.
@@ -278,6 +282,9 @@ class _Cut:
                 (self._source[v],) = taken
                 return True
             return False
+        if are_codes(e) and self._given.issuperset(taken):
+            (self._source[v],) = taken
+            return True
         if not facts(e).again:
             return False
         others = {*taken} - self._constant
@@ -290,7 +297,7 @@ class _Cut:
         return all(v is not a for a in self._program.outvars)
 
     def _made_of(self, taken: Sequence[jex.Var]) -> tuple[set[int], list[jex.Var]]:
-        """The equations that make variables of what rests, and what they load."""
+        """The equations that make variables of what rests, and what they take of it."""
         positions: set[int] = set()
         loaded: dict[jex.Var, None] = {}
         waiting = list(taken[::-1])
@@ -298,6 +305,8 @@ class _Cut:
             v = waiting.pop()
             if v in self._source:
                 loaded[v] = None
+                if not _memory.on_host(self._source[v].aval):
+                    positions.add(self._program.producers[v])
             elif v in self._again and self._again[v] not in positions:
                 positions.add(self._again[v])
                 waiting += variables(self._program.equations[self._again[v]].invars)
@@ -363,7 +372,8 @@ class _Cut:
                 continue
             taken = [v for i in positions[n] for v in self._step.reads(i)]
             again, loaded = self._made_of(taken)
-            names = {v: self._source[v] for v in loaded}
+            sources = ((v, self._source[v]) for v in loaded)
+            names = {v: x for v, x in sources if _memory.on_host(x.aval)}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
             defined = [v for x in nodes for v in self._outvars(x.position)]
@@ -385,7 +395,8 @@ class _Cut:
         )
         for node in self._updating:
             placing.place(node)
-        return Chain(tuple(self._in_order(placing.links(), on_tpu)))
+        codes = {x: None for x in self._source.values() if x in self._given}
+        return Chain(tuple(self._in_order(placing.links(), on_tpu)), tuple(codes))
 
     def _outvars(self, i: int) -> Sequence[jex.Var]:
         return self._program.equations[i].outvars
@@ -405,7 +416,8 @@ class _Cut:
     def _is_given(self, v: jex.Var) -> bool:
         """Returns whether each link has a variable, or loads it in no time."""
         if v in self._source or v in self._again:
-            loaded = (self._source[x] for x in self._made_of([v])[1])
+            taken = (self._source[x] for x in self._made_of([v])[1])
+            loaded = (x for x in taken if _memory.on_host(x.aval))
             return nbytes(loaded) < SMALL_BYTES
         return v in self._given
 

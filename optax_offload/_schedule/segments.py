@@ -201,9 +201,11 @@ class Chain:
 
     Attributes:
       links: Segments, and what is evaluated between them.
+      codes: The arguments on the device that hold codes, which segments decode.
     """
 
     links: tuple[Segment | tuple[Outer, ...], ...]
+    codes: tuple[jex.Var, ...] = ()
 
     @property
     def segments(self) -> list[Segment]:
@@ -240,11 +242,19 @@ class Chain:
     def lines(self) -> Iterable[str]:
         """Lines on how a step was cut."""
         most = max(nbytes(s.loads) for s in self.segments)
+        loaded = (
+            f": {size_text(most)} of what rests on the host at most in one, loaded by "
+            "the turn before"
+        )
         yield (
             f"{len(self.segments)} turns of layers that no scan runs, each a loop that "
-            f"runs once: {size_text(most)} of what rests on the host at most in one, "
-            "loaded by the turn before"
+            "runs once" + loaded * bool(most)
         )
+        if self.codes:
+            yield (
+                f"{size_text(nbytes(self.codes))} of codes on the device: each turn "
+                "decodes those that it takes"
+            )
         waiting = self.waiting
         made = {v for s in self.segments for v in s.replaced}
         updated = made.difference(waiting)

@@ -56,13 +56,20 @@ def at_rest(step: Step, nodes: Sequence[Outer]) -> Iterator[str]:
                 * (again > 1)
             )
         if whole:
-            how.append(f"loaded whole by {_trees.listed(whole)}")
+            # Codes are named, and then decoded.
+            names = ["decoding" if name == "name" else name for name in whole]
+            how.append(f"loaded whole by {_trees.listed(names)}")
         if with_state:
             how.append("loaded with its state by its update")
         if returns:
             how.append("what replaces it returns there")
         line = counted(len(some), "argument", nbytes)
         yield f"{line} at rest on the host: {'; '.join(how)}"
+    if rest.codes:
+        yield (
+            f"{counted(len(rest.codes), 'argument', sum(rest.codes.values()))} of "
+            "codes on the device: each iteration of a scan decodes its own rows"
+        )
     if rest.made_bytes:
         yield f"{size_text(rest.made_bytes)} are stored row by row as scans make them"
     if rest.residual_bytes:

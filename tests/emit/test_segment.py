@@ -341,6 +341,33 @@ def test_what_is_looked_up_is_looked_up_again(monkeypatch):
         assert shape not in shapes(segment.results)
 
 
+def test_codes_on_the_device_are_decoded_by_turns():
+    """Nothing rests on the host; no turn hands a decoded matrix on to a later one."""
+    base = [jax.random.normal(jax.random.key(i), (128, 128)) for i in range(4)]
+    base = oo.place(base, oo.Rule(".*", "device", codec="nf4", min_bytes=0))
+    adapters = [jnp.ones(128) for _ in base]
+    tx = optax.adam(1e-3)
+
+    def loss(adapters, base, x):
+        for scale, w in zip(adapters, base, strict=True):
+            x = x + jnp.tanh(x @ w * scale[None])
+        return jnp.mean(x**2)
+
+    def step(adapters, state, base, x):
+        grads = jax.grad(loss)(adapters, base, x)
+        updates, state = tx.update(grads, state, adapters)
+        return optax.apply_updates(adapters, updates), state
+
+    args = adapters, tx.init(adapters), base, jnp.ones((8, 128))
+    jitted = oo.jit(step)
+    plan: Any = jitted.schedule(*args)
+    assert "34.00 KiB of codes on the device: each turn decodes" in str(plan)
+    assert (128, 128) not in [y for x in plan.chain.segments for y in shapes(x.results)]
+    want = jax.jit(step)(*args[:2], oo.low_bit_decode(base), args[3])
+    for x, y in zip(*map(jax.tree.leaves, (jitted(*args), want)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
 def shapes(variables):
     """The shapes of variables."""
     return [v.aval.shape for v in variables]

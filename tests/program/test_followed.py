@@ -319,6 +319,7 @@ def test_codes_on_the_device_are_decoded_by_rows(name):
             v.aval for e in equations_around_scans(jitted, *args) for v in e.outvars
         ]
         assert made
+        assert " of codes on the device: each " in str(jitted.schedule(*args))
         assert not [
             x for x in made if x.dtype == jnp.float32 and x.size >= MATRICES.size
         ]
