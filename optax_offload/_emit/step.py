@@ -141,7 +141,7 @@ class _Run:
     ) -> None:
         scan, turn = turns
         self._require([*reads, *_inputs(each, (u.fused for u in turn.updates))])
-        if turn.delayed:
+        if turn.delayed or turn.ahead:
             self._finish_products(scan)
         like = {
             g: self._sharded[v]
@@ -160,8 +160,9 @@ class _Run:
     def _finish_products(self, scan: Scan) -> None:
         """Has products that only the rest of the step reads computed before a scan.
 
-        Without this a compiler may compute them beside the scan's last stores, and keep
-        their operands over all of it, such as the gradient of logits (F67). Values that
+        Without this a compiler may compute them beside the scan's last stores, or after
+        it where it is told to hide loads, and keep their operands over all of it: the
+        gradient of logits (F67), or a table that was loaded for them (F83). Values that
         depend on no product, such as a cast, are left to be fused with their readers.
         """
         program, at = self._step.program, scan.position

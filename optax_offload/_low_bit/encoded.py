@@ -90,6 +90,14 @@ class Encoded:
         """The number of values it stands for."""
         return math.prod(self.shape)
 
+    def __jax_array__(self) -> Any:
+        """Raises: what is used as an array was not decoded by whoever was given it."""
+        raise TypeError(
+            f"{self!r} is used as an array. It is one to functions that oo.jit or "
+            "oo.stream is around and that are given it as an argument, not to those "
+            "that close over it. oo.low_bit_decode(tree) decodes all of it at once"
+        )
+
     def __repr__(self) -> str:
         if not hasattr(self.codes, "shape"):
             return f"Encoded({self.codec.name}, {self.codes!r})"

@@ -213,7 +213,9 @@ class Nf4Double(Nf4):
         finite = jnp.all(scales == scales, axis=-1)
         tops = jnp.where(finite, jnp.max(scales, axis=-1), jnp.nan)
         divisor = jnp.where(tops == 0, 1, tops)[..., None]
-        steps = jnp.floor(255 * jnp.sqrt(scales / divisor) + 0.5).astype(jnp.uint8)
+        steps = jnp.floor(255 * jnp.sqrt(scales / divisor) + 0.5)
+        # A block is all zero only if it was.
+        steps = jnp.maximum(steps, scales > 0).astype(jnp.uint8)
         return packing.packed_in(8, steps, self.span // self.block), tops
 
     def _scales(self, *stored: Any) -> Any:

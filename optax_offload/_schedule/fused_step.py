@@ -285,19 +285,15 @@ class FusedStep(Printed):
 
     @property
     def hides_in_scans(self) -> bool:
-        """Whether scans move rows beside what they compute, and little moves outside.
+        """Whether scans move rows beside what they compute, and little is updated else.
 
         Before Hopper a GPU's compiler hides nothing unless it is told to. Told to, it
-        takes more memory for what is between the scans: a head's update, or what is
-        loaded whole, which begins early (F83).
+        takes more memory for updates between the scans, as a head's (F83).
         """
         if not (self.scans or self.streaming):
             return False
         outside = (x for each in self.schedules() for x in each.straights())
-        updated = sum(group.nbytes for x in outside for group in x.groups)
-        rest = self.step.at_rest
-        whole = sum(x.nbytes for x in rest.arguments if x.whole) if rest else 0
-        return updated + whole < OUTSIDE_BYTES
+        return sum(y.nbytes for x in outside for y in x.groups) < OUTSIDE_BYTES
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""

@@ -1,6 +1,7 @@
 """What compilers for GPUs are told of a scheduler and of graphs, and which are."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -135,19 +136,24 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(("rows", "on"), [(2**11, None), (8, True)])
-def test_what_is_loaded_whole_leaves_it_to_the_compiler(rows, on):
-    """Its load would begin long before, unless it is small."""
+def test_what_is_loaded_whole_is_used_up_before_the_scan():
+    """Else a table would be there for as long: the loss can be computed last (F83)."""
 
     def fn(params, x):
-        return scanned(params["layers"], x @ params["embed"])
+        y, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+        return jnp.mean((y @ params["head"]) ** 2)
 
     params = {
-        "embed": jnp.ones((rows, WIDTH)),
+        "head": jnp.ones((WIDTH, 2**11)),
         "layers": jnp.ones((6, WIDTH, WIDTH)),
     }
     at_rest = oo.set_memory_kind(params, ".*", "pinned_host")
-    assert told(oo.jit(jax.grad(fn)), (at_rest, jnp.ones((4, rows)))) is on
+    args = at_rest, jnp.ones((4, WIDTH))
+    jitted = oo.jit(jax.value_and_grad(fn))
+    assert told(jitted, args) is True
+    with compiling_for("gpu", 1):
+        text = jitted.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert re.search(r"optimization_barrier .*: (.*, )?tensor<f32>", text)
 
 
 @pytest.mark.parametrize(

@@ -207,3 +207,24 @@ def test_the_largest_number_of_float16_stays_finite(name):
     w = np.full((256, 128), np.finfo(np.float16).max, np.float16)
     encoded = oo.place({"w": w}, oo.Rule("w", codec=name, min_bytes=0))
     np.testing.assert_array_equal(oo.low_bit_decode(encoded)["w"], w)
+
+
+def test_a_small_block_beside_large_ones_is_not_zero():
+    """Its scale, in 8 bits, is a step of the row's largest at least."""
+    x = np.ones((256, 1024), np.float32)
+    x[:, :64] = 3e-6
+    node = oo.place({"w": x}, oo.Rule("w", codec="nf4-double", min_bytes=0))["w"]
+    found = np.asarray(oo.low_bit_decode(node))[:, :64]
+    assert np.all(found > 0)
+    np.testing.assert_allclose(found, 3e-6, rtol=0.5)
+
+
+def test_an_encoded_leaf_is_no_array_where_nothing_decodes_it():
+    """As in a function that closes over it: what to do is said."""
+    x = jnp.ones((2, 1024))
+    base = oo.place({"w": np.ones((1024, 1024), np.float32)}, oo.Rule("w", codec="nf4"))
+    for fn in (lambda x: x @ base["w"], lambda x: jnp.dot(x, base["w"])):
+        with pytest.raises(
+            TypeError, match=r"Encoded\(nf4, .* given it as an argument"
+        ):
+            oo.jit(fn)(x)
