@@ -8,6 +8,15 @@ from importlib import metadata
 import pytest
 
 
+# What is arithmetic, files or text, and the same with each JAX: CI runs it with the
+# default Python alone.
+ANY_JAX = re.compile(
+    r"tests/(benchmarks|cli|machine|report|rows|states)/"
+    r"|tests/low_bit/test_(by_parts|codecs|forms|in_rows|low_bit|low_bit_checkpoints"
+    r"|master_weights|stochastic_round|weights)\.py"
+)
+
+
 def asks_for_accelerator(config):
     """Whether tests are selected with ``-m accelerator``."""
     return re.search(r"(?<!not )\baccelerator\b", config.option.markexpr)
@@ -31,6 +40,9 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """What is slow comes first, so that no process waits for the other at the end."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        if ANY_JAX.search(item.path.as_posix()):
+            item.add_marker(pytest.mark.any_jax)
     if metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
         for item in items:
             if item.get_closest_marker("newest"):
