@@ -66,13 +66,13 @@ def test_trees_keep_their_type():
 
 def test_names_are_literals():
     """A wrong one is found before it runs, and still when it runs."""
-    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):
         oo.Rule(".*", "host")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
         oo.Rule(".*", codec="int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
         oo.low_bit(optax.adam(1.0), ".*", "int4")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):
         oo.set_memory_kind(X, ".*", "host")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="memory_kind is 'device'; offload_states mov"):
         oo.offload_states(X, memory_kind="device")  # pyright: ignore
