@@ -10,22 +10,35 @@ import warnings
 from typing import Any, Literal
 
 import jax
+import optax
 
 
 class OffloadWarning(UserWarning):
     """The library could not do, or not fully do, what was asked."""
 
 
-_INTERNAL = tuple(os.path.dirname(file) for file in (jax.__file__, __file__))
+_INTERNAL = tuple(
+    os.path.dirname(file) for file in (jax.__file__, optax.__file__, __file__)
+)
 
 
 def warn(message: str) -> None:
-    """Warns at the line of the caller's own that led here, past JAX's and ours."""
+    """Warns at the caller's own line that led here, past JAX's, optax's and ours."""
     frame, depth = sys._getframe(1), 2
     files = (*_INTERNAL, contextlib.__file__)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(files):
         frame, depth = frame.f_back, depth + 1
     warnings.warn(message, OffloadWarning, stacklevel=depth)
+
+
+def is_called_by(function: Any) -> bool:
+    """Returns whether a Python function is among those that led to the caller."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is function.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class OffloadError(RuntimeError):

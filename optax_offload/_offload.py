@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
+from optax_offload._errors import is_called_by, warn
 from optax_offload._extra_args import Static, as_transformation, split
 from optax_offload._low_bit import as_rules_say, check_state, warn_of_blocks
 from optax_offload._misplaced import Asked, Placed, Seen
@@ -105,6 +106,9 @@ def offload(
       MemoryKindError: from ``update``, state is not where the rules put it.
       CodecError: from ``update``, state is not in the form that the rules name.
 
+    Warns:
+      OffloadWarning: from ``init``, `optax.MultiSteps` is around what this returns.
+
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
       >>> tx = oo.offload(optax.adam(1e-3), ".*/(mu|nu)/.*")
@@ -142,6 +146,12 @@ class _Offloading:
             # Rules may match nothing then: optax.tree.map_params has a placeholder.
             lenient = self._asked._replace(config=config.made_lenient())
             return _Offloading(self._inner, lenient).init(params)
+        if is_called_by(optax.MultiSteps.init):
+            warn(
+                "optax.MultiSteps is around an offloaded optimizer, so steps that only "
+                "accumulate gradients move all of its state too. Put it inside: "
+                "offload(optax.MultiSteps(optimizer, every_k_schedule), rules)"
+            )
         if _memory.is_traced(params):
             self._asked.seen.made = "traced"
             state = self._traced_init(params)

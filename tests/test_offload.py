@@ -2,6 +2,7 @@
 
 import functools
 import typing
+import warnings
 
 import flax.linen as nn
 import jax
@@ -519,6 +520,17 @@ def test_what_is_no_plain_transformation(inner, message):
     """Refused by the factory."""
     with pytest.raises(TypeError, match=message):
         oo.offload(inner)
+
+
+def test_multi_steps_around_warns():
+    """At the line of the user's own; inside it does not."""
+    around = optax.MultiSteps(oo.offload(optax.adam(1e-3)), 2)
+    with pytest.warns(oo.OffloadWarning, match="MultiSteps is around") as told:
+        around.init(PARAMS)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        oo.offload(optax.MultiSteps(optax.adam(1e-3), 2)).init(PARAMS)
 
 
 def test_leaves_that_are_no_arrays():
