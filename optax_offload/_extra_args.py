@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import optax
+
+
+class Transformation(Protocol):
+    """An optax transformation, or `optax.MultiSteps`: what has ``init`` and ``update``.
+
+    A factory such as ``optax.adamw`` and a name such as ``"adam"`` have neither, so a
+    type checker finds them where a transformation is expected.
+    """
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """Makes the state for parameters."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """Makes updates of parameters, and new state, from gradients and state."""
+        ...
 
 
 def as_transformation(

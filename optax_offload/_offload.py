@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
 from optax_offload._errors import is_called_by, warn
-from optax_offload._extra_args import Static, as_transformation, split
+from optax_offload._extra_args import Static, Transformation, as_transformation, split
 from optax_offload._low_bit import as_rules_say, check_state, warn_of_blocks
 from optax_offload._misplaced import Asked, Placed, Seen
 from optax_offload._program import Caller, Update, call_update, trace
@@ -57,7 +57,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 
 def offload(
-    inner: Any,
+    inner: Transformation,
     rules: _rules.Rules = ".*",
     *,
     window_bytes: int | None = None,

@@ -69,7 +69,7 @@ class JitOptions(TypedDict, total=False):
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Iterable[str] | None
     keep_unused: bool
-    device: jax.Device | None
+    device: Any
     backend: str | None
     inline: Any
     compiler_options: Mapping[str, Any] | None

@@ -145,7 +145,7 @@ def test_rule_in_the_shadow_of_another():
         (
             {"memory_kind": "int8"},
             ValueError,
-            r"memory_kind is 'int8', which is a codec. Write Rule\(pattern, codec='int8",
+            r"memory_kind is 'int8', which is a codec. Write Rule\(pattern, codec='",
         ),
         ({"min_bytes": -1}, ValueError, "min_bytes is -1; .* at least 0"),
         ({"min_bytes": True}, ValueError, "min_bytes is True"),

@@ -21,7 +21,7 @@ from typing import (
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _nnx, _one_memory, _trees
+from optax_offload import _compat, _memory, _nnx, _one_memory
 from optax_offload._emit import streamed
 from optax_offload._jit import donation, machine, shardings
 from optax_offload._jit.kinds import (
@@ -35,8 +35,8 @@ from optax_offload._jit.kinds import (
 from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
-    LateGradients,
     JitOptions,
+    LateGradients,
     LatencyHiding,
     Options,
     Residuals,
@@ -76,7 +76,7 @@ def jit(
     residuals: Residuals = "device",
     latency_hiding: LatencyHiding = "auto",
     **jit_kwargs: Unpack[JitOptions],
-) -> _Jitted[P, R]: ...
+) -> Jitted[P, R]: ...
 @overload
 def jit(
     *,
@@ -193,24 +193,24 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     asked = Options(fuse, late_gradients, residuals, latency_hiding)
     if fun is None:
         return functools.partial(jit, **dataclasses.asdict(asked), **options)
-    return _Jitted(fun, options, asked)
+    return Jitted(fun, options, asked)
 
 
 def before_jit(fn: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
     """The function that `jit` was given, with JAX's options; None for any other."""
-    return (fn._fun, fn._options) if isinstance(fn, _Jitted) else None
+    return (fn._fun, fn._options) if isinstance(fn, Jitted) else None
 
 
 class _Decorator(Protocol):
     """The decorator that `jit` returns without a function."""
 
-    def __call__(self, fun: Callable[P, R], /) -> _Jitted[P, R]:
+    def __call__(self, fun: Callable[P, R], /) -> Jitted[P, R]:
         """The function, jitted."""
         ...
 
 
-class _Jitted(Generic[P, R]):
-    """A function jitted by `jit`."""
+class Jitted(Generic[P, R]):
+    """A function that `jit` returns, with the methods that `jax.jit` gives."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class _Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return _Jitted, (self._fun, self._options, self._asked)
+        return Jitted, (self._fun, self._options, self._asked)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""

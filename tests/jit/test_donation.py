@@ -132,7 +132,9 @@ def test_out_shardings_that_move_new_state():
         return optax.apply_updates(params, updates), state
 
     params = {"w": jnp.ones((8, 8))}
-    message = r"(?s)state\[0\].mu\['w'\] .*stay: its out_shardings .*state_shardings\(tx"
+    message = (
+        r"(?s)state\[0\].mu\['w'\] .*stay: its out_shardings .*state_shardings\(tx"
+    )
     with pytest.raises(oo.MemoryKindError, match=message):
         step.lower(params, tx.init(params))
 
