@@ -196,12 +196,17 @@ _ALL_TPUS = (
 )
 
 # From the CUDA programming guide, "Technical Specifications per Compute Capability".
+_TURING = Architecture((7, 5), 64, 1024, 64 * 1024)
 _AMPERE = Architecture((8, 0), 64, 2048, 164 * 1024)
+_AMPERE_86 = Architecture((8, 6), 128, 1536, 100 * 1024)
 _ADA = Architecture((8, 9), 128, 1536, 100 * 1024)
 _HOPPER = Architecture((9, 0), 128, 2048, 228 * 1024)
 _BLACKWELL = Architecture((10, 0), 128, 2048, 228 * 1024)
+_BLACKWELL_RTX = Architecture((12, 0), 128, 1536, 100 * 1024)
 
 # Half of what NVIDIA gives for both ways together.
+_PCIE_3 = Link(16e9, LINK.latency_seconds)
+_PCIE_3_SOURCE = "PCIe 3.0 x16, 32 GB/s both ways together"
 _PCIE_4 = Link(32e9, LINK.latency_seconds)
 _PCIE_4_SOURCE = "PCIe 4.0 x16, 64 GB/s both ways together"
 _PCIE_5 = Link(64e9, LINK.latency_seconds)
@@ -212,11 +217,20 @@ _H200 = "nvidia.com/en-us/data-center/h200"
 _B200 = "nvidia.com/en-us/data-center/dgx-b200"
 _HGX = "nvidia.com/en-us/data-center/hgx"
 _L4 = "nvidia.com/en-us/data-center/l4"
+_L40S = "nvidia.com/en-us/data-center/l40s"
+_A10 = "nvidia.com/en-us/data-center/products/a10-gpu"
+_T4 = "nvidia.com/en-us/data-center/tesla-t4"
+_GA102_PAPER = "NVIDIA Ampere GA102 GPU architecture whitepaper, tables 9 and 10"
 _ADA_PAPER = "NVIDIA Ada GPU architecture whitepaper, appendix A"
+_BLACKWELL_PAPER = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 # Where XLA itself describes a chip, memory, its bandwidth, cores, cache and clock are
 # those of its description (in openxla/xla), else those of `deviceQuery` on the chip.
 _XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
 _DEVICE_QUERY = "deviceQuery on the chip"
+# Else memory is what PyTorch's error says that a chip has under Linux, rounded down to
+# a hundredth of a GiB, and cores, cache and clock are those of the page or paper that
+# is the source of the operations.
+_PYTORCH = "PyTorch's error of memory on the chip: "
 
 _ALL_GPUS = (
     Gpu(
@@ -322,6 +336,127 @@ _ALL_GPUS = (
         memory_bandwidth_source=_L4,
     ),
     Gpu(
+        name="t4",
+        description="Tesla T4",
+        architecture=_TURING,
+        core_count=40,
+        l2_cache_bytes=4 * MIB,
+        clock_ghz=1.59,
+        memory_bytes=int(14.75 * GIB),
+        memory_source="TensorFlow's log on the chip: NVIDIA/DALI#1813",
+        link=_PCIE_3,
+        link_source=f"{_PCIE_3_SOURCE}: {_T4}",
+        # It has no units for bfloat16 nor TF32: both are computed in float32.
+        flops_per_second=8.1e12,
+        float32_flops_per_second=8.1e12,
+        flops_source=f"{_T4}: single precision",
+        memory_bytes_per_second=320.0e9,
+        memory_bandwidth_source=_T4,
+    ),
+    Gpu(
+        name="a10",
+        description="NVIDIA A10",
+        architecture=_AMPERE_86,
+        core_count=72,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.695,
+        # What nvidia-smi shows, less as much as of an L4 no program can have.
+        memory_bytes=(23028 - 516) * MIB,
+        memory_source="nvidia-smi on the chip: modal-labs/modal-client#2797",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_A10}",
+        flops_per_second=125e12,
+        float32_flops_per_second=62.5e12,
+        flops_source=_A10,
+        memory_bytes_per_second=600.0e9,
+        memory_bandwidth_source=_A10,
+    ),
+    Gpu(
+        name="a6000",
+        description="NVIDIA RTX A6000",
+        architecture=_AMPERE_86,
+        core_count=84,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.8,
+        memory_bytes=51041271808,
+        memory_source=f"{_XLA}a6000.txtpb",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=154.8e12,
+        float32_flops_per_second=77.4e12,
+        flops_source=_GA102_PAPER,
+        memory_bytes_per_second=768.1e9,
+        memory_bandwidth_source=f"{_XLA}a6000.txtpb",
+    ),
+    Gpu(
+        name="l40s",
+        description="NVIDIA L40S",
+        architecture=_ADA,
+        core_count=142,
+        l2_cache_bytes=96 * MIB,
+        clock_ghz=2.52,
+        memory_bytes=int(44.43 * GIB),
+        memory_source=f"{_PYTORCH}DINGYANB/MTVCrafter#21, of an RTX 6000 Ada, which has as much",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_L40S}",
+        flops_per_second=362e12,
+        float32_flops_per_second=183e12,
+        flops_source=_L40S,
+        memory_bytes_per_second=864.0e9,
+        memory_bandwidth_source=_L40S,
+    ),
+    Gpu(
+        name="rtx3060",
+        description="NVIDIA GeForce RTX 3060",
+        architecture=_AMPERE_86,
+        core_count=28,
+        l2_cache_bytes=3 * MIB,
+        clock_ghz=1.777,
+        memory_bytes=int(11.75 * GIB),
+        memory_source=f"{_PYTORCH}Kunhao-Liu/StyleGaussian#12",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=25.5e12,
+        float32_flops_per_second=12.7e12,
+        flops_source=f"{_GA102_PAPER}: an RTX 3090's, by cores and clock",
+        memory_bytes_per_second=360.0e9,
+        memory_bandwidth_source="nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3060-3060ti",
+    ),
+    Gpu(
+        name="rtx3090",
+        description="NVIDIA GeForce RTX 3090",
+        architecture=_AMPERE_86,
+        core_count=82,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.695,
+        memory_bytes=int(23.69 * GIB),
+        memory_source=f"{_PYTORCH}clovaai/deep-text-recognition-benchmark#386",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=71e12,
+        float32_flops_per_second=35.6e12,
+        flops_source=_GA102_PAPER,
+        memory_bytes_per_second=936.0e9,
+        memory_bandwidth_source=_GA102_PAPER,
+    ),
+    Gpu(
+        name="rtx4070ti",
+        description="NVIDIA GeForce RTX 4070 Ti",
+        architecture=_ADA,
+        core_count=60,
+        l2_cache_bytes=48 * MIB,
+        clock_ghz=2.61,
+        memory_bytes=int(11.73 * GIB),
+        memory_source=f"{_PYTORCH}OpenLMLab/LOMO#17",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_ADA_PAPER}",
+        flops_per_second=80.2e12,
+        float32_flops_per_second=40.1e12,
+        flops_source=f"{_ADA_PAPER}: an RTX 4090's, by cores and clock",
+        memory_bytes_per_second=504.0e9,
+        memory_bandwidth_source="nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4070-4070ti",
+    ),
+    Gpu(
         name="rtx4090",
         description="NVIDIA GeForce RTX 4090",
         architecture=_ADA,
@@ -338,6 +473,23 @@ _ALL_GPUS = (
         # 384 bits at 10501 MHz, at double data rate.
         memory_bytes_per_second=1008.1e9,
         memory_bandwidth_source=f"{_DEVICE_QUERY}: bus width and memory clock",
+    ),
+    Gpu(
+        name="rtx5090",
+        description="NVIDIA GeForce RTX 5090",
+        architecture=_BLACKWELL_RTX,
+        core_count=170,
+        l2_cache_bytes=96 * MIB,
+        clock_ghz=2.407,
+        memory_bytes=int(31.36 * GIB),
+        memory_source=f"{_PYTORCH}TrajectoryCrafter/TrajectoryCrafter#20",
+        link=_PCIE_5,
+        link_source=f"{_PCIE_5_SOURCE}: {_BLACKWELL_PAPER}",
+        flops_per_second=209.5e12,
+        float32_flops_per_second=104.8e12,
+        flops_source=_BLACKWELL_PAPER,
+        memory_bytes_per_second=1792.0e9,
+        memory_bandwidth_source=_BLACKWELL_PAPER,
     ),
 )
 

@@ -141,6 +141,13 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             "24GB. By default all but a reserve of 10 % on a GPU and 2 % on a TPU."
         ),
     ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The memory of each device, if your card has less than the target: "
+            "for an RTX 4080, --target rtx4090 --memory 16GiB."
+        ),
+    ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
@@ -190,6 +197,10 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     """Finds the fastest way to train a step within memory, by compiling it."""
     with _errors():
         # Mistakes that would otherwise fail after minutes of compiling.
+        chips = Target(target, memory_bytes=_size("--memory", memory))
+        budgets = _plan.checked_budget(
+            _size("--budget", budget), _size("--host-memory", host_memory), chips
+        )
         if out is not None:
             check_can_write("--out", out, "rules.toml")
         if plot is not None:
@@ -197,13 +208,8 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
-        chips = Target(target)
         asked = _plan.Asked(
-            _plan.checked_budget(
-                None if budget is None else parse_size(budget),
-                None if host_memory is None else parse_size(host_memory),
-                chips,
-            ),
+            budgets,
             allow=_plan.allowed(allow),
             link_bytes_per_second=link,
             folder=_cache_folder() if cache else None,
@@ -237,6 +243,14 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         # The compiler may still be at work in its thread, and cannot be stopped.
         _out.file.flush()
         leave(INTERRUPTED)
+
+
+def _size(option: str, text: str | None) -> int | None:
+    """The bytes that an option names; None where it is not given."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
 
 
 def _say_what_was_found(planner: _plan.Planner) -> None:

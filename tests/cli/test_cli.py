@@ -305,6 +305,14 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
             "at most what 'h100' has",
         ),
         (
+            ("fit", "no_steps:never_imported", "--target", "h100", "--budget", "70"),
+            "--budget: '70' has no unit; write 70GiB (2**30 bytes), 70GB (10**9) or 70B",
+        ),
+        (
+            ("fit", "my_steps:make_step", "--target", "rtx3060", "--memory", "16GiB"),
+            "a rtx3060 has",
+        ),
+        (
             ("fit", "my_steps:make_step", "--target", "h100", "--host-memory", "all"),
             "'all' is not a size; write it as 70GiB",
         ),
@@ -333,7 +341,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:no_optimizer", "--target", "h100"),
-            "does not call offload, its first argument",
+            "my_steps:no_optimizer does not call offload, its first argument",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth=3"),
@@ -481,7 +489,6 @@ def test_a_module_that_fails_is_not_a_missing_one(invoke, tmp_path):
         ("24GB", 24 * 10**9),
         ("1.5 MiB", 3 * 2**19),
         ("2k", 2000),
-        ("123", 123),
         ("123B", 123),
     ],
 )
@@ -517,9 +524,11 @@ def test_fit(invoke, tmp_path, monkeypatch):
     assert result.stderr.count("compiled: ") >= 3
     assert "fits with" in result.stdout
     assert "of 1.00 GiB" in result.stdout
-    assert re.search(r"\\d\+/(mu|nu)/w +1 +64\.00 MiB", result.stdout)
+    assert "memory, 1 leaf, 64.00 MiB of each device:\n  \\d+/mu/w\n" in result.stdout
     assert re.search(r"^ *-> ", result.stdout, re.MULTILINE), "the chosen way is marked"
-    assert "step = oo.jit(train_step, **config.step)" in result.stdout
+    jitting = "oo.jit(train_step, donate_argnums=(0, 1), **config.step)"
+    assert f"\n  step = {jitting}\n" in result.stdout
+    assert f"jitted with: {jitting}." in (tmp_path / "my.toml").read_text()
     config = oo.load_config(tmp_path / "my.toml")
     assert [r.regex for r in config.rules] == [r"\d+/mu/w"]
     assert (tmp_path / "my.png").read_bytes().startswith(b"\x89PNG")
