@@ -97,8 +97,8 @@ def parse_size(text: str) -> int:
     number, unit, binary = match.groups()
     if text.strip()[-1].isdigit():
         raise ValueError(
-            f"{text!r} has no unit; write {number}GiB (2**30 bytes), {number}GB (10**9) "
-            f"or {number}B"
+            f"{text!r} has no unit; write {number}GiB (2**30 bytes), {number}GB "
+            f"(10**9) or {number}B"
         )
     base = 1024 if binary else 1000
     # A float would round numbers of more than 53 bits.

@@ -381,6 +381,6 @@ def _what_helps(
         yield "- bfloat16 parameters, if they are float32: that halves gradients too"
     more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
     yield (
-        "- more devices: shard parameters, gradients and batch over at least "
-        f"{more} devices (now {target.device_count}), or use larger ones"
+        f"- at least {more} devices (now {target.device_count}), with parameters, "
+        "gradients and batch sharded over them, or bigger ones"
     )

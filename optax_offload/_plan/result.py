@@ -293,12 +293,12 @@ class Plan(Printed):
 # The leaves that a codec is for, and its effect.
 _OF_MOMENTS = (
     "moments",
-    "Updates then differ from those in float32; docs/low-bits.md shows what that does "
-    "to training",
+    "Updates then differ from those in float32; docs/low-bits.md shows the effect on "
+    "training",
 )
 _OF_FROZEN = (
     "frozen parameters",
-    "The step computes with what is left of them; oo.place says how much that is",
+    "The step computes with rounded values; help(oo.place) says how far off they are",
 )
 _NUMBERS = {
     REMAINDER: (

@@ -16,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from optax_offload._units import MIB, size_text
 from optax_offload.aot import compilers
-from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS, Chip, Gpu, Tpu
+from optax_offload.aot.chip import Chip, Gpu, Tpu
+from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS
 
 # Of slices that have several hosts (cloud.google.com/tpu/docs: machine types -4t).
 _TPU_CHIPS_PER_HOST = 4

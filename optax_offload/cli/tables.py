@@ -154,7 +154,9 @@ def collapsed(leaves: Sequence[_L]) -> list[tuple[str, _L]]:
     found: list[tuple[str, _L]] = []
     for some in alike.values():
         pieces = [re.split(r"(\d+)", x.path) for x in some]
-        path = "".join(p[0] if len({*p}) == 1 else "*" for p in zip(*pieces, strict=True))
+        path = "".join(
+            p[0] if len({*p}) == 1 else "*" for p in zip(*pieces, strict=True)
+        )
         count = f" ({len(some)} leaves)" if len(some) > 1 else ""
         found.append((path + count, some[0]))
     return found

@@ -10,7 +10,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-
 # Longer lines are hard to read, however wide a terminal is.
 _WIDEST = 80
 

@@ -52,6 +52,8 @@ def test_no_figure_is_repeated():
         for path in files
         if path.name != "chips.py"
         for number in re.findall(r"\b\d{3,}\b", path.read_text())
-        if number in figures - {"300", "320", "600", "768", "1200"}  # Round, and so in other uses.
+        if number
+        in figures
+        - {"300", "320", "600", "768", "1200"}  # Round, and so in other uses.
     }
     assert not repeated

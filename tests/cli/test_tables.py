@@ -143,8 +143,12 @@ def test_a_plan(tmp_path):
     """What is chosen, what fills the device, and what else there is."""
     plan = a_plan(parts={"parameters": 2**30, "gradients": 2**30})
     text = " ".join(shown(tables.print_plan, plan).split())
-    first = "not fused: 1 gradient of 2.00 MiB left outside: the step returns it if all "
-    assert text.startswith(f"{first}were fused: up to 1.00 GiB less h100, 6.00 GiB on e")
+    first = (
+        "not fused: 1 gradient of 2.00 MiB left outside: the step returns it if all "
+    )
+    assert text.startswith(
+        f"{first}were fused: up to 1.00 GiB less h100, 6.00 GiB on e"
+    )
     assert "6.00 GiB on each device: fits with way 5" in text
     assert "parameters moved to host memory: layers/.*" in text
     assert "-> way 5" in text
