@@ -77,6 +77,7 @@ class Evidence:
       on_mesh: Whether the state is on several devices.
       in_body: Whether it is in a loop or a branch, where only its type says where.
       mapped: Whether the update is mapped over a named axis, as by `jax.pmap`.
+      of_nnx: Whether it holds variables of Flax NNX.
     """
 
     was_on_host: bool = False
@@ -84,6 +85,7 @@ class Evidence:
     on_mesh: bool = False
     in_body: bool = False
     mapped: bool = False
+    of_nnx: bool = False
 
 
 # Known ways to undo offloading, each with its fix.
@@ -102,7 +104,7 @@ _CAUSES = {
         "make them with optax_offload.state_shardings, or jit with optax_offload.jit",
     ),
     "device_put": (
-        "a device_put in the trainer, between two steps",
+        "a device_put in the trainer",
         "give it the shardings of optax_offload.state_shardings, or bring the state "
         "back: optax_offload.place(state, rules)",
     ),
@@ -132,8 +134,10 @@ def causes(evidence: Evidence) -> str:
         first = ("out_shardings", "device_put")
     elif evidence.made == "traced" and evidence.on_mesh:
         first = ("out_shardings", "restored")
+    elif evidence.of_nnx and evidence.on_mesh:
+        first = ("constraint", "restored")
     elif evidence.made == "eagerly" and evidence.on_mesh:
-        first = ("restored", "constraint")
+        first = ("restored", "device_put")
     elif evidence.made:
         first = ("restored", "out_shardings")
     if evidence.mapped:

@@ -51,6 +51,7 @@ class Placed:
       planned: The leaves that have to come from host memory, as positions.
       followed: The parameter that each leaf of host memory is sharded like.
       asked: The request to `offload`.
+      of_nnx: Whether the state holds variables of Flax NNX.
     """
 
     paths: Mapping[int, str]
@@ -58,6 +59,7 @@ class Placed:
     planned: Sequence[int]
     followed: Mapping[int, int]
     asked: Asked
+    of_nnx: bool
 
     @classmethod
     def of(
@@ -68,6 +70,7 @@ class Placed:
         state: Any,
     ) -> Placed:
         """As rules and the types of a call's arguments say."""
+        is_nnx = _trees.is_nnx_variable
         first = len(jax.tree.leaves(args[0]))
         leaves = dict(enumerate(_trees.leaves_with_paths(state), start=first))
         sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves.values()]
@@ -91,6 +94,7 @@ class Placed:
                 first + len(leaves),
             ),
             asked,
+            any(map(is_nnx, jax.tree.leaves(state, is_leaf=is_nnx))),
         )
 
     def check(self, found: Mapping[int, Argument], typed: Collection[int]) -> None:
@@ -169,6 +173,7 @@ class Placed:
             on_mesh=any(x.mesh.size > 1 for x in shardings),
             in_body=not found,
             mapped=_compat.maps_over_axes(),
+            of_nnx=self.of_nnx,
         )
 
 
