@@ -10,7 +10,12 @@ import jax
 from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import effects as _effects
-from jax._src.core import NamedAxisEffect, trace_ctx, trace_state_clean
+from jax._src.core import (
+    NamedAxisEffect,
+    get_axis_env,
+    trace_ctx,
+    trace_state_clean,
+)
 from jax._src.state.discharge import discharge_state
 from jax.extend import core as jex
 from jax.extend.core import primitives
@@ -107,6 +112,11 @@ def tracing_for_jit_alone() -> bool:
             return False
         trace = getattr(trace, "parent_trace", None)
     return True
+
+
+def maps_over_axes() -> bool:
+    """Returns whether current traces map over a named axis, as that of `jax.pmap`."""
+    return bool(get_axis_env().axis_sizes)
 
 
 def jit_is_disabled() -> bool:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import jax
 import optax
+
+
+class Transformation(Protocol):
+    """An optax transformation, or `optax.MultiSteps`: what has ``init`` and ``update``.
+
+    A factory such as ``optax.adamw`` and a name such as ``"adam"`` have neither, so a
+    type checker finds them where a transformation is expected.
+    """
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """Makes the state for parameters."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., Any]:
+        """Makes updates of parameters, and new state, from gradients and state."""
+        ...
 
 
 def as_transformation(
@@ -26,10 +45,20 @@ def as_transformation(
         update: Any = inner.update
         inner = optax.GradientTransformationExtraArgs(inner.init, update)
     if not isinstance(inner, optax.GradientTransformation):
-        hint = f". Call it first, as in {wrapper}(optax.adamw(3e-4))"
+        hint = ""
+        if isinstance(inner, tuple) and hasattr(inner, "partition"):
+            hint = (
+                ". AXLearn gives its parameters other types than arrays: wrap the "
+                "optax transformation that with_partition_fn is given, as in "
+                f"with_partition_fn({wrapper}(optax.adam(3e-4)), partition_fn)"
+            )
+        elif callable(inner):
+            hint = f". Call it first, as in {wrapper}(optax.adamw(3e-4))"
+        elif isinstance(inner, str):
+            hint = f". Pass the transformation, as in {wrapper}(optax.adamw(3e-4))"
         raise TypeError(
             f"{wrapper} wraps an optax.GradientTransformation or optax.MultiSteps, got "
-            f"{inner!r}" + (hint if callable(inner) else "")
+            f"{inner!r}{hint}"
         )
     return optax.with_extra_args_support(inner)
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -200,15 +201,24 @@ def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
     pairs = (_crossing_pair(main, i) for i in range(len(main.arg_attrs)))
     crossing = [pair for pair in pairs if pair]
     if crossing:
+        fix = (
+            "take and return parameters and state in the same order, without others of "
+            "their shapes among the results before them, and donate both "
+            "(donate_argnums) or neither"
+        )
+        if any(pair.is_own for pair in crossing):
+            fix = (
+                "its out_shardings name no memory kinds, and so move new state to the "
+                "device. Give it out_shardings=(..., optax_offload.state_shardings("
+                "tx.init, params)), with the trainer's own as shardings="
+            )
         raise MemoryKindError(
             "jax.jit writes results into donated arguments of another memory, which "
             "ends the process on a CPU and leaves the result in the wrong memory on a "
             "GPU. It pairs them by shape and dtype alone, in their order:\n- "
-            + "\n- ".join(crossing)
+            + "\n- ".join(pair.text for pair in crossing)
             + "\nJit the step with optax_offload.jit, which pairs within a memory. If "
-            "jax.jit has to stay: take and return parameters and state in the same "
-            "order, without others of their shapes among the results before them, and "
-            "donate both (donate_argnums) or neither"
+            f"jax.jit has to stay: {fix}"
         )
 
 
@@ -292,22 +302,36 @@ def _kind(attributes: Any) -> str:
     return kind.value
 
 
-def _crossing_pair(main: Any, i: int) -> str:
+class _Pair(NamedTuple):
+    """An argument, and a result of another memory that takes its buffer.
+
+    Attributes:
+      text: Both, for a person.
+      is_own: Whether the result is what replaces the argument, moved to the device.
+    """
+
+    text: str
+    is_own: bool
+
+
+def _crossing_pair(main: Any, i: int) -> _Pair | None:
     """An argument and the result that takes its buffer, if in two kinds of memory."""
     argument = ir.DictAttr(main.arg_attrs[i])
     if _ALIAS not in argument:
-        return ""
+        return None
     j = ir.IntegerAttr(argument[_ALIAS]).value
     result = ir.DictAttr(main.result_attrs[j])
     if _kind(argument) == _kind(result):
-        return ""
+        return None
     # What JAX calls them: their paths in the call and in what it returns.
     location = main.entry_block.arguments[i].location
     name = getattr(location, "name_str", "") or f"argument {i}"
     other = ir.StringAttr(result[_NAME]).value if _NAME in result else f"result {j}"
-    return (
+    below = re.sub(r"^\w+", "", name)  # As in "state[0].mu['w']".
+    return _Pair(
         f"{name} ({_kind(argument)}) and {other} ({_kind(result)}), "
-        f"each {main.type.inputs[i]}"
+        f"each {main.type.inputs[i]}",
+        _kind(result) == "device" and bool(below) and other.endswith(below),
     )
 
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
 import optax
 
 from optax_offload import _compat, _memory, _rules, _templates, _trees
-from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
-from optax_offload._extra_args import Static, as_transformation, split
+from optax_offload._errors import is_called_by, warn
+from optax_offload._extra_args import Static, Transformation, as_transformation, split
 from optax_offload._low_bit import as_rules_say, check_state, warn_of_blocks
-from optax_offload._lowered import Argument
+from optax_offload._misplaced import Asked, Placed, Seen
 from optax_offload._program import Caller, Update, call_update, trace
 from optax_offload._schedule import Schedule, schedule
 
@@ -57,7 +57,7 @@ class Offloaded(optax.GradientTransformationExtraArgs):
 
 
 def offload(
-    inner: Any,
+    inner: Transformation,
     rules: _rules.Rules = ".*",
     *,
     window_bytes: int | None = None,
@@ -106,6 +106,9 @@ def offload(
       MemoryKindError: from ``update``, state is not where the rules put it.
       CodecError: from ``update``, state is not in the form that the rules name.
 
+    Warns:
+      OffloadWarning: from ``init``, `optax.MultiSteps` is around what this returns.
+
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
       >>> tx = oo.offload(optax.adam(1e-3), ".*/(mu|nu)/.*")
@@ -121,20 +124,8 @@ def offload(
             f"on_misplaced is {on_misplaced!r}; it must be 'raise' or 'move'"
         )
     inner = as_rules_say(inner, config, on_misplaced)
-    core = _Offloading(inner, _Asked(config, on_misplaced))
+    core = _Offloading(inner, Asked(config, on_misplaced, Seen()))
     return Offloaded(core.init, core.update)
-
-
-class _Asked(NamedTuple):
-    """The request to `offload`.
-
-    Attributes:
-      config: The rules.
-      on_misplaced: The treatment of state that is on the device and should not be.
-    """
-
-    config: _rules.OffloadConfig
-    on_misplaced: str
 
 
 class _Offloading:
@@ -143,7 +134,7 @@ class _Offloading:
     def __init__(
         self,
         inner: optax.GradientTransformationExtraArgs,
-        asked: _Asked,
+        asked: Asked,
     ):
         self._inner, self._asked = inner, asked
         self._jitted_update = jax.jit(self._traced_update, static_argnums=4)
@@ -155,16 +146,28 @@ class _Offloading:
             # Rules may match nothing then: optax.tree.map_params has a placeholder.
             lenient = self._asked._replace(config=config.made_lenient())
             return _Offloading(self._inner, lenient).init(params)
+        if is_called_by(optax.MultiSteps.init):
+            warn(
+                "optax.MultiSteps is around an offloaded optimizer, so steps that only "
+                "accumulate gradients move all of its state too. Put it inside: "
+                "offload(optax.MultiSteps(optimizer, every_k_schedule), rules)"
+            )
         if _memory.is_traced(params):
+            self._asked.seen.made = "traced"
             state = self._traced_init(params)
             check_state(state)
             return state
+        self._asked.seen.made = "eagerly"
         init, args = self._traced_init, params
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)):
             # No arguments for jit; as in optax an init may ask for their shapes only.
             inner = self._inner._replace(init=lambda _: self._inner.init(params))
             init, args = _Offloading(inner, self._asked)._traced_init, ()
-        state = _templates.make(init, params, args)
+        try:
+            state = _templates.make(init, params, args)
+        except TypeError as error:
+            _refuse_leaves(error, "init", {"params": params})
+            raise
         check_state(state)
         warn_of_blocks(state)
         return state
@@ -186,7 +189,12 @@ class _Offloading:
         dynamic, static = split(
             extra_args, (jax.Array, np.ndarray, np.generic, *numbers)
         )
-        return self._jitted_update(updates, state, params, dynamic, static)
+        try:
+            return self._jitted_update(updates, state, params, dynamic, static)
+        except TypeError as error:
+            given = {"updates": updates, "state": state, "params": params}
+            _refuse_leaves(error, "update", given)
+            raise
 
     def schedule(self, params: optax.Params, **extra_args: Any) -> Schedule:
         """The schedule of an update."""
@@ -218,11 +226,12 @@ class _Offloading:
         def plain(params: optax.Params) -> tuple[Any, Any]:
             return (), self._inner.init(params)
 
-        def fn(params: optax.Params) -> tuple[Any, Any]:
+        # JAX's errors name it.
+        def init(params: optax.Params) -> tuple[Any, Any]:
             _, state = plain(params)
             return (), _templates.typed_like_parameters(state, params)
 
-        called = _called(fn, (params,), (), self._asked) or plain(params)
+        called = _called(init, (params,), (), self._asked) or plain(params)
         return called[1]
 
     def _traced_update(
@@ -235,19 +244,20 @@ class _Offloading:
     def _fn(self, static: Static) -> Callable[..., tuple[Any, Any]]:
         """The plain update of these extra arguments."""
 
-        def fn(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
+        # JAX's errors name it.
+        def update(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
             return self._inner.update(
                 updates, state, params, **dynamic, **static.values
             )
 
-        return fn
+        return update
 
 
 def _called(
     fn: Callable[..., tuple[Any, Any]],
     args: tuple[Any, ...],
     state: Any,
-    asked: _Asked,
+    asked: Asked,
     known: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any] | None:
     """Calls a function that returns (updates, state), with state where rules say.
@@ -265,7 +275,7 @@ def _called(
     update, structure = trace(
         _templates.gathered(fn, args, state), asked.config, args, state
     )
-    placed = _Placed.of(update, asked, args, state)
+    placed = Placed.of(update, asked, args, state)
     typed = set(update.loads)
     planned = set(placed.planned)
     if not (_memory.as_on_device.value or _compat.tracing_for_jit_alone()):
@@ -315,6 +325,27 @@ def _check_refs(update: Update, known: Mapping[str, Any]) -> None:
     )
 
 
+def _refuse_leaves(error: TypeError, name: str, given: Mapping[str, Any]) -> None:
+    """Raises if JAX's error is of leaves that are no arrays.
+
+    Args:
+      error: JAX's error.
+      name: The function that was called.
+      given: Its arguments, by name.
+    """
+    others = [
+        f"{path} ({type(x).__name__})"
+        for path, x in _trees.leaves_with_paths(given)
+        if not (hasattr(x, "dtype") or isinstance(x, (int, float, complex)))
+    ]
+    if others and "abstract array" in str(error):
+        raise TypeError(
+            f"{name} of an offloaded optimizer takes arrays, and was given "
+            f"{_trees.listed(others)}. If a model holds functions or text, as with "
+            "Equinox, pass its arrays only: eqx.filter(model, eqx.is_inexact_array)"
+        ) from None
+
+
 def check_inner(inner: Any) -> optax.GradientTransformationExtraArgs:
     """A transformation that `offload` can wrap, or an error."""
     if isinstance(inner, Offloaded):
@@ -333,147 +364,3 @@ def _check_compiled_kinds(config: _rules.OffloadConfig) -> None:
                 f"{rule.memory_kind!r}; a compiled update can keep state in "
                 f"{' or '.join(map(repr, _memory.COMPILED_KINDS))}"
             )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Placed:
-    """The places that state must have when an update is called.
-
-    Attributes:
-      paths: The path of each leaf of the state, by its position among the arguments.
-      names: The path of each argument, below what the argument is called.
-      planned: The leaves that have to come from host memory, as positions.
-      followed: The parameter that each leaf of host memory is sharded like.
-      on_misplaced: The treatment of leaves that are on the device.
-    """
-
-    paths: Mapping[int, str]
-    names: Sequence[str]
-    planned: Sequence[int]
-    followed: Mapping[int, int]
-    on_misplaced: str
-
-    @classmethod
-    def of(
-        cls,
-        update: Update,
-        asked: _Asked,
-        args: tuple[Any, ...],
-        state: Any,
-    ) -> _Placed:
-        """As rules and the types of a call's arguments say."""
-        first = len(jax.tree.leaves(args[0]))
-        leaves = dict(enumerate(_trees.leaves_with_paths(state), start=first))
-        sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves.values()]
-        placements = _rules.place(asked.config.made_lenient(), sizes)
-        on_host = {i for i, (_, x) in leaves.items() if _memory.on_host(x)}
-        # State whose first update widens its dtype may have been too small before.
-        after = {o.path for o in update.outputs if o.stored and not o.is_update}
-        planned = [
-            i
-            for i, placement in zip(leaves, placements, strict=True)
-            if placement.memory_kind == "pinned_host"
-            and (i in on_host or leaves[i][0] in after)
-        ]
-        return cls(
-            {i: path for i, (path, _) in leaves.items()},
-            _names(args),
-            planned,
-            _followed(
-                {i: leaves[i] for i in sorted(on_host.union(planned))},
-                args,
-                first + len(leaves),
-            ),
-            asked.on_misplaced,
-        )
-
-    def check(self, found: Mapping[int, Argument], typed: Collection[int]) -> None:
-        """Raises or warns of state that is not where it should be.
-
-        Args:
-          found: The program's facts about those arguments of the call that are its own.
-          typed: The arguments whose types are of host memory. Types may be wrong (F28).
-        """
-        unpinned = {i for i, x in found.items() if x.memory_kind == "unpinned_host"}
-        wrong = unpinned.difference(self.planned if self._moves else ())
-        if wrong:
-            names = [self.names[i] for i in sorted(wrong)]
-            raise MemoryKindError(
-                f"in unpinned_host, and given to update or init: "
-                f"{_trees.listed(names)}. {UNPINNED}"
-            )
-        on_device = [
-            i
-            for i in self.planned
-            if (not found[i].on_host if i in found else i not in typed)
-        ]
-        self._tell("on the device", on_device)
-        self._tell("in unpinned_host", sorted(unpinned.intersection(self.planned)))
-
-        def parts(i: int) -> int:
-            sharding = found[i].sharding if i in found else None
-            return 0 if sharding is None else sharding.parts
-
-        replicated = [
-            self.paths[i]
-            for i, j in self.followed.items()
-            if parts(i) == 1 and parts(j) > 1
-        ]
-        if replicated:
-            warn(
-                "state in host memory is replicated, with a copy for each device, "
-                "while the parameters that it follows are sharded: "
-                f"{_trees.listed(replicated)}. A jit that makes parameters and state "
-                "shards only what its out_shardings name. Shard the state once, before "
-                "the first step: state = optax_offload.place(state, "
-                "optax_offload.eval_shape(tx.init, params)). If you want copies, "
-                "ignore this warning"
-            )
-
-    @property
-    def _moves(self) -> bool:
-        return self.on_misplaced == "move"
-
-    def _tell(self, where: str, misplaced: Sequence[int]) -> None:
-        """Raises or warns of state that should have come from the host and did not."""
-        if not misplaced:
-            return
-        came = (
-            f"state planned for pinned_host came to update {where}: "
-            f"{_trees.listed([self.paths[i] for i in misplaced])}"
-        )
-        if self.on_misplaced == "raise":
-            raise MemoryKindError(f"{came}. {CAUSES}")
-        warn(
-            f"{came}. All of it is on the device during this step. The step returns it "
-            "in host memory (unless the out_shardings of a jit around it move it "
-            "again) and compiles once more when it comes from there"
-        )
-
-
-def _names(args: tuple[Any, ...]) -> list[str]:
-    """The path of each argument of an update, or of an init."""
-    called = ("updates", "state", "params", "extra arguments")
-    given = zip(called if len(args) > 1 else ("params",), args, strict=False)
-    return [
-        f"{name}/{path}" if path else name
-        for name, arg in given
-        for path, _ in _trees.leaves_with_paths(arg)
-    ]
-
-
-def _followed(
-    state: Mapping[int, tuple[str, Any]], args: tuple[Any, ...], first: int
-) -> dict[int, int]:
-    """The parameter that each leaf of a state is like, as positions.
-
-    Args:
-      state: Path and value of each, by position.
-      args: All arguments, of which the third are the parameters.
-      first: The position of the first leaf of these.
-    """
-    if not state:
-        return {}
-    typed = [(path, jax.typeof(x)) for path, x in state.values()]
-    like = _templates.arguments_like(typed, args[2:3])
-    return {i: first + j for i, j in zip(state, like, strict=True) if j is not None}

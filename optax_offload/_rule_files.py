@@ -108,6 +108,7 @@ def config_text(
     head: Sequence[str],
     comments: Sequence[Sequence[str]],
     placed: Sequence[str] = ("params",),
+    jitting: str = "oo.jit(train_step, **config.step)",
 ) -> str:
     """The text of a file that `load_config` reads as a configuration.
 
@@ -116,13 +117,14 @@ def config_text(
       head: Lines of comment on the whole.
       comments: Lines of comment on each rule of the optimizer's state.
       placed: The names of the trees that rules of parameters are for.
+      jitting: The call that jits the step.
     """
     lines = [_commented(line) for line in head]
     if config.window_bytes is not None:
         lines += ["", f"window_bytes = {config.window_bytes}"]
     step = [*_given(config.step, Options())]
     if step:
-        comment = "What the step is jitted with: oo.jit(train_step, **config.step)."
+        comment = f"What the step is jitted with: {jitting}."
         lines += ["", _commented(comment), "[step]", *step]
     for rule, comment in zip(config.rules, comments, strict=True):
         lines += ["", *map(_commented, comment), "[[rules]]", *_rule(rule)]

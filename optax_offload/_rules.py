@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -55,11 +56,20 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def check_memory_kind(memory_kind: object) -> None:
-    """Raises a ValueError that names the kinds that are allowed."""
+    """Raises a ValueError that names the kinds of a step, for any other word.
+
+    ``"unpinned_host"`` is allowed, and not offered: no compiled step can use it.
+    """
+    if memory_kind in CODEC_NAMES:
+        raise ValueError(
+            f"memory_kind is {memory_kind!r}, which is a codec. Write "
+            f"Rule(pattern, codec={memory_kind!r}), and memory_kind='device' too to "
+            "keep what is encoded on the device"
+        )
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
-            f"memory_kind is {memory_kind!r}; it must be one of "
-            + ", ".join(map(repr, MEMORY_KINDS))
+            f"memory_kind is {memory_kind!r}; it must be 'pinned_host', which is host "
+            "memory, or 'device'"
         )
 
 
@@ -275,6 +285,11 @@ Rules = _OneRule | Sequence[_OneRule] | OffloadConfig
 
 def as_config(rules: Rules, window_bytes: int | None = None) -> OffloadConfig:
     """Makes an `OffloadConfig` of what `offload` and the reports take for ``rules``."""
+    # No path of a leaf ends so.
+    if isinstance(rules, os.PathLike) or str(rules).endswith(".toml"):
+        raise TypeError(
+            f"rules is a file. Read it first: optax_offload.load_config({str(rules)!r})"
+        )
     if isinstance(rules, (str, re.Pattern)):
         rules = Rule(rules)
     if isinstance(rules, Rule):

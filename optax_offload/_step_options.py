@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal, get_args
+import difflib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypedDict, get_args
+
+import jax
 
 LateGradients = Literal["auto", "host", "recompute", "device"]
 Residuals = Literal["device", "host"]
@@ -55,3 +59,35 @@ class Options:
         if name not in self.keys():
             raise KeyError(name)
         return getattr(self, name)
+
+
+class JitOptions(TypedDict, total=False):
+    """The arguments of `jax.jit` that `jit` passes on as they are."""
+
+    in_shardings: Any
+    out_shardings: Any
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Iterable[str] | None
+    keep_unused: bool
+    device: Any
+    backend: str | None
+    inline: Any
+    compiler_options: Mapping[str, Any] | None
+
+
+def check_names(given: Iterable[str]) -> None:
+    """Raises if an argument of `jit` has a name that neither it nor JAX's has.
+
+    Args:
+      given: The names.
+
+    Raises:
+      TypeError: There is such a name. The message has the nearest one.
+    """
+    of_jax = list(inspect.signature(jax.jit).parameters)[1:]
+    allowed = [*of_jax, *Options().keys()]
+    for name in given:
+        if name not in allowed:
+            near = difflib.get_close_matches(name, allowed, 1)
+            hint = f". Did you mean {near[0]}?" if near else ""
+            raise TypeError(f"jit() got an unexpected keyword argument {name!r}{hint}")

@@ -15,7 +15,7 @@ from optax_offload import _compat, _memory, _trees
 T = TypeVar("T")
 
 
-def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) -> Any:
+def eval_shape(fn: Callable[..., T], *args: Any, out_shardings: Any = None) -> T:
     """Makes a template, as `jax.eval_shape`, with memory kinds and shardings.
 
     `jax.eval_shape` forgets where a result lives (F29: before JAX 0.11 its memory kind
@@ -44,6 +44,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, out_shardings: Any = None) ->
 
     Returns:
       A pytree of `jax.ShapeDtypeStruct`, each with a sharding that has a memory kind.
+      To a type checker it is what ``fn`` returns.
 
     Raises:
       ValueError: ``out_shardings`` is no prefix of the result.

@@ -73,8 +73,8 @@ def parse_size(text: str) -> int:
     """The bytes that a person means.
 
     Args:
-      text: A number, with a unit or without: B, K, M, G, T (powers of 1000) or Ki, Mi,
-        Gi, Ti (powers of 1024), each with or without a B, in upper or lower case.
+      text: A number and its unit: B, K, M, G, T (powers of 1000) or Ki, Mi, Gi, Ti
+        (powers of 1024), each with or without a B, in upper or lower case.
 
     Returns:
       The whole number of bytes; what is less than a byte is dropped.
@@ -83,8 +83,8 @@ def parse_size(text: str) -> int:
       ValueError: The text is nothing of the kind.
 
     Example:
-      >>> parse_size("70GiB"), parse_size("24 GB"), parse_size("1000000")
-      (75161927680, 24000000000, 1000000)
+      >>> parse_size("70GiB"), parse_size("24 GB"), parse_size("512B")
+      (75161927680, 24000000000, 512)
     """
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?) *(?:([KMGT])(i?)B?|B)?", text.strip(), re.IGNORECASE
@@ -92,9 +92,14 @@ def parse_size(text: str) -> int:
     if match is None:
         raise ValueError(
             f"{text!r} is not a size; write it as 70GiB (2**30 bytes), 24GB (10**9) or "
-            "bytes"
+            "512B"
         )
     number, unit, binary = match.groups()
+    if text.strip()[-1].isdigit():
+        raise ValueError(
+            f"{text!r} has no unit; write {number}GiB (2**30 bytes), {number}GB "
+            f"(10**9) or {number}B"
+        )
     base = 1024 if binary else 1000
     # A float would round numbers of more than 53 bits.
     exact = fractions.Fraction(number)

@@ -80,7 +80,7 @@ def test_nothing_matches():
 
 def test_unknown_kind():
     """The kinds there are."""
-    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):
         oo.set_memory_kind(jnp.ones(1), ".*", "host")
 
 

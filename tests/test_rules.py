@@ -139,8 +139,13 @@ def test_rule_in_the_shadow_of_another():
         (
             {"memory_kind": "host"},
             ValueError,
-            "memory_kind is 'host'; it must be one of 'device', 'pinned_host', "
-            "'unpinned_host'",
+            "memory_kind is 'host'; it must be 'pinned_host', which is host memory, or "
+            "'device'$",
+        ),
+        (
+            {"memory_kind": "int8"},
+            ValueError,
+            r"memory_kind is 'int8', which is a codec. Write Rule\(pattern, codec='",
         ),
         ({"min_bytes": -1}, ValueError, "min_bytes is -1; .* at least 0"),
         ({"min_bytes": True}, ValueError, "min_bytes is True"),
@@ -168,6 +173,8 @@ def test_bad_rule(arguments, error, message):
     ("rules", "error", "message"),
     [
         (3, TypeError, "rules must be a regex, a Rule, a sequence of these or an"),
+        ("a.toml", TypeError, r"a file. Read it first: optax_offload.load_config\('a"),
+        (pathlib.Path("a"), TypeError, r"first: optax_offload.load_config\('a'\)"),
         (
             [3],
             TypeError,
@@ -322,7 +329,7 @@ def test_step_options_are_a_mapping():
         ("[[rules]]\npattern = 1", r"rules\[0\].pattern must be a regex .* got 1"),
         (
             "[[rules]]\npattern = 'a'\nmemory_kind = 'hbm'",
-            r"rules\[0\].memory_kind is 'hbm'; it must be one of 'device', 'pinned_h",
+            r"rules\[0\].memory_kind is 'hbm'; it must be 'pinned_host', which",
         ),
         (
             "[[rules]]\npattern = 'a'\ncodec = 'int9'",

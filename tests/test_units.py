@@ -29,8 +29,8 @@ def test_size_text(size_bytes, text):
 @pytest.mark.parametrize(
     ("text", "size_bytes"),
     [
-        ("1000000", 10**6),
-        ("0", 0),
+        ("1000000B", 10**6),
+        ("0 B", 0),
         ("12 B", 12),
         ("70GiB", 70 * 2**30),
         ("70gib", 70 * 2**30),
@@ -39,7 +39,7 @@ def test_size_text(size_bytes, text):
         ("24G", 24 * 10**9),
         ("1.5KiB", 1536),
         ("0.5 T", 5 * 10**11),
-        ("9007199254740993", 2**53 + 1),
+        ("9007199254740993b", 2**53 + 1),
     ],
 )
 def test_parse_size(text, size_bytes):
@@ -53,6 +53,13 @@ def test_parse_size(text, size_bytes):
 def test_text_that_is_no_size(text):
     """What came, and how to write it."""
     with pytest.raises(ValueError, match=r"is not a size; write it as 70GiB \(2\*\*30"):
+        _units.parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["70", " 0 ", "1.5"])
+def test_a_size_needs_a_unit(text):
+    """With the lines to write: 70 bytes are seldom meant."""
+    with pytest.raises(ValueError, match=rf"unit; write {text.strip()}GiB .*GB .*B$"):
         _units.parse_size(text)
 
 

@@ -18,7 +18,7 @@ from jax.interpreters import mlir
 
 from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
-from optax_offload._errors import CAUSES, UNPINNED, MemoryKindError, warn
+from optax_offload._errors import UNPINNED, Evidence, MemoryKindError, causes, warn
 from optax_offload._lowered import (
     Argument,
     Sharded,
@@ -183,7 +183,7 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
             aval = v.aval
             raise MemoryKindError(
                 f"argument {i} of the step, {aval.str_short()}, should come from host "
-                f"memory and is on the device. {CAUSES}"
+                f"memory and is on the device. {causes(Evidence(made='traced'))}"
             )
 
 

@@ -33,7 +33,9 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
 from optax_offload import _compat, _memory, _trees
+from optax_offload._errors import warn
 from optax_offload._schedule import FusedStep
+from optax_offload._units import size_text
 
 _ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
 _DONOR = "jax.buffer_donor"  # This argument's buffer may be any result's; XLA chooses.
@@ -319,6 +321,62 @@ def check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
             "there in the function (oo.set_memory_kind(result, '.*', 'pinned_host')), "
             "or do not donate them"
         )
+
+
+def asked_for(options: Mapping[str, Any]) -> bool:
+    """Returns whether a function is jitted with arguments to donate."""
+    given = (options.get("donate_argnums"), options.get("donate_argnames"))
+    return any(isinstance(x, int) or x for x in given)  # The first is number 0.
+
+
+def warn_if_none(
+    traced: jax.stages.Traced, plan: FusedStep, options: Mapping[str, Any]
+) -> None:
+    """Warns of a step that returns new state on the host and donates nothing.
+
+    An empty ``donate_argnums`` says that nothing should be.
+
+    Args:
+      traced: A call.
+      plan: The plan of its step.
+      options: The arguments that `jax.jit` is given.
+    """
+    donates = any(k.startswith("donate") for k in options)
+    kept = [v.aval for v in plan.step.planned]
+    results = [a.aval for a in plan.step.jaxpr.outvars]
+    if donates or not kept or not any(map(_memory.on_host, results)):
+        return
+    where = "donate_argnums=..."
+    if not any(k.startswith("static") for k in options):
+        where = f"donate_argnums={_replaced(traced, plan)}"
+    size = size_text(sum(map(_memory.nbytes_on_each_device, kept)))
+    warn(
+        "the step returns new state and donates nothing, so that old and new state are "
+        f"in memory at once, {size} of the host for each device. Jit it with "
+        f"optax_offload.jit(step, {where}), or with donate_argnums=() if you need the "
+        "old state after it"
+    )
+
+
+def _replaced(traced: jax.stages.Traced, plan: FusedStep) -> tuple[int, ...]:
+    """The positional arguments that results replace, by shape, dtype and memory."""
+    jaxpr = plan.step.jaxpr
+    left = collections.Counter(
+        (_form(a), _memory.on_host(a.aval)) for a in jaxpr.outvars
+    )
+    forms: dict[int, collections.Counter[Any]] = {}
+    paths = [path for path, _ in _trees.leaves_with_paths(traced.args_info)]
+    for path, v in zip(paths, jaxpr.invars, strict=False):
+        positional, position, *_ = path.split("/")
+        if positional == "0":
+            of_argument = forms.setdefault(int(position), collections.Counter())
+            of_argument[_form(v), _memory.on_host(v.aval)] += 1
+    found: list[int] = []
+    for position, needed in forms.items():
+        if needed <= left:
+            found.append(position)
+            left -= needed
+    return tuple(found)
 
 
 def _form(a: Any) -> tuple[object, ...]:

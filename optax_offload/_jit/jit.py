@@ -6,16 +6,23 @@ import contextvars
 import dataclasses
 import functools
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+from typing import (
+    Any,
+    Generic,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _nnx, _one_memory, _trees
+from optax_offload import _compat, _memory, _nnx, _one_memory
 from optax_offload._emit import streamed
-from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, machine, shardings
 from optax_offload._jit.kinds import (
     Kinds,
@@ -28,10 +35,12 @@ from optax_offload._jit.kinds import (
 from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
+    JitOptions,
     LateGradients,
     LatencyHiding,
     Options,
     Residuals,
+    check_names,
 )
 from optax_offload._stream import (
     check_new_state,
@@ -60,36 +69,36 @@ def jit(
     fun: Callable[P, R],
     /,
     *,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
     latency_hiding: LatencyHiding = "auto",
-    **jit_kwargs: Any,
-) -> _Jitted[P, R]: ...
+    **jit_kwargs: Unpack[JitOptions],
+) -> Jitted[P, R]: ...
 @overload
 def jit(
     *,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
     latency_hiding: LatencyHiding = "auto",
-    **jit_kwargs: Any,
+    **jit_kwargs: Unpack[JitOptions],
 ) -> _Decorator: ...
 def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     fun: Callable[..., Any] | None = None,
     /,
     *,
-    donate_argnums: int | Sequence[int] = (),
-    donate_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
     fuse: bool = True,
     late_gradients: LateGradients = "auto",
     residuals: Residuals = "device",
     latency_hiding: LatencyHiding = "auto",
-    **jit_kwargs: Any,
+    **jit_kwargs: Unpack[JitOptions],
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
 
@@ -123,7 +132,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
     Args:
       fun: the function. Without it, a decorator is returned.
-      donate_argnums: as in `jax.jit`.
+      donate_argnums: as in `jax.jit`. An empty one says that nothing should be donated.
       donate_argnames: as in `jax.jit`.
       fuse: as in `stream`.
       late_gradients: as in `stream`.
@@ -137,7 +146,9 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         several times more alive for nothing. Elsewhere it is the compiler's choice. On
         several GPUs it hides collectives, for more memory; `plan` tries both. An option
         in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS`` stands.
-      **jit_kwargs: the other arguments of `jax.jit`.
+      **jit_kwargs: the other arguments of `jax.jit`: ``in_shardings``,
+        ``out_shardings``, ``static_argnums``, ``static_argnames``, ``keep_unused``,
+        ``device``, ``backend``, ``inline`` and ``compiler_options``.
 
     Returns:
       The jitted function, with the methods that `jax.jit` gives: `lower`, `trace`,
@@ -146,8 +157,10 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     Warns:
       OffloadWarning: once, where anything rests on the host, and the device and its
         host share one memory, so that this frees nothing (`optax-offload doctor`).
+      OffloadWarning: a step returns new state on the host and donates nothing.
 
     Raises:
+      TypeError: an argument has a name that neither `jax.jit` nor this has.
       ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` has an unknown
         value.
       TypeError: when called, the function changes objects of Flax NNX in place and does
@@ -171,32 +184,33 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       >>> params["w"].sharding.memory_kind, state[0].mu["w"].sharding.memory_kind
       ('device', 'pinned_host')
     """
-    options = dict(jit_kwargs)
-    if isinstance(donate_argnums, int) or donate_argnums:  # The first one is number 0.
+    check_names(jit_kwargs)
+    options: dict[str, Any] = {**jit_kwargs}
+    if donate_argnums is not None:
         options["donate_argnums"] = donate_argnums
-    if donate_argnames:
+    if donate_argnames is not None:
         options["donate_argnames"] = donate_argnames
     asked = Options(fuse, late_gradients, residuals, latency_hiding)
     if fun is None:
         return functools.partial(jit, **dataclasses.asdict(asked), **options)
-    return _Jitted(fun, options, asked)
+    return Jitted(fun, options, asked)
 
 
 def before_jit(fn: Any) -> tuple[Callable[..., Any], Mapping[str, Any]] | None:
     """The function that `jit` was given, with JAX's options; None for any other."""
-    return (fn._fun, fn._options) if isinstance(fn, _Jitted) else None
+    return (fn._fun, fn._options) if isinstance(fn, Jitted) else None
 
 
 class _Decorator(Protocol):
     """The decorator that `jit` returns without a function."""
 
-    def __call__(self, fun: Callable[P, R], /) -> _Jitted[P, R]:
+    def __call__(self, fun: Callable[P, R], /) -> Jitted[P, R]:
         """The function, jitted."""
         ...
 
 
-class _Jitted(Generic[P, R]):
-    """A function jitted by `jit`."""
+class Jitted(Generic[P, R]):
+    """A function that `jit` returns, with the methods that `jax.jit` gives."""
 
     def __init__(
         self,
@@ -236,7 +250,7 @@ class _Jitted(Generic[P, R]):
         return self if instance is None else types.MethodType(self, instance)
 
     def __reduce__(self) -> Any:
-        return _Jitted, (self._fun, self._options, self._asked)
+        return Jitted, (self._fun, self._options, self._asked)
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
@@ -313,7 +327,7 @@ class _Variants:
         watched = _nnx.watched(fun, _nnx.refuse)
         self._watching: Any = once(watched)
         # What donates is taken for a step, whose results replace its arguments.
-        donates = any(k.startswith("donate") for k in options)
+        donates = donation.asked_for(options)
         self._decoding: Any = once(decoding(watched, donates))
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         if isinstance(self._given.get("in_shardings"), list):
@@ -376,7 +390,7 @@ class _Variants:
         if key not in self._jitted:
             if wanted is not None and "out_shardings" in self._given:
                 kinds = wanted.kinds.of["out_shardings"]
-                _warn_of_host(self._given["out_shardings"], kinds)
+                shardings.warn_of_host(self._given["out_shardings"], kinds)
             options = {**self._options, **given, **of_compiler}
             staged = self._staged(given, mesh, told)
             self._jitted[key] = jax.jit(staged, **options)
@@ -410,12 +424,14 @@ class _Variants:
             other = told != wanted.told and machine.may_be_a_gpu()
             if not fits or other:
                 raise _OtherVariant(wanted)
-            self.planned = [*plan.step.planned.values()]
+            first, self.planned = not self.planned, [*plan.step.planned.values()]
             if not self._is_nested:
                 check_effects(traced, plan)
-                arrays = filter(is_array, jax.tree.leaves((args, kwargs)))
-                if not _ahead.get() and moves([*arrays], self._asked):
+                arrays = [*filter(is_array, jax.tree.leaves((args, kwargs)))]
+                if not _ahead.get() and moves(arrays, self._asked):
                     _one_memory.warn_if_one_memory()
+                if not _ahead.get() and first:
+                    donation.warn_if_none(traced, plan, self._options)
                 check_new_state(plan, traced.out_info)
                 donation.check_returned(traced, plan)
                 args, kwargs = donation.pair((args, kwargs), traced, plan)
@@ -474,18 +490,6 @@ class _OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
     def __init__(self, wanted: _Wanted):
         super().__init__(wanted)
         self.wanted = wanted
-
-
-def _warn_of_host(given: Any, kinds: Any) -> None:
-    paths = shardings.asked_for_host(given, kinds)
-    if paths:
-        warnings.warn(
-            "out_shardings name a host memory for results that the function left on "
-            f"the device, where they stay: {_trees.listed(paths)}. Move them in the "
-            "function: jax.device_put(x, jax.memory.Space.Host)",
-            OffloadWarning,
-            stacklevel=5,
-        )
 
 
 def _name_of(fun: Any) -> str:

@@ -9,6 +9,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory, _trees
+from optax_offload._errors import warn
 
 
 def with_kinds(prefix: Any, kinds: Any) -> Any:
@@ -62,6 +63,22 @@ def asked_for_host(prefix: Any, kinds: Any) -> list[str]:
 
     _trees.map_with_path(below, prefix, kinds, is_leaf=_is_none)
     return paths
+
+
+def warn_of_host(given: Any, kinds: Any) -> None:
+    """Warns of results on the device whose sharding names a host memory.
+
+    Args:
+      given: The `out_shardings` that were given.
+      kinds: A tree with the memory kind of each result.
+    """
+    paths = asked_for_host(given, kinds)
+    if paths:
+        warn(
+            "out_shardings name a host memory for results that the function left on "
+            f"the device, where they stay: {_trees.listed(paths)}. Move them in the "
+            "function: jax.device_put(x, jax.memory.Space.Host)"
+        )
 
 
 def names_partition_specs(prefix: Any) -> bool:

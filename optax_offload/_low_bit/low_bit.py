@@ -13,14 +13,16 @@ from jax import lax
 
 from optax_offload import _memory, _rules, _templates, _trees
 from optax_offload._errors import CodecError, OffloadWarning
-from optax_offload._extra_args import as_transformation
+from optax_offload._extra_args import Transformation, as_transformation
 from optax_offload._low_bit import codecs, forms
 from optax_offload._low_bit.convert import decoded_at
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 
 
 def low_bit(
-    inner: Any, rules: _rules.Rules, codec: _rules.CodecName | None = "int8"
+    inner: Transformation,
+    rules: _rules.Rules,
+    codec: _rules.CodecName | None = "int8",
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps chosen state of an optimizer in few bits between updates.
 

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 
 from optax_offload import _trees
-from optax_offload._extra_args import as_transformation
+from optax_offload._extra_args import Transformation, as_transformation
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 
 
@@ -26,7 +26,9 @@ class MasterWeightsState(NamedTuple):
     inner_state: Any
 
 
-def master_weights(inner: Any) -> optax.GradientTransformationExtraArgs:
+def master_weights(
+    inner: Transformation,
+) -> optax.GradientTransformationExtraArgs:
     """Updates float32 copies of parameters that are kept in fewer bits.
 
     A bfloat16 parameter loses an update of less than a 256th of itself. Its float32

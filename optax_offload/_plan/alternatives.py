@@ -264,8 +264,7 @@ class NothingFitsError(DoesNotFitError):
             message = _host_is_short(target, budget, found, codecs)
         else:
             found = min(compiled, key=lambda c: c.used_bytes)
-            message = _device_is_short(target, budget, found, codecs)
-            message = "\n".join([message, *table.outside])
+            message = _device_is_short(target, budget, found, codecs, table.outside)
         super().__init__(
             message,
             used_bytes=found.used_bytes,
@@ -317,7 +316,11 @@ def _fewer_bits(codecs: Codecs) -> Iterator[str]:
 
 
 def _device_is_short(
-    target: Target, budget: Budget, least: CompiledCandidate, codecs: Codecs
+    target: Target,
+    budget: Budget,
+    least: CompiledCandidate,
+    codecs: Codecs,
+    outside: Sequence[str],
 ) -> str:
     budget_bytes = budget.device_bytes
     short = least.used_bytes - budget_bytes
@@ -338,6 +341,9 @@ def _device_is_short(
     lines = [*_what_helps(target, budget_bytes, least, short)]
     if budget.host_bytes is not None:
         lines = [*_fewer_bits(codecs), *lines]
+    gradients = least.parts.get("gradients", 0)
+    saves = f", for up to {size_text(gradients)} less" if gradients else ""
+    lines = [*(f"- to fuse what is not{saves}: {x}" for x in outside), *lines]
     return text + " What would help:\n" + "\n".join(lines)
 
 
@@ -375,6 +381,6 @@ def _what_helps(
         yield "- bfloat16 parameters, if they are float32: that halves gradients too"
     more = math.ceil(target.device_count * least.used_bytes / budget_bytes)
     yield (
-        "- more devices: parameters, gradients and batch sharded over at least "
-        f"{more} (now {target.device_count}), or larger ones"
+        f"- at least {more} devices (now {target.device_count}), with parameters, "
+        "gradients and batch sharded over them, or bigger ones"
     )

@@ -37,7 +37,13 @@ from optax_offload._plan.state import (
     movable_state,
     worth_allowing,
 )
-from optax_offload._plan.step import Step, StepFactory, check_remainder, record
+from optax_offload._plan.step import (
+    Step,
+    StepFactory,
+    check_remainder,
+    donated,
+    record,
+)
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
     Facts,
@@ -260,6 +266,7 @@ class Planner:
             outside=self._facts.outside,
             tokens=self._factory.plain_step().tokens,
             complete=self.complete,
+            donated=donated(self._factory.plain_step()),
         )
 
     def _movable(

@@ -63,6 +63,7 @@ class Plan(Printed):
       tokens: The tokens of a step, on all devices; None where that was not told.
       complete: Whether the search was finished; otherwise the plan is the best that was
         found.
+      donated: The arguments that the step donates, as `jit` takes them.
     """
 
     target: aot.Target
@@ -81,6 +82,7 @@ class Plan(Printed):
     outside: tuple[str, ...] = ()
     tokens: int | None = None
     complete: bool = True
+    donated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -122,7 +124,7 @@ class Plan(Printed):
             for p in kept
         ]
         return _rule_files.config_text(
-            self.config, [head, *self._summary()], comments, self.placed
+            self.config, [head, *self._summary()], comments, self.placed, self.jitting()
         )
 
     @property
@@ -138,6 +140,7 @@ class Plan(Printed):
             f"peak as given: {size_text(before)}"
             + (", fits: nothing is moved" if self.before.fits else ""),
         ]
+        lines += self.unfused()
         if not self.before.fits:
             lines.append(f"chosen: {self.after.what}")
             lines.append(f"its peak: {size_text(after)}")
@@ -147,8 +150,20 @@ class Plan(Printed):
         if not self.complete:
             lines.append("interrupted: this is the best way found so far")
         lines += self.numerics()
-        lines += [] if self.before.fits else self.outside
         return lines + [f"set {name}={x}" for name, x in self.environment.items()]
+
+    def unfused(self) -> list[str]:
+        """Lines on the gradients that are not fused, and what fusing them would save.
+
+        Nothing where all of them are, or where the step fits as it is.
+        """
+        if self.before.fits or not self.outside:
+            return []
+        lines = [f"not fused: {line}" for line in self.outside]
+        size = self.after.parts.get("gradients", 0)
+        if size:
+            lines.append(f"if all were fused: up to {size_text(size)} less")
+        return lines
 
     def host(self) -> list[str]:
         """A line on the host memory that is needed, if any is."""
@@ -181,7 +196,12 @@ class Plan(Printed):
             lines.append("tx = oo.offload(optimizer, config)")
         if self.config.parameters:
             lines += map(_rule_files.placing, self.placed)
-        return [*lines, "step = oo.jit(train_step, **config.step)"]
+        return [*lines, f"step = {self.jitting()}"]
+
+    def jitting(self) -> str:
+        """The call that jits a train step, with what the step factory donates."""
+        donated = (f"{name}={value!r}" for name, value in self.donated.items())
+        return f"oo.jit({', '.join(['train_step', *donated, '**config.step'])})"
 
     def numerics(self) -> list[str]:
         """Lines on what the codecs do to the numbers, and where that was measured."""
@@ -273,12 +293,12 @@ class Plan(Printed):
 # The leaves that a codec is for, and its effect.
 _OF_MOMENTS = (
     "moments",
-    "Updates then differ from those in float32; docs/low-bits.md shows what that does "
-    "to training",
+    "Updates then differ from those in float32; docs/low-bits.md shows the effect on "
+    "training",
 )
 _OF_FROZEN = (
     "frozen parameters",
-    "The step computes with what is left of them; oo.place says how much that is",
+    "The step computes with rounded values; help(oo.place) says how far off they are",
 )
 _NUMBERS = {
     REMAINDER: (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -72,8 +73,8 @@ class StepFactory:
         step = self.make_step(offload, self.target, *self.args)
         if not isinstance(step, Step):
             raise TypeError(
-                "a step factory must return an optax_offload.Step(fn, args, ...), got "
-                f"{step!r}"
+                f"{name_of(self.make_step)} must return an optax_offload.Step(fn, "
+                f"args, ...), got {name_of(step) if callable(step) else repr(step)}"
             )
         return step
 
@@ -107,6 +108,26 @@ def unjitted(step: Step) -> Step:
     if not options.keys() <= known:
         return step
     return step._replace(fn=fn, **options)
+
+
+def donated(step: Step) -> dict[str, Any]:
+    """The arguments that a step donates, as `jit` takes them.
+
+    A step that `jax.jit` jitted says nothing of its own.
+    """
+    found = before_jit(step.fn)
+    options = {} if found is None else dict(found[1])
+    if step.donate_argnums is not None:
+        options["donate_argnums"] = step.donate_argnums
+    return {k: v for k, v in options.items() if k.startswith("donate")}
+
+
+def name_of(fn: Any) -> str:
+    """The name of a callable, for messages."""
+    if isinstance(fn, functools.partial):
+        return name_of(fn.func)
+    name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
+    return f"{getattr(fn, '__module__', '')}:{name}".removeprefix(":")
 
 
 class _Call(NamedTuple):
@@ -168,7 +189,8 @@ def record(
     if not calls or None in calls:
         missing = "init of the optimizer returned by" if calls else "offload,"
         raise ValueError(
-            f"{factory.make_step!r} does not call {missing} its first argument. "
+            f"{name_of(factory.make_step)} does not call {missing} its first "
+            "argument. "
             "Write tx = optax.chain(..., offload(optimizer)), and give the "
             "step's args the state of oo.eval_shape(tx.init, params)"
         )

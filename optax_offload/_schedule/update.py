@@ -291,7 +291,8 @@ def _straight(
 def _line(loop: Loop) -> str:
     groups, sizes = _groups(len(loop.groups)), _range(loop.slice_bytes)
     if not loop.rows:
-        return f"loop that runs once over {groups}, whole, of {sizes}"
+        each = "updated whole" if len(loop.groups) == 1 else "each updated whole"
+        return f"{groups}, {each}, of {sizes}"
     return (
         f"loop over {groups}, in {loop.slices} slices of {sizes}, "
         f"{loop.unroll} to an iteration"

@@ -1,6 +1,7 @@
 """Compiling for a TPU or a GPU that is not there, and reading what was compiled."""
 
-from optax_offload.aot.chips import CHIPS, GPUS_PER_HOST, Chip
+from optax_offload.aot.chip import Chip
+from optax_offload.aot.chips import CHIPS, GPUS_PER_HOST
 from optax_offload.aot.compile import compile, mesh_of
 from optax_offload.aot.measured import Measured, measure
 from optax_offload.aot.peak import DoesNotFitError, Peak, peak

@@ -11,107 +11,15 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from optax_offload._link import LINK, Link
 from optax_offload._units import GIB, MIB
+from optax_offload.aot.chip import Architecture, Chip, Gpu, Tpu
 
 # GPUs of one host, which share its memory: as in NVIDIA's DGX and HGX machines, and in
 # the machines that clouds lend.
 GPUS_PER_HOST = 8
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """The figures of one device of a chip, as JAX counts devices.
-
-    Attributes:
-      platform: JAX's name of it, `"tpu"` or `"gpu"`.
-      name: The name that a target gives it, such as `"v5e"`.
-      memory_bytes: Device memory that a program can use.
-      memory_source: The source of that figure.
-      link: The link to the host's memory, each way. Loads and stores run at once.
-      link_source: The source of its bandwidth; "assumed" where none documents it. The
-        latency is assumed too, that of `optax_offload._link.LINK`, unless both were
-        measured.
-      flops_per_second: Dense matrix products in bfloat16.
-      float32_flops_per_second: Dense matrix products of float32 at JAX's default
-        precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.
-      flops_source: The source of both.
-      memory_bytes_per_second: Bandwidth of device memory.
-      memory_bandwidth_source: The source of that figure.
-    """
-
-    platform: ClassVar[str]
-
-    name: str
-    memory_bytes: int
-    memory_source: str
-    link: Link
-    link_source: str
-    flops_per_second: float
-    float32_flops_per_second: float
-    flops_source: str
-    memory_bytes_per_second: float
-    memory_bandwidth_source: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tpu(Chip):
-    """A generation of TPUs, and how its slices are named.
-
-    Attributes:
-      dimensions: Axes of the grid that the chips of a slice are.
-      devices_per_chip: JAX's devices on each chip.
-      topology_options: The options that libtpu needs beside the name of a slice.
-      one_host_chips: The chips of the largest slice that has one host
-        (cloud.google.com/tpu/docs: machine types).
-    """
-
-    platform: ClassVar[str] = "tpu"
-
-    dimensions: int
-    devices_per_chip: int = 1
-    topology_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    one_host_chips: int = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Architecture:
-    """The figures that all GPUs of a compute capability have in common.
-
-    Attributes:
-      capability: The compute capability, major and minor.
-      fpus_per_core: Float32 units of a multiprocessor.
-      threads_per_core: Threads that may be resident on a multiprocessor.
-      shared_memory_per_core_bytes: Shared memory of a multiprocessor.
-    """
-
-    capability: tuple[int, int]
-    fpus_per_core: int
-    threads_per_core: int
-    shared_memory_per_core_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpu(Chip):
-    """A GPU, and the figures that XLA's compiler needs of it.
-
-    Attributes:
-      description: NVIDIA's name of it, which is JAX's `device_kind`.
-      architecture: The figures that it shares with others of its compute capability.
-      core_count: Multiprocessors.
-      l2_cache_bytes: The cache before device memory.
-      clock_ghz: The boost clock.
-    """
-
-    platform: ClassVar[str] = "gpu"
-
-    description: str
-    architecture: Architecture
-    core_count: int
-    l2_cache_bytes: int
-    clock_ghz: float
 
 
 # The compiler's own numbers: the HBM of a device less what its "Total hbm usage" calls
@@ -196,12 +104,17 @@ _ALL_TPUS = (
 )
 
 # From the CUDA programming guide, "Technical Specifications per Compute Capability".
+_TURING = Architecture((7, 5), 64, 1024, 64 * 1024)
 _AMPERE = Architecture((8, 0), 64, 2048, 164 * 1024)
+_AMPERE_86 = Architecture((8, 6), 128, 1536, 100 * 1024)
 _ADA = Architecture((8, 9), 128, 1536, 100 * 1024)
 _HOPPER = Architecture((9, 0), 128, 2048, 228 * 1024)
 _BLACKWELL = Architecture((10, 0), 128, 2048, 228 * 1024)
+_BLACKWELL_RTX = Architecture((12, 0), 128, 1536, 100 * 1024)
 
 # Half of what NVIDIA gives for both ways together.
+_PCIE_3 = Link(16e9, LINK.latency_seconds)
+_PCIE_3_SOURCE = "PCIe 3.0 x16, 32 GB/s both ways together"
 _PCIE_4 = Link(32e9, LINK.latency_seconds)
 _PCIE_4_SOURCE = "PCIe 4.0 x16, 64 GB/s both ways together"
 _PCIE_5 = Link(64e9, LINK.latency_seconds)
@@ -212,11 +125,20 @@ _H200 = "nvidia.com/en-us/data-center/h200"
 _B200 = "nvidia.com/en-us/data-center/dgx-b200"
 _HGX = "nvidia.com/en-us/data-center/hgx"
 _L4 = "nvidia.com/en-us/data-center/l4"
+_L40S = "nvidia.com/en-us/data-center/l40s"
+_A10 = "nvidia.com/en-us/data-center/products/a10-gpu"
+_T4 = "nvidia.com/en-us/data-center/tesla-t4"
+_GA102_PAPER = "NVIDIA Ampere GA102 GPU architecture whitepaper, tables 9 and 10"
 _ADA_PAPER = "NVIDIA Ada GPU architecture whitepaper, appendix A"
+_BLACKWELL_PAPER = "NVIDIA RTX Blackwell GPU architecture whitepaper, appendix A"
 # Where XLA itself describes a chip, memory, its bandwidth, cores, cache and clock are
 # those of its description (in openxla/xla), else those of `deviceQuery` on the chip.
 _XLA = "openxla/xla, xla/backends/gpu/target_config/specs/"
 _DEVICE_QUERY = "deviceQuery on the chip"
+# Else memory is what PyTorch's error says that a chip has under Linux, rounded down to
+# a hundredth of a GiB, and cores, cache and clock are those of the page or paper that
+# is the source of the operations.
+_PYTORCH = "PyTorch's error of memory on the chip: "
 
 _ALL_GPUS = (
     Gpu(
@@ -322,6 +244,128 @@ _ALL_GPUS = (
         memory_bandwidth_source=_L4,
     ),
     Gpu(
+        name="t4",
+        description="Tesla T4",
+        architecture=_TURING,
+        core_count=40,
+        l2_cache_bytes=4 * MIB,
+        clock_ghz=1.59,
+        memory_bytes=int(14.75 * GIB),
+        memory_source="TensorFlow's log on the chip: NVIDIA/DALI#1813",
+        link=_PCIE_3,
+        link_source=f"{_PCIE_3_SOURCE}: {_T4}",
+        # It has no units for bfloat16 nor TF32: both are computed in float32.
+        flops_per_second=8.1e12,
+        float32_flops_per_second=8.1e12,
+        flops_source=f"{_T4}: single precision",
+        memory_bytes_per_second=320.0e9,
+        memory_bandwidth_source=_T4,
+    ),
+    Gpu(
+        name="a10",
+        description="NVIDIA A10",
+        architecture=_AMPERE_86,
+        core_count=72,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.695,
+        # What nvidia-smi shows, less as much as of an L4 no program can have.
+        memory_bytes=(23028 - 516) * MIB,
+        memory_source="nvidia-smi on the chip: modal-labs/modal-client#2797",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_A10}",
+        flops_per_second=125e12,
+        float32_flops_per_second=62.5e12,
+        flops_source=_A10,
+        memory_bytes_per_second=600.0e9,
+        memory_bandwidth_source=_A10,
+    ),
+    Gpu(
+        name="a6000",
+        description="NVIDIA RTX A6000",
+        architecture=_AMPERE_86,
+        core_count=84,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.8,
+        memory_bytes=51041271808,
+        memory_source=f"{_XLA}a6000.txtpb",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=154.8e12,
+        float32_flops_per_second=77.4e12,
+        flops_source=_GA102_PAPER,
+        memory_bytes_per_second=768.1e9,
+        memory_bandwidth_source=f"{_XLA}a6000.txtpb",
+    ),
+    Gpu(
+        name="l40s",
+        description="NVIDIA L40S",
+        architecture=_ADA,
+        core_count=142,
+        l2_cache_bytes=96 * MIB,
+        clock_ghz=2.52,
+        memory_bytes=int(44.43 * GIB),
+        # Of an RTX 6000 Ada, which has as much.
+        memory_source=f"{_PYTORCH}DINGYANB/MTVCrafter#21",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_L40S}",
+        flops_per_second=362e12,
+        float32_flops_per_second=183e12,
+        flops_source=_L40S,
+        memory_bytes_per_second=864.0e9,
+        memory_bandwidth_source=_L40S,
+    ),
+    Gpu(
+        name="rtx3060",
+        description="NVIDIA GeForce RTX 3060",
+        architecture=_AMPERE_86,
+        core_count=28,
+        l2_cache_bytes=3 * MIB,
+        clock_ghz=1.777,
+        memory_bytes=int(11.75 * GIB),
+        memory_source=f"{_PYTORCH}Kunhao-Liu/StyleGaussian#12",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=25.5e12,
+        float32_flops_per_second=12.7e12,
+        flops_source=f"{_GA102_PAPER}: an RTX 3090's, by cores and clock",
+        memory_bytes_per_second=360.0e9,
+        memory_bandwidth_source="nvidia.com/en-us/geforce/graphics-cards/30-series/rtx-3060-3060ti",
+    ),
+    Gpu(
+        name="rtx3090",
+        description="NVIDIA GeForce RTX 3090",
+        architecture=_AMPERE_86,
+        core_count=82,
+        l2_cache_bytes=6 * MIB,
+        clock_ghz=1.695,
+        memory_bytes=int(23.69 * GIB),
+        memory_source=f"{_PYTORCH}clovaai/deep-text-recognition-benchmark#386",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_GA102_PAPER}",
+        flops_per_second=71e12,
+        float32_flops_per_second=35.6e12,
+        flops_source=_GA102_PAPER,
+        memory_bytes_per_second=936.0e9,
+        memory_bandwidth_source=_GA102_PAPER,
+    ),
+    Gpu(
+        name="rtx4070ti",
+        description="NVIDIA GeForce RTX 4070 Ti",
+        architecture=_ADA,
+        core_count=60,
+        l2_cache_bytes=48 * MIB,
+        clock_ghz=2.61,
+        memory_bytes=int(11.73 * GIB),
+        memory_source=f"{_PYTORCH}OpenLMLab/LOMO#17",
+        link=_PCIE_4,
+        link_source=f"{_PCIE_4_SOURCE}: {_ADA_PAPER}",
+        flops_per_second=80.2e12,
+        float32_flops_per_second=40.1e12,
+        flops_source=f"{_ADA_PAPER}: an RTX 4090's, by cores and clock",
+        memory_bytes_per_second=504.0e9,
+        memory_bandwidth_source="nvidia.com/en-us/geforce/graphics-cards/40-series/rtx-4070-4070ti",
+    ),
+    Gpu(
         name="rtx4090",
         description="NVIDIA GeForce RTX 4090",
         architecture=_ADA,
@@ -338,6 +382,23 @@ _ALL_GPUS = (
         # 384 bits at 10501 MHz, at double data rate.
         memory_bytes_per_second=1008.1e9,
         memory_bandwidth_source=f"{_DEVICE_QUERY}: bus width and memory clock",
+    ),
+    Gpu(
+        name="rtx5090",
+        description="NVIDIA GeForce RTX 5090",
+        architecture=_BLACKWELL_RTX,
+        core_count=170,
+        l2_cache_bytes=96 * MIB,
+        clock_ghz=2.407,
+        memory_bytes=int(31.36 * GIB),
+        memory_source=f"{_PYTORCH}TrajectoryCrafter/TrajectoryCrafter#20",
+        link=_PCIE_5,
+        link_source=f"{_PCIE_5_SOURCE}: {_BLACKWELL_PAPER}",
+        flops_per_second=209.5e12,
+        float32_flops_per_second=104.8e12,
+        flops_source=_BLACKWELL_PAPER,
+        memory_bytes_per_second=1792.0e9,
+        memory_bandwidth_source=_BLACKWELL_PAPER,
     ),
 )
 

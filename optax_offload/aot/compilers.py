@@ -28,7 +28,8 @@ from jax._src import config as _jax_config  # See `compile_only`.
 from jax.experimental import topologies
 from jaxlib import xla_client
 
-from optax_offload.aot.chips import GPUS, GPUS_PER_HOST, TPUS, Gpu
+from optax_offload.aot.chip import Gpu
+from optax_offload.aot.chips import GPUS, GPUS_PER_HOST, TPUS
 
 # Wheels of XLA's CUDA compiler, the first that is there is taken.
 _CUDA_VERSIONS = ("cuda13", "cuda12")

@@ -6,6 +6,7 @@ A target is a name and what follows from it. Nothing is loaded to make one.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from optax_offload._units import MIB, size_text
 from optax_offload.aot import compilers
-from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS, Chip, Gpu, Tpu
+from optax_offload.aot.chip import Chip, Gpu, Tpu
+from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS
 
 # Of slices that have several hosts (cloud.google.com/tpu/docs: machine types -4t).
 _TPU_CHIPS_PER_HOST = 4
@@ -70,11 +72,7 @@ class Target:
             device_count = _gpu_count(int(size or 1), name)
             name = chip.name if device_count == 1 else f"{chip.name}:{device_count}"
         else:
-            raise ValueError(
-                f"Target({name!r}) names no chip. A TPU is one of "
-                f"{', '.join(TPUS)} and its grid of chips, as in 'v5e:2x4'; "
-                f"a GPU is one of {', '.join(GPUS)} and how many, as in 'h100:8'"
-            )
+            raise ValueError(_unknown(name))
         available = chip.memory_bytes
         if memory_bytes is None:
             memory_bytes = available
@@ -161,6 +159,27 @@ class Target:
         if isinstance(axis_types, AxisType):
             axis_types = (axis_types,) * len(names)
         return AbstractMesh(tuple(shape), names, axis_types=tuple(axis_types))
+
+
+def _unknown(given: str) -> str:
+    """The message for a name that is none of a chip, with the nearest ones."""
+    name = re.sub(r"[\W_]", "", given.lower().partition(":")[0])
+    if re.match("mi[23]\\d\\d", name):
+        return (
+            f"Target({given!r}): AMD's compiler (jax-rocm7-pjrt) is loaded only where "
+            "ROCm is installed (0.12 fails without librocprofiler-sdk.so), so nothing "
+            "compiles here for such a GPU. Plan for another one, and measure"
+        )
+    near = [chip for chip in CHIPS if chip.startswith(name[:4]) and name]
+    near = near or difflib.get_close_matches(name, CHIPS, 3, 0.5)
+    hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return (
+        f"Target({given!r}) names no chip.{hint} A TPU is one of {', '.join(TPUS)} and "
+        f"its grid of chips, as in 'v5e:2x4'; a GPU is one of {', '.join(GPUS)} and "
+        "how many, as in 'h100:8'. For another GPU take one of its architecture, with "
+        "its memory: Target('rtx4090', memory_bytes=16 * 2**30), or --target rtx4090 "
+        "--memory 16GiB"
+    )
 
 
 def _grid(chip: Tpu, size: str | None, given: str) -> tuple[str, int]:

@@ -89,8 +89,8 @@ def _item(path: pathlib.Path) -> pathlib.Path:
         if items:
             return items[0]
     raise FileNotFoundError(
-        f"{path} is no Orbax checkpoint: neither it, nor a folder in it, nor its last "
-        "step has a file _METADATA"
+        f"{path} is not an Orbax checkpoint: no _METADATA found in it, in a folder of "
+        "it or in its last step"
     )
 
 
@@ -117,8 +117,8 @@ def _metadata(item: pathlib.Path) -> Any:
         tree = getattr(tree, name, tree)
     if not jax.tree.leaves(tree):
         raise ValueError(
-            f"{item} is damaged: {file.name} names {len(said['tree_metadata'])} "
-            f"leaves, and Orbax reads none of them. {again}"
+            f"{item} is damaged: {file.name} lists {len(said['tree_metadata'])} "
+            f"leaves, but Orbax can read none of them. {again}"
         )
     return tree
 

@@ -50,7 +50,7 @@ def _examples(*lines: str) -> str:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Finds what to keep in host memory so that a train step fits, and what that "
+    help="Finds out what to keep in host memory to make a train step fit, and what it "
     "costs.",
     epilog=_examples(
         "fit my_steps:make_step --target h100 --out rules.toml",
@@ -59,7 +59,7 @@ app = typer.Typer(
         "doctor",
     )
     + "\n\nExit codes: 0: it fits, or all is well. 1: nothing fits. 2: the input is "
-    "wrong. 4: a rule decides nothing (explain). 5: offload does not help here "
+    "wrong. 4: a rule has no effect (explain). 5: offload does not help here "
     "(doctor). 130: interrupted (fit).",
 )
 _traceback = False
@@ -138,25 +138,34 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         str | None,
         typer.Option(
             help="The memory that a step may take on each device, such as 70GiB or "
-            "24GB. By default all but a reserve of 10 % on a GPU and 2 % on a TPU."
+            "24GB. By default 90 % of a GPU's memory and 98 % of a TPU's."
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The memory of each device, if your card has less than the target: "
+            "for an RTX 4080, --target rtx4090 --memory 16GiB."
         ),
     ] = None,
     host_memory: Annotated[
         str | None,
         typer.Option(
-            help="The memory that each host has for this, such as 64GiB. Without it "
-            "there is no limit."
+            help="The host memory that a step may take on each host, such as 64GiB. "
+            "Unlimited by default."
         ),
     ] = None,
     rules: Annotated[
         pathlib.Path | None,
-        typer.Option(help="A rule file that says what must move and what must stay."),
+        typer.Option(
+            help="A rule file: leaves that must move, and leaves that must stay."
+        ),
     ] = None,
     frozen: Annotated[
         str | None,
         typer.Option(
-            help="A regex of the parameters that are not trained, such as the base of "
-            "adapters. Paths begin in the step's argument, as those of rules do.",
+            help="A regex for parameters that are not trained, such as the base under "
+            "adapters. It matches whole paths within the step's argument.",
             metavar="REGEX",
         ),
     ] = None,
@@ -181,15 +190,17 @@ def fit(  # noqa: PLR0913 - each parameter is an option
     ] = False,
     cache: Annotated[
         bool,
-        typer.Option(
-            help="Keep results in your cache folder, so that nothing is compiled twice."
-        ),
+        typer.Option(help="Cache results, so that nothing is compiled twice."),
     ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Finds the fastest way to train a step within memory, by compiling it."""
     with _errors():
         # Mistakes that would otherwise fail after minutes of compiling.
+        chips = Target(target, memory_bytes=_size("--memory", memory))
+        budgets = _plan.checked_budget(
+            _size("--budget", budget), _size("--host-memory", host_memory), chips
+        )
         if out is not None:
             check_can_write("--out", out, "rules.toml")
         if plot is not None:
@@ -197,13 +208,8 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
         link = _link.measure_link() if measure_link else None
-        chips = Target(target)
         asked = _plan.Asked(
-            _plan.checked_budget(
-                None if budget is None else parse_size(budget),
-                None if host_memory is None else parse_size(host_memory),
-                chips,
-            ),
+            budgets,
             allow=_plan.allowed(allow),
             link_bytes_per_second=link,
             folder=_cache_folder() if cache else None,
@@ -239,6 +245,14 @@ def fit(  # noqa: PLR0913 - each parameter is an option
         leave(INTERRUPTED)
 
 
+def _size(option: str, text: str | None) -> int | None:
+    """The bytes that an option names; None where it is not given."""
+    try:
+        return None if text is None else parse_size(text)
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from None
+
+
 def _say_what_was_found(planner: _plan.Planner) -> None:
     """Ends the process where nothing that fits was found before Ctrl-C."""
     if planner.best is not None:
@@ -266,29 +280,29 @@ def explain(  # noqa: PLR0913 - each parameter is an option
     rules: Annotated[pathlib.Path, typer.Argument(help="The rule file to explain.")],
     step: Annotated[
         str | None,
-        typer.Option(help="A step factory whose state the rules are applied to."),
+        typer.Option(help="The step factory whose state to apply the rules to."),
     ] = None,
     target: Annotated[
         str, typer.Option(help="The chips whose mesh the factory gets.")
     ] = "h100",
     checkpoint: Annotated[
         pathlib.Path | None,
-        typer.Option(help="An Orbax checkpoint, instead of a step factory."),
+        typer.Option(help="An Orbax checkpoint, in place of a step factory."),
     ] = None,
     under: Annotated[
         str,
         typer.Option(
             help="The path of the offloaded optimizer's state in the checkpoint, such "
-            "as opt_state/1. Rules match paths from there on."
+            "as opt_state/1. Rules match paths below it."
         ),
     ] = "",
     parameters_under: Annotated[
-        str, typer.Option(help="Where in the checkpoint the parameters are.")
+        str, typer.Option(help="The path of the parameters in the checkpoint.")
     ] = "params",
     set_: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Says where each leaf of the state rests, and which rule decides that."""
+    """Shows where each leaf of the state rests, and by which rule."""
     with _errors():
         if (step is None) == (checkpoint is None):
             raise ValueError("give either --step or --checkpoint")
@@ -321,7 +335,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             tables.print_explanation(_out, title, each)
         for of, rule in idle:
             allowed = " (optional)" if rule.optional else ""
-            say(_err, f"rule {rule.rule}{of} decides nothing{allowed}: {rule.pattern}")
+            say(_err, f"rule {rule.rule}{of} has no effect{allowed}: {rule.pattern}")
     if any(not rule.optional for _, rule in idle):
         raise typer.Exit(IDLE_RULE)
 
@@ -368,7 +382,7 @@ def targets(as_json: JsonOption = False) -> None:
         "doctor --save machine.txt",
         "doctor --machine machine.txt",
     )
-    + "\n\nThe exit code is 5 if offload gains nothing here, or does not work."
+    + "\n\nThe exit code is 5 if offloading gains nothing here, or doesn't work."
 )
 def doctor(
     machine: Annotated[
@@ -377,7 +391,7 @@ def doctor(
     ] = None,
     save: Annotated[
         pathlib.Path | None,
-        typer.Option(help="Write all that was read from this machine to this path."),
+        typer.Option(help="Write what was read from this machine to this file."),
     ] = None,
     measure_link: Annotated[
         bool, typer.Option(help="Measure the link of the attached device.")
@@ -385,8 +399,8 @@ def doctor(
     directory: Annotated[
         str | None,
         typer.Option(
-            help="A directory for states on disk: say what it is, and measure it with "
-            "a file of up to a GiB."
+            help="A directory for states on disk, to examine and to measure with a "
+            "file of up to a GiB."
         ),
     ] = None,
     as_json: JsonOption = False,

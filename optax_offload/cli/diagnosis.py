@@ -85,7 +85,7 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
         if finding.sources:
             say(console, f"({'; '.join(finding.sources)})", "dim", mark=" " * 8)
     if found.offload_helps:
-        say(console, "nothing was found that speaks against offloading here")
+        say(console, "no problems found: offloading helps on this machine")
     else:
         topics = ", ".join(x.topic for x in found.findings if x.level == "stop")
-        say(console, f"offload gains nothing here, or does not work: see {topics}")
+        say(console, f"offloading gains nothing here, or doesn't work: see {topics}")

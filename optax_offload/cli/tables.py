@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -14,8 +15,8 @@ from optax_offload import _plan
 from optax_offload._units import size_text
 from optax_offload.aot import CHIPS, Target
 from optax_offload.cli.checkpoint import SavedLeaf
-from optax_offload.cli.explanation import Explanation
-from optax_offload.cli.text import Breakable, say
+from optax_offload.cli.explanation import Explanation, PlacedLeaf
+from optax_offload.cli.text import Breakable, paste, say
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
@@ -51,20 +52,21 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     if not plan.before.fits:
         fits = f"fits with {plan.after.what}"
     head = f"{plan.target.name}, {size_text(plan.budget_bytes)} on each device: {fits}"
+    for line in plan.unfused():
+        say(console, line, "bold")
     say(console, head, "bold")
     for line in (*plan.host(), *plan.timing(), *plan.numerics()):
         say(console, line)
-    if plan.moved:
-        moved = [
-            (p.pattern, len(p.leaves), size_text(p.nbytes_per_device))
-            for p in plan.moved
-        ]
-        columns = ("state moved to host memory", "leaves ", "each device ")
-        console.print(table("", columns, moved))
+    for p in plan.moved:
+        leaves = "1 leaf" if len(p.leaves) == 1 else f"{len(p.leaves)} leaves"
+        size = size_text(p.nbytes_per_device)
+        say(console, f"state moved to host memory, {leaves}, {size} of each device:")
+        paste(console, p.pattern)
     for rule in plan.config.parameters:
         where = " moved to host memory" * (rule.memory_kind != "device")
         kept = f" as {rule.codec}" if rule.codec else ""
-        say(console, f"parameters{where}{kept}: {rule.regex}")
+        say(console, f"parameters{where}{kept}:")
+        paste(console, rule.regex)
     before, after = plan.before, plan.after
     parts = [
         (
@@ -79,8 +81,6 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     console.print(table("", columns, [*parts, peaks]))
     if not plan.before.fits:
         print_alternatives(console, plan.alternatives)
-        for line in plan.outside:
-            say(console, line)
     for name, value in plan.environment.items():
         say(console, f"set {name}={value}", "bold")
 
@@ -116,16 +116,16 @@ def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
         return
     say(console, f"{'' if file else 'with --out FILE, '}in the training script:")
     for line in plan.training(str(file or "FILE")):
-        console.print(f"  {line}", highlight=False, markup=False, soft_wrap=True)
+        paste(console, line)
 
 
 def print_explanation(console: Console, title: str, found: Explanation) -> None:
     """Prints where leaves go, and the bytes in each memory kind."""
     rows = [
-        (x.path, size_text(x.bytes or 0), x.codec, x.memory_kind, x.why)
-        for x in found.leaves
+        (path, size_text(x.bytes or 0), x.codec, x.memory_kind, x.why)
+        for path, x in collapsed(found.leaves)
     ]
-    columns = ["path", "size ", "codec", "goes to", "why"]
+    columns = ["path", "size of each ", "codec", "goes to", "why"]
     if not any(x.codec for x in found.leaves):
         columns.remove("codec")
         rows = [(path, size, *rest) for path, size, _, *rest in rows]
@@ -135,13 +135,40 @@ def print_explanation(console: Console, title: str, found: Explanation) -> None:
         console.print(f"{kind}: {total}", highlight=False)
 
 
+_L = TypeVar("_L", PlacedLeaf, SavedLeaf)
+
+
+def collapsed(leaves: Sequence[_L]) -> list[tuple[str, _L]]:
+    """Leaves whose paths differ in their numbers alone, as one line.
+
+    Args:
+      leaves: The leaves, of which the path comes first.
+
+    Returns:
+      For each line its path, in which ``*`` stands for a number that differs, with how
+      many there are; and one of the leaves.
+    """
+    alike: dict[Any, list[_L]] = {}
+    for x in leaves:
+        alike.setdefault((re.sub(r"\d+", "*", x.path), *x[1:]), []).append(x)
+    found: list[tuple[str, _L]] = []
+    for some in alike.values():
+        pieces = [re.split(r"(\d+)", x.path) for x in some]
+        path = "".join(
+            p[0] if len({*p}) == 1 else "*" for p in zip(*pieces, strict=True)
+        )
+        count = f" ({len(some)} leaves)" if len(some) > 1 else ""
+        found.append((path + count, some[0]))
+    return found
+
+
 def print_leaves(console: Console, title: str, leaves: Sequence[SavedLeaf]) -> None:
     """Prints the leaves of a checkpoint."""
     rows = [
-        (x.path, _shape(x.shape), x.dtype, size_text(x.nbytes), x.sharding)
-        for x in leaves
+        (path, _shape(x.shape), x.dtype, size_text(x.nbytes), x.sharding)
+        for path, x in collapsed(leaves)
     ]
-    columns = ("path", "shape", "dtype", "size ", "sharding")
+    columns = ("path", "shape", "dtype", "size of each ", "sharding")
     console.print(table(title, columns, rows))
     total = size_text(sum(x.nbytes for x in leaves))
     count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"

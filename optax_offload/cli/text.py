@@ -10,6 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
+# Longer lines are hard to read, however wide a terminal is.
+_WIDEST = 80
+
 
 class Breakable:
     """A table's cell that is broken after slashes, bars and spaces only.
@@ -55,7 +58,8 @@ def say(console: Console, line: str, style: str = "", *, mark: str = "") -> None
     """Prints a line; a terminal gets it wrapped between words.
 
     Args:
-      console: The console. A pipe gets the line in one piece.
+      console: The console. A pipe gets the line in one piece, and a terminal at most
+        80 columns.
       line: The line, in which nothing is markup.
       style: The style that all of it has.
       mark: The text before the line. Spaces take its place before lines after that.
@@ -63,9 +67,14 @@ def say(console: Console, line: str, style: str = "", *, mark: str = "") -> None
     if console.is_terminal:
         line = textwrap.fill(
             line,
-            max(console.width - len(mark), 20),
+            max(min(console.width, _WIDEST) - len(mark), 20),
             break_long_words=False,
             break_on_hyphens=False,
         )
     line = mark + line.replace("\n", "\n" + " " * len(mark))
     console.print(Text(line, style), highlight=False, soft_wrap=True)
+
+
+def paste(console: Console, line: str) -> None:
+    """Prints a line to paste, which no terminal breaks."""
+    console.print(Text(f"  {line}"), highlight=False, soft_wrap=True)

@@ -16,12 +16,12 @@ each_chip = pytest.mark.parametrize("chip", chips.CHIPS.values(), ids=chips.CHIP
 @each_chip
 def test_figures_are_plausible_and_have_sources(chip):
     """Each is of the right size for its unit, and says where it is from."""
-    assert 2**34 - 2**30 <= chip.memory_bytes < 2**38
+    assert 2**33 <= chip.memory_bytes < 2**38
     assert 1e10 < chip.link.bytes_per_second < 1e12
     if not chip.link_source.startswith("measured"):
         assert chip.link.latency_seconds == LINK.latency_seconds
-    assert 1e14 < chip.flops_per_second < 1e16
-    assert 1e13 < chip.float32_flops_per_second <= chip.flops_per_second
+    assert 5e12 < chip.flops_per_second < 1e16
+    assert 5e12 < chip.float32_flops_per_second <= chip.flops_per_second
     assert 1e11 < chip.memory_bytes_per_second < 1e13
     sources = [v for name, v in vars(chip).items() if name.endswith("_source")]
     assert len(sources) == 4
@@ -52,6 +52,8 @@ def test_no_figure_is_repeated():
         for path in files
         if path.name != "chips.py"
         for number in re.findall(r"\b\d{3,}\b", path.read_text())
-        if number in figures - {"300", "1200"}  # Round, and so in other uses.
+        if number
+        in figures
+        - {"300", "320", "600", "768", "1200"}  # Round, and so in other uses.
     }
     assert not repeated

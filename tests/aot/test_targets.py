@@ -19,6 +19,7 @@ from optax_offload._units import MIB
         ("h100", "h100", "gpu", 1),
         ("h100:1", "h100", "gpu", 1),
         ("b200:16", "b200:16", "gpu", 16),
+        ("rtx3060", "rtx3060", "gpu", 1),
     ],
 )
 def test_target_names(name, normal, kind, device_count):
@@ -39,6 +40,9 @@ def test_target_names(name, normal, kind, device_count):
         ("v7", r"Target\('v7'\) names no chip.*v5e.*'v5e:2x4'.*a100-40.*'h100:8'"),
         ("a100", "names no chip.*a100-40, a100-80"),
         ("v5e-4", "names no chip"),
+        ("RTX 4090", "Did you mean .*'rtx4090'"),
+        ("rtx4080", r"memory: Target\('rtx4090', memory_bytes=16 .*--memory 16GiB"),
+        ("mi300x", "AMD's compiler .* only where ROCm is installed"),
         ("h100:2x2", "names no chip"),
         ("", "names no chip"),
         ("v5e:4", "a v5e are a grid of 2 dimensions, as in 'v5e:2x2'"),

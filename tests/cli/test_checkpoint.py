@@ -56,7 +56,7 @@ def test_the_last_step_is_the_one_of_the_largest_number(tmp_path):
 def test_nothing_is_there(tmp_path):
     """Where a checkpoint was looked for."""
     with pytest.raises(
-        FileNotFoundError, match=r"is no Orbax checkpoint: neither it, .* _METADATA"
+        FileNotFoundError, match=r"is not an Orbax checkpoint: no _METADATA"
     ):
         checkpoint.leaves(tmp_path)
 
@@ -68,7 +68,10 @@ def test_nothing_is_there(tmp_path):
         ('{"tree_meta', "_METADATA is damaged: it is not JSON"),
         ("[]", "_METADATA is damaged: it has no table 'tree_metadata'"),
         ('{"tree_metadata": null}', "it has no table 'tree_metadata'"),
-        ('{"tree_metadata": {"w": 3}}', "names 1 leaves, and Orbax reads none of them"),
+        (
+            '{"tree_metadata": {"w": 3}}',
+            "lists 1 leaves, but Orbax can read none of them",
+        ),
         (
             """{"tree_metadata": {"w": {"key_metadata": []}}}""",
             r"Orbax cannot read it \(KeyError: 'value_metadata'\). Name another step",

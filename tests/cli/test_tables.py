@@ -16,6 +16,7 @@ from optax_offload.aot import Target
 from optax_offload.cli import diagnosis, tables
 from optax_offload.cli.checkpoint import SavedLeaf
 from optax_offload.cli.explanation import Explanation, PlacedLeaf
+from optax_offload.cli.text import say
 
 
 def shown(print_it, *args):
@@ -140,8 +141,14 @@ def a_plan(*, first="way 8", second="way 5", parts=None):
 
 def test_a_plan(tmp_path):
     """What is chosen, what fills the device, and what else there is."""
-    plan = a_plan()
+    plan = a_plan(parts={"parameters": 2**30, "gradients": 2**30})
     text = " ".join(shown(tables.print_plan, plan).split())
+    first = (
+        "not fused: 1 gradient of 2.00 MiB left outside: the step returns it if all "
+    )
+    assert text.startswith(
+        f"{first}were fused: up to 1.00 GiB less h100, 6.00 GiB on e"
+    )
     assert "6.00 GiB on each device: fits with way 5" in text
     assert "parameters moved to host memory: layers/.*" in text
     assert "-> way 5" in text
@@ -191,6 +198,27 @@ def test_explanations_and_checkpoints_at_80_columns():
     assert whole("128x4096x4096", reported)
     assert whole("12", explained)
     in_a_terminal(tables.print_targets)
+
+
+def test_layers_with_numbers_are_one_line():
+    """With how many they are; not what differs in anything else."""
+    saved = [
+        SavedLeaf(f"0/mu/layers_{i}/w{2 + (i == 9)}", (8, 8), "float32", 256, "P()")
+        for i in range(12)
+    ]
+    saved += [SavedLeaf("0/nu/layers_0/w2", (4,), "float32", 16, "P()")]
+    found = [path for path, _ in tables.collapsed(saved)]
+    assert found == ["0/mu/layers_*/w* (12 leaves)", "0/nu/layers_0/w2"]
+    assert [path for path, _ in tables.collapsed(saved[:9])] == [
+        "0/mu/layers_*/w2 (9 leaves)"
+    ]
+
+
+def test_wide_terminals_get_80_columns():
+    """Lines are no longer, however wide one is."""
+    console = Console(file=io.StringIO(), width=200, force_terminal=True)
+    say(console, "word " * 40)
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80
 
 
 def test_findings_at_80_columns():

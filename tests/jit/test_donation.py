@@ -121,6 +121,47 @@ def test_names_of_a_pair_that_is_refused(fused):
         jitted(params, state, jnp.ones((4, 8)))
 
 
+def test_out_shardings_that_move_new_state():
+    """The order is right already: what is missing are memory kinds."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=device)
+    def step(params, state):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jnp.ones((8, 8))}
+    message = (
+        r"(?s)state\[0\].mu\['w'\] .*stay: its out_shardings .*state_shardings\(tx"
+    )
+    with pytest.raises(oo.MemoryKindError, match=message):
+        step.lower(params, tx.init(params))
+
+
+@pytest.mark.parametrize("given", [{}, {"donate_argnums": ()}, {"donate_argnums": 1}])
+def test_a_step_that_donates_nothing_says_so_once(given):
+    """By what to donate; not where nothing is asked for, nor of what only reads."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
+
+    def step(x, state, params):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state, jnp.sum(x)
+
+    params = {"w": jnp.ones((8, 8))}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jitted = oo.jit(step, **given)
+        params, state, _ = jitted(jnp.ones(3), tx.init(params), params)
+        jitted(jnp.ones(3), state, params)
+        oo.jit(lambda state: jax.tree.map(jnp.sum, state))(tx.init(params))
+    assert len(told) == (not given)
+    for each in told:
+        text = str(each.message)
+        assert "in memory at once, 516 B of the host for each device" in text
+        assert "optax_offload.jit(step, donate_argnums=(1, 2))" in text
+
+
 @orders
 def test_same_numbers_as_without_donation_where_the_step_left_them(order):
     """Three steps, and what was donated is gone."""

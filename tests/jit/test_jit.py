@@ -51,6 +51,20 @@ def test_decorators():
     assert partial.__wrapped__(1, 2) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("residual", r"'residual'. Did you mean residuals\?"),
+        ("donate_argnum", r"'donate_argnum'. Did you mean donate_argnums\?"),
+        ("zzz", "'zzz'$"),
+    ],
+)
+def test_names_of_arguments(name, message):
+    """One that is wrong raises when the decorator is made, with the nearest."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument {message}"):
+        oo.jit(**{name: 0})
+
+
 def test_methods_of_classes():
     """They get their object first, as a static argument or a pytree."""
 

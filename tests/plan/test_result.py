@@ -174,7 +174,7 @@ def test_numbers():
 
 def test_only_what_is_enough_is_proposed():
     """More devices always are; the rest where they free more than is missing."""
-    devices = "- more devices: parameters, gradients and batch sharded over at least 2"
+    devices = "- at least 2 devices (now 1), with parameters, gradients and batch shar"
     few = str(error(candidate(100, parameters=10, gradients=10, residuals=10)))
     assert few.split("What would help:\n")[1].startswith(devices)
     remat = str(error(candidate(100, residuals=60)))
@@ -223,7 +223,7 @@ def test_more_devices_are_those_of_all_hosts():
     compiled = (candidate(100),)
     budget = Budget(80 * GIB)
     found = NothingFitsError(aot.Target("h100:8"), budget, compiled, NO_TABLE)
-    assert "sharded over at least 10 (now 8)" in str(found)
+    assert "at least 10 devices (now 8)" in str(found)
 
 
 def table(*compiled, passed=(), best=None):

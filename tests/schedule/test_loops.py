@@ -43,7 +43,7 @@ def test_leaves_are_whole_where_two_fit():
     assert (loop.slices, loop.rows, loop.unroll) == (1, (), 1)
     assert [g.nbytes for g in loop.groups] == [1024000, 6291456, 6291456, 1024000]
     assert loop.waits == (0, 0, 0, 1)
-    assert "runs once over 4 groups, whole, of 1000.00 KiB to 6.00 MiB" in str(schedule)
+    assert "4 groups, each updated whole, of 1000.00 KiB to 6.00 MiB" in str(schedule)
 
 
 def test_a_leaf_alone_is_whole_where_two_would_fit():

@@ -187,7 +187,7 @@ def test_summary():
     assert str(schedule) == (
         "2 groups of 512 B in all, the largest of 256 B\n"
         "window of 1000 B: as asked\n"
-        "loop that runs once over 2 groups, whole, of 256 B\n"
+        "2 groups, each updated whole, of 256 B\n"
         "2 groups whole: no axis to slice a leaf of shape (8, 4)"
     )
 

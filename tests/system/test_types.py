@@ -48,6 +48,41 @@ def test_jit_keeps_the_signature():
         oo.jit(step, late_gradients="both")  # pyright: ignore
 
 
+def test_jit_spells_its_arguments():
+    """Those of `jax.jit` too; others are found before it runs."""
+    oo.jit(step, static_argnames="scale", keep_unused=True, compiler_options={})
+    with pytest.raises(TypeError, match="residual"):
+        oo.jit(step, residual="host")  # pyright: ignore[reportCallIssue]
+
+
+def test_results_have_names():
+    """What public functions return can be written down."""
+    tx: oo.Offloaded = oo.offload(optax.adam(1.0))
+    schedule: oo.Schedule = tx.schedule({"w": X})
+    jitted: oo.Jitted[..., tuple[jax.Array, float]] = oo.jit(step)
+    fused: oo.FusedStep = jitted.schedule(X)
+    options: oo.Options = oo.OffloadConfig([oo.Rule("a")]).step
+    assert all(map(str, (schedule, fused, options)))
+    assert_type(oo.eval_shape(step, X), tuple[jax.Array, float])
+
+
+def test_offload_takes_transformations():
+    """One of optax, `MultiSteps`, or one of one's own; not what makes one."""
+    multi = optax.MultiSteps(optax.adam(1.0), 2)
+    for inner in (
+        optax.adam(1.0),
+        multi,
+        optax.GradientTransformation(*optax.sgd(1.0)),
+    ):
+        assert oo.offload(inner)
+    with pytest.raises(TypeError, match="Call it first"):
+        oo.offload(optax.adamw)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Pass the transformation"):
+        oo.offload("adam")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="Call it first"):
+        oo.low_bit(optax.adamw, ".*")  # pyright: ignore[reportArgumentType]
+
+
 def test_stream_keeps_the_signature():
     """It is a function like the step."""
     fused = oo.stream(step, late_gradients="host")
@@ -66,13 +101,13 @@ def test_trees_keep_their_type():
 
 def test_names_are_literals():
     """A wrong one is found before it runs, and still when it runs."""
-    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):
         oo.Rule(".*", "host")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
         oo.Rule(".*", codec="int4")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="codec is 'int4'; it must be one of"):
         oo.low_bit(optax.adam(1.0), ".*", "int4")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be one of"):
+    with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):
         oo.set_memory_kind(X, ".*", "host")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="memory_kind is 'device'; offload_states mov"):
         oo.offload_states(X, memory_kind="device")  # pyright: ignore
