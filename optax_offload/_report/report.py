@@ -201,7 +201,7 @@ class MemoryReport(Printed):
 def memory_report(
     tree: Any, rules: _rules.Rules | None = None, *, under: str = ""
 ) -> MemoryReport:
-    """Says where every leaf of a tree is, and where rules want it.
+    """Reports where every leaf of a tree is, and where rules want it.
 
     It also compares the host memory that the devices of this process will take with
     what the machine, its cgroup and, for GPUs, the plugin's own limit leave. That works
