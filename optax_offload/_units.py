@@ -70,6 +70,10 @@ class Printed:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+_TEXT = "text-align: left; padding: 0 0.5em"
+_NUMBER = "text-align: right; padding: 0 0.5em; white-space: nowrap"
+
+
 def html_table(
     lines: Sequence[Sequence[str]],
     right: Collection[int] = (),
@@ -83,10 +87,8 @@ def html_table(
       bold: The lines to emphasize, of which the first after the header is 0.
 
     Example:
-      >>> html_table([["path", "size"], ["w", "4 B"]], right=[1])
-      '<div style="overflow-x: auto"><table><tr><th style="text-align: left">path</th>\
-<th style="text-align: right">size</th></tr><tr><td style="text-align: left">w</td>\
-<td style="text-align: right">4 B</td></tr></table></div>'
+      >>> html_table([["path", "size"], ["w", "4 B"]], right=[1])  # doctest: +ELLIPSIS
+      '<div style="overflow-x: auto"><table><tr><th style="text-align: left; ...
     """
 
     def line(cells: Sequence[str], tag: str, is_bold: bool) -> str:
@@ -94,8 +96,7 @@ def html_table(
         if is_bold:
             texts = [f"<b>{text}</b>" for text in texts]
         return "".join(
-            f'<{tag} style="text-align: {"right" if i in right else "left"}">'
-            f"{text}</{tag}>"
+            f'<{tag} style="{_NUMBER if i in right else _TEXT}">{text}</{tag}>'
             for i, text in enumerate(texts)
         )
 
