@@ -230,7 +230,7 @@ def report_chips(trees: Mapping[str, dict[str, Any]], settings: Settings) -> Non
     print(f"\ncompiling this step for {' and '.join(FLAGS.chips)}:", flush=True)
     shape = settings.batch, settings.context + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    rows = ["a step    base      device, MiB   host, MiB   modelled, ms"]
+    rows = ["a step    base      device, MiB   host, MiB    modeled, ms"]
     for chip, (name, tree) in itertools.product(FLAGS.chips, trees.items()):
         target, args = aot.Target(chip), (tree["state"], tree["base"], tokens)
         try:

@@ -96,7 +96,7 @@ def _check_fraction(value: Any, memory_kind: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    r"""Says where leaves whose path matches ``pattern`` rest between updates.
+    r"""A rule for where matching leaves rest between updates.
 
     Args:
       pattern: A regex that matches the leaf's whole path (``re.fullmatch``), as in

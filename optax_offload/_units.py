@@ -5,6 +5,7 @@ from __future__ import annotations
 import fractions
 import html
 import re
+from collections.abc import Collection, Sequence
 
 # The unit of the tables that people read.
 MIB = 2**20
@@ -67,6 +68,55 @@ class Printed:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+
+_TEXT = "text-align: left; padding: 0 0.5em"
+_NUMBER = "text-align: right; padding: 0 0.5em; white-space: nowrap"
+
+
+def html_table(
+    lines: Sequence[Sequence[str]],
+    right: Collection[int] = (),
+    bold: Collection[int] = (),
+) -> str:
+    """A table for a notebook, with every cell escaped; a wide one scrolls.
+
+    Args:
+      lines: The cells of each line; the first line is the header.
+      right: The columns of numbers, which are set to the right.
+      bold: The lines to emphasize, of which the first after the header is 0.
+
+    Example:
+      >>> html_table([["path", "size"], ["w", "4 B"]], right=[1])  # doctest: +ELLIPSIS
+      '<div style="overflow-x: auto"><table><tr><th style="text-align: left; ...
+    """
+
+    def line(cells: Sequence[str], tag: str, is_bold: bool) -> str:
+        texts = [html.escape(cell) for cell in cells]
+        if is_bold:
+            texts = [f"<b>{text}</b>" for text in texts]
+        return "".join(
+            f'<{tag} style="{_NUMBER if i in right else _TEXT}">{text}</{tag}>'
+            for i, text in enumerate(texts)
+        )
+
+    header, *body = lines
+    rows = [
+        line(header, "th", False),
+        *(line(cells, "td", i in bold) for i, cells in enumerate(body)),
+    ]
+    inner = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<div style="overflow-x: auto"><table>{inner}</table></div>'
+
+
+def html_paragraph(text: str) -> str:
+    """A line of text for a notebook, escaped.
+
+    Example:
+      >>> html_paragraph("1 < 2")
+      '<p>1 &lt; 2</p>'
+    """
+    return f"<p>{html.escape(text)}</p>"
 
 
 def parse_size(text: str) -> int:

@@ -18,13 +18,12 @@ Table = dict[str, Any]
 Row = Sequence[str]
 
 TOP = """\
-# On a chip
+# On a Chip
 
-This page compares predictions with measurements on real GPUs and TPUs. It is made by
+Predictions beside measurements on real GPUs and TPUs, made by
 `python -m benchmarks.chip --page` from the files in `benchmarks/results/chips/`.
 
-To measure a GPU or a TPU, run this in a checkout on its machine. It needs JAX, optax
-and Flax, and nothing else:
+To measure yours, run this in a checkout on its machine. It needs JAX, optax and Flax:
 
 ```sh
 make accelerator   # or: python -m benchmarks.chip
@@ -42,15 +41,13 @@ It takes at most 25 minutes and has seven parts of at most 8:
 | `largest` | the largest models that take a step |
 | `others` | what users of PyTorch would use instead, if PyTorch is installed |
 
-Each part runs in processes of its own, so a crash in one does not stop the others. Each
-result is written to disk at once. Call the command again and it runs only what is
-missing: if your machine stops commands after ten minutes, repeat it with `--minutes=9`.
-`--only=values,peaks` runs some parts. `--dry` runs all of them at toy size on the CPU.
-`--paper=h200` compiles for a chip that is not attached.
+Call the command again and it runs only what is missing: if your machine stops commands
+after ten minutes, repeat it with `--minutes=9`. `--only=values,peaks` runs some parts,
+`--dry` all of them at toy size on the CPU. `--paper=h200` compiles for a chip that
+isn't attached.
 
 Predictions are read from compiled programs: peaks by `aot.peak`, and times by
-`aot.step_time`, which assumes that the chip always reaches its documented rates. The
-"forms" here are the "modes" of the [other tables](results.md).
+`aot.step_time`, which assumes that the chip always reaches its documented rates.
 """
 
 

@@ -64,8 +64,8 @@ OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 TWICE = functools.partial(oo.stream, late_gradients="recompute")
 STORED = functools.partial(oo.stream, late_gradients="host")
 JITTED = functools.partial(oo.jit, residuals="host")
-# Parameters of scanned layers.
-LAYERS = "(.*/)?layers/.*"
+# Parameters of layers, scanned or of a Python loop.
+LAYERS = r"(.*/)?layers(_\d+)?/.*"
 # State of which moments are kept in 8 bits, all of it in host memory.
 MOMENTS = ".*/(mu|nu)/.*"
 INT8 = functools.partial(

@@ -4,7 +4,7 @@ Arithmetic, from documented peaks and the shares of them that are reached; nothi
 compiled or run. An update on the host sends gradients down and updates up, and is bound
 by the memory of the host, which it reads and writes; streaming sends the state up and
 down, and is bound by the link (and by the same memory, which the link reads and
-writes). Why the library streams all the same is in docs/host-update.md.
+writes). Why the library streams all the same is in docs/how-it-works.md.
 
 Run:
     python -m benchmarks.link.host_update

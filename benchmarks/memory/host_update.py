@@ -2,7 +2,7 @@
 
 Two forms of Adam under `compute_on("device_host")`, beside what `offload` compiles to,
 for chips that need not be here. Neither form is in the library; why, and what the
-figures mean, is in docs/host-update.md.
+figures mean, is in docs/how-it-works.md.
 
 - "leaf": each leaf's update is one host computation. The next leaf's gradient waits, on
   the device, for the update of the one before.

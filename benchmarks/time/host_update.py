@@ -1,4 +1,4 @@
-"""The update on a CPU, in the two forms that docs/host-update.md looks at.
+"""The update on a CPU, in the two forms that docs/how-it-works.md looks at.
 
 Adam's update of 16 matrices, computed by XLA on this machine's CPU: as optax does it in
 a jit; as a host computation of a program (`compute_on`); and as a second program, on

@@ -87,7 +87,7 @@ def check_on_device(traced: jax.stages.Traced, plan: FusedStep) -> None:
 def check_effects(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises if effects are ordered beside host memory, where JAX's error is a riddle.
 
-    See `docs/upstream.md`, U07.
+    See `tests/system/upstream.md`, U07.
     """
     if not _compat.has_ordered_effects(traced.jaxpr):
         return

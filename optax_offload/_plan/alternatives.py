@@ -16,7 +16,13 @@ from optax_offload._plan.candidates import (
 )
 from optax_offload._plan.search import PassedOver
 from optax_offload._plan.state import REMAINDER, Codecs, of_parameters
-from optax_offload._units import Printed, milliseconds, size_text
+from optax_offload._units import (
+    Printed,
+    html_paragraph,
+    html_table,
+    milliseconds,
+    size_text,
+)
 from optax_offload.aot import Assumption, DoesNotFitError, Target
 
 CHOSEN = "chosen"
@@ -90,6 +96,22 @@ class Alternatives(Printed):
             "not_compiled": list(self.not_compiled),
             "assumptions": [a._asdict() for a in self.assumptions],
         }
+
+    def _headline(self) -> str:
+        lines = str(self).splitlines()
+        chosen = (line for line in lines if line.startswith("-> "))
+        return next(chosen, "no way fits")
+
+    def _repr_html_(self) -> str:
+        header = [name.strip() for name in (*HEADERS, "why")]
+        lines = [[*numbers, what, why] for what, *numbers, why in self.cells()]
+        chosen = [i for i, row in enumerate(self.rows) if row.chosen]
+        return "".join(
+            [
+                html_table([header, *lines], right=range(5), bold=chosen),
+                *map(html_paragraph, self.not_compiled),
+            ]
+        )
 
     def __str__(self) -> str:
         lines = [

@@ -20,6 +20,8 @@ from optax_offload._rules import PARAMETER_CODECS
 from optax_offload._units import (
     GIB,
     Printed,
+    html_paragraph,
+    html_table,
     milliseconds,
     seconds_text,
     size_text,
@@ -271,6 +273,24 @@ class Plan(Printed):
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device, "
             f"{leaves} {'leaf' if leaves == 1 else 'leaves'} moved, peak "
             f"{size_text(before)} -> {size_text(after)}"
+        )
+
+    def _repr_html_(self) -> str:
+        before, after = self.before.parts, self.after.parts
+        parts = [
+            [part, size_text(before.get(part, 0)), size_text(after.get(part, 0))]
+            for part in dict.fromkeys([*before, *after])
+        ]
+        used = [size_text(x.used_bytes) for x in (self.before, self.after)]
+        header = ["of each device", "as given", "with the plan"]
+        return "".join(
+            [
+                html_paragraph(self._headline()),
+                html_table(
+                    [header, *parts, ["peak", *used]], right=(1, 2), bold=[len(parts)]
+                ),
+                self.alternatives._repr_html_(),
+            ]
         )
 
     def __str__(self) -> str:

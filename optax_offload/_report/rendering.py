@@ -1,4 +1,4 @@
-"""A report as tables of text, and as a bar chart.
+"""A report as tables of text and HTML, and as a bar chart.
 
 This module decides only how a report looks. `report.py` decides what it says.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optax_offload._report.rows import Row
-from optax_offload._units import MIB, size_text
+from optax_offload._units import MIB, html_paragraph, html_table, size_text
 
 # Shown for the path of a tree that is one leaf.
 THE_TREE_ITSELF = "(the tree itself)"
@@ -28,6 +28,37 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str) -> st
       totals: Cells of the second table: subtree, kind, and the size of each column.
       below: What is said below the tables; no text if it is empty.
     """
+    tables = [table(lines, right) for lines, right in _tables(rows, totals)]
+    return "\n\n".join([*tables, below] if below else tables)
+
+
+def html(
+    headline: str, rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str
+) -> str:
+    """The same as HTML, for a notebook.
+
+    Args:
+      headline: The line above the tables.
+      rows: The leaves, as of `text`; those that are misplaced are bold.
+      totals: Cells of the second table.
+      below: Lines below the tables.
+    """
+    (leaves, numbers), sums = _tables(rows, totals)
+    wrong = [i for i, alike in enumerate(_alike(rows)) if alike[0].misplaced]
+    return "".join(
+        [
+            html_paragraph(headline),
+            html_table(*sums),
+            html_table(leaves, numbers, wrong),
+            *map(html_paragraph, filter(None, below.splitlines())),
+        ]
+    )
+
+
+def _tables(
+    rows: Sequence[Row], totals: Sequence[Sequence[str]]
+) -> list[tuple[Sequence[Sequence[str]], tuple[int, ...]]]:
+    """The lines of both tables, each with its columns of numbers."""
     groups = _alike(rows)
     header = ["path", "shape", "dtype", "size", "size/device"]
     leaves = [[*header, "planned", "actual", "why"], *map(_cells, groups)]
@@ -38,11 +69,8 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str) -> st
             for count, (path, *rest) in zip(counts, leaves, strict=True)
         ]
     sums = [["subtree", "kind", "size", "size/device", "size/host"], *totals]
-    tables = [
-        table(leaves, right=(len(leaves[0]) - 5, len(leaves[0]) - 4)),
-        table(sums, right=(2, 3, 4)),
-    ]
-    return "\n\n".join([*tables, below] if below else tables)
+    width = len(leaves[0])
+    return [(leaves, (width - 5, width - 4)), (sums, (2, 3, 4))]
 
 
 def _alike(rows: Sequence[Row]) -> list[list[Row]]:

@@ -174,15 +174,23 @@ class MemoryReport(Printed):
         return ", ".join([f"{len(self.rows)} leaves", *kinds, *misplaced, *nothing])
 
     def __str__(self) -> str:
+        return rendering.text(self.rows, self._sums(), self._below())
+
+    def _repr_html_(self) -> str:
+        return rendering.html(self._headline(), self.rows, self._sums(), self._below())
+
+    def _sums(self) -> list[list[str]]:
         parts = self.subtrees()
         named = [*(parts.items() if len(parts) > 1 else ()), ("total", self)]
-        totals = [
+        return [
             [name, kind, *map(size_text, columns.values())]
             for name, part in named
             for kind, columns in part._totals_as_dict().items()
         ]
+
+    def _below(self) -> str:
         below = [self._why_nothing_moves(), str(self.host)]
-        return rendering.text(self.rows, totals, "\n\n".join(filter(None, below)))
+        return "\n\n".join(filter(None, below))
 
     def _why_nothing_moves(self) -> str:
         """A line on rules that leave all on the device, as of a small model."""
@@ -193,7 +201,7 @@ class MemoryReport(Printed):
 def memory_report(
     tree: Any, rules: _rules.Rules | None = None, *, under: str = ""
 ) -> MemoryReport:
-    """Says where every leaf of a tree is, and where rules want it.
+    """Reports where every leaf of a tree is, and where rules want it.
 
     It also compares the host memory that the devices of this process will take with
     what the machine, its cgroup and, for GPUs, the plugin's own limit leave. That works

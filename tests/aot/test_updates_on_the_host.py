@@ -1,7 +1,7 @@
 """What compilers make of an update on the host, which the library does not use.
 
 The findings are F70 to F74. A test that fails has found a compiler that does otherwise:
-docs/host-update.md says what that would change.
+docs/how-it-works.md says what that would change.
 """
 
 import re

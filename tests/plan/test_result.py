@@ -338,6 +338,20 @@ def planned(**options):
     )
 
 
+def test_a_plan_in_a_notebook():
+    """Its peak and the chosen way stand out, and not the one that needs most."""
+    plan = planned()
+    assert "<b>70.00 GiB</b>" in plan._repr_html_()
+    assert plan._repr_html_().startswith("<p>for h100:8, 80.00 GiB on each device")
+    assert repr(plan.alternatives).startswith(
+        "<Alternatives: -> 70.00 GiB on each device, "
+    )
+    assert "<b>chosen</b>" in plan.alternatives._repr_html_()
+    assert repr(table(candidate(120, variant=Variant()))).startswith(
+        "<Alternatives: no way fits"
+    )
+
+
 def test_a_plan_is_told():
     """What it does, needs and takes; and the lines of a training script."""
     text = str(planned())

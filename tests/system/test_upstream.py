@@ -1,4 +1,4 @@
-"""What `docs/upstream.md` says of others is still so, with the versions installed.
+"""What `upstream.md` says of others is still so, with the versions installed.
 
 A new version that fails here has mended something, or broken the block: the page then
 has to say so, and what this library does about it may go.
@@ -18,7 +18,7 @@ import optax
 import pytest
 from small_programs import missing_compilers
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "upstream.md"
+PAGE = pathlib.Path(__file__).parent / "upstream.md"
 PARTS = ("Reproduces with", "Impact", "Related", "Suggested fix")
 VERSION = r"\d[\d.]*\d"
 VERSIONS = re.compile(
@@ -88,12 +88,15 @@ def test_entries_are_in_their_index():
     assert sizes == sorted(sizes)
 
 
-def test_the_answer_is_short():
-    """At most 200 words, with its program; which tests/system/test_docs.py runs."""
+def test_the_answer_is_short_and_runs(capsys):
+    """At most 200 words, with its program, which prints what stands below it."""
     page = PAGE.read_text()
     answer = "\n".join(re.findall(r"^> (.*)$", page, re.MULTILINE))
-    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", page, re.DOTALL)
+    program, printed = block
     assert words(answer) + words(program) <= 200
+    exec(compile(program, PAGE.name, "exec"), {})
+    assert capsys.readouterr().out.startswith(printed)
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from optax_offload._rows.rules.registry import (
 
 @rule("broadcast_in_dim")
 class Broadcast(Unary):
-    """A value that gets its rows by a broadcast is the same for all of them."""
+    """The operand of a broadcast is shared by all rows that it gives."""
 
     arithmetic = True
 
