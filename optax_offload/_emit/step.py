@@ -141,7 +141,7 @@ class _Run:
     ) -> None:
         scan, turn = turns
         self._require([*reads, *_inputs(each, (u.fused for u in turn.updates))])
-        if turn.delayed or turn.ahead:
+        if turn.delayed or (turn.ahead and not self._on_tpu):
             self._finish_products(scan)
         like = {
             g: self._sharded[v]
