@@ -6,16 +6,14 @@ import contextvars
 import dataclasses
 import functools
 import types
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _nnx, _one_memory, _trees
+from optax_offload import _compat, _memory, _one_memory
 from optax_offload._emit import streamed
-from optax_offload._errors import OffloadWarning
 from optax_offload._jit import donation, machine, shardings
 from optax_offload._jit.kinds import (
     Kinds,
@@ -25,6 +23,7 @@ from optax_offload._jit.kinds import (
     types_at_rest,
     warn_of_types,
 )
+from optax_offload._jit.objects import GivenObjects, OfObjects
 from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
@@ -93,7 +92,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
 
-    It is `jax.jit`, with all of its arguments, methods and errors, and three additions.
+    It is `jax.jit`, with all of its arguments, methods and errors, and four additions.
 
     **Donation stays within a memory.** `jax.jit` pairs donated arguments with results
     by shape and dtype alone, in their order, unless the sharding of every argument and
@@ -114,12 +113,14 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     their gradients never exist. See `stream`. The jitted function's ``schedule(*args)``
     says what was fused, and why the rest was not.
 
+    **Objects of Flax NNX** are arguments as of `nnx.jit`: changed in place, with shared
+    references, also in trees. What a step leaves as it is, is no result of its program.
+
     A call takes the jitted function's C++ path and costs what `jax.jit` costs, whatever
     the number of leaves (`benchmarks/time/call_cost.py`). Arguments that arrive in
     other memories than before, as from a checkpoint restored to the device, cost one
     more compilation. Within another `jax.jit`, or under `jax.grad` or `jax.vmap`,
-    nothing is
-    donated: jit the outermost function with this.
+    nothing is donated: jit the outermost function with this.
 
     Args:
       fun: the function. Without it, a decorator is returned.
@@ -150,8 +151,9 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     Raises:
       ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` has an unknown
         value.
-      TypeError: when called, the function changes objects of Flax NNX in place and does
-        not return them: JAX gives it copies, so that it would train nothing.
+      TypeError: when called within a transformation of JAX, as `jax.jit`, the function
+        changes objects of Flax NNX in place, and does not return them: JAX gives it
+        copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device. Or the function computes with a value
         in host memory that it closes over, or reads from a static argument. Or it
@@ -206,15 +208,30 @@ class _Jitted(Generic[P, R]):
     ):
         functools.update_wrapper(self, fun)
         self._fun, self._options, self._asked = fun, dict(options), asked
+        of_values = functools.partial(_Jitted, asked=asked)
+        self._objects = OfObjects(fun, self._options, of_values)
+        variants = functools.partial(_Variants, fun, objects=self._objects, asked=asked)
         # What is called at top level, and what while something is being traced: there
         # donation means nothing, but for an eager `jax.vmap` or `jax.grad`, whose
         # programs the function's own trace would know nothing of.
-        self._outermost = _Variants(fun, options, asked)
+        self._outermost = variants(options)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
-        self._nested = _Variants(fun, nested, asked, nested=True)
+        self._nested = variants(nested, nested=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
+        if self._objects.expected and self._objects.given(args, kwargs):
+            return self._objects(*args, **kwargs)
+        try:
+            return self._of_values(args, kwargs)
+        except (GivenObjects, TypeError):
+            # A class with `pytree=False` is nothing that JAX takes.
+            if not self._objects.given(args, kwargs):
+                raise
+        _compat.forget_only_call(self._outermost.current)
+        return self._objects(*args, **kwargs)
+
+    def _of_values(self, args: Any, kwargs: Any) -> Any:
         variants = self._nested if _compat.tracing() else self._outermost
         before = variants.planned
         results = self._called(variants, args, kwargs)
@@ -227,9 +244,6 @@ class _Jitted(Generic[P, R]):
             return variants.current(*args, **kwargs)
         except _OtherVariant as other:
             wanted = other.wanted
-        except TypeError as error:
-            _nnx.refuse_leaves(error, args, kwargs)
-            raise
         return variants.switch(wanted, (args, kwargs))(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -240,6 +254,8 @@ class _Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
+        if self._objects.given(args, kwargs):
+            return self._objects.trace(*args, **kwargs)
         token = _ahead.set(True)
         try:
             return self._trace(*_memory.as_placed((args, kwargs)))
@@ -254,9 +270,6 @@ class _Jitted(Generic[P, R]):
             return variants.traced_last().trace(*args, **kwargs)
         except _OtherVariant as other:
             wanted = other.wanted
-        except TypeError as error:
-            _nnx.refuse_leaves(error, args, kwargs)
-            raise
         return variants.switch(wanted, (args, kwargs)).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -265,6 +278,8 @@ class _Jitted(Generic[P, R]):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the function's result as structs, as the method of `jax.jit` does."""
+        if self._objects.given(args, kwargs):
+            return self._objects.eval_shape(*args, **kwargs)
         return self.trace(*args, **kwargs).out_info
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
@@ -277,15 +292,18 @@ class _Jitted(Generic[P, R]):
         Returns:
           The schedule, whose text is a few lines to read.
         """
+        if self._objects.given(args, kwargs):
+            return self._objects.schedule(*args, **kwargs)
         return self._outermost.schedule(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as the method that `jax.jit` gives."""
-        for variants in (self._outermost, self._nested):
+        for variants in (self._outermost, self._nested, self._objects):
             variants.clear()
 
     def _cache_size(self) -> int:
-        return self._outermost.cache_size() + self._nested.cache_size()
+        each = self._outermost, self._nested, self._objects
+        return sum(variants.cache_size() for variants in each)
 
 
 class _Variants:
@@ -301,20 +319,19 @@ class _Variants:
         fun: Callable[..., Any],
         options: Mapping[str, Any],
         asked: Options,
+        objects: OfObjects,
         *,
         nested: bool = False,
     ):
-        self._fun, self._options = fun, dict(options)
+        self._fun, self._options, self._objects = fun, dict(options), objects
         self._asked, self._is_nested = asked, nested
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         once = functools.partial(jax.jit, inline=_compat.INLINE_EARLY, **of_tracing)
         self._tracer: Any = once(fun)
-        watched = _nnx.watched(fun, _nnx.refuse)
-        self._watching: Any = once(watched)
         # What donates is taken for a step, whose results replace its arguments.
         donates = any(k.startswith("donate") for k in options)
-        self._decoding: Any = once(decoding(watched, donates))
+        self._decoding: Any = once(decoding(fun, donates))
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         if isinstance(self._given.get("in_shardings"), list):
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
@@ -355,7 +372,7 @@ class _Variants:
         return found
 
     def clear(self) -> None:
-        tracers = (self._tracer, self._watching, self._decoding)
+        tracers = (self._tracer, self._decoding)
         for jitted in (*tracers, *self._jitted.values()):
             jitted.clear_cache()
 
@@ -376,7 +393,7 @@ class _Variants:
         if key not in self._jitted:
             if wanted is not None and "out_shardings" in self._given:
                 kinds = wanted.kinds.of["out_shardings"]
-                _warn_of_host(self._given["out_shardings"], kinds)
+                shardings.warn_of_host(self._given["out_shardings"], kinds)
             options = {**self._options, **given, **of_compiler}
             staged = self._staged(given, mesh, told)
             self._jitted[key] = jax.jit(staged, **options)
@@ -400,6 +417,8 @@ class _Variants:
 
         @functools.wraps(self._fun)
         def staged(*args: Any, **kwargs: Any) -> Any:
+            if self._objects.given(args, kwargs):
+                raise GivenObjects
             if runs_as_it_is((args, kwargs)):
                 return one_by_one(self._fun, args, kwargs, self._asked)
             traced, plan = self._planned(args, kwargs)
@@ -451,9 +470,7 @@ class _Variants:
         return traced, plan_of(traced.jaxpr, self._asked, types)
 
     def _tracer_for(self, *call: Any) -> Any:
-        if has_frozen(call):
-            return self._decoding
-        return self._watching if _nnx.has_objects(call) else self._tracer
+        return self._decoding if has_frozen(call) else self._tracer
 
 
 class _Wanted(NamedTuple):
@@ -474,18 +491,6 @@ class _OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
     def __init__(self, wanted: _Wanted):
         super().__init__(wanted)
         self.wanted = wanted
-
-
-def _warn_of_host(given: Any, kinds: Any) -> None:
-    paths = shardings.asked_for_host(given, kinds)
-    if paths:
-        warnings.warn(
-            "out_shardings name a host memory for results that the function left on "
-            f"the device, where they stay: {_trees.listed(paths)}. Move them in the "
-            "function: jax.device_put(x, jax.memory.Space.Host)",
-            OffloadWarning,
-            stacklevel=5,
-        )
 
 
 def _name_of(fun: Any) -> str:

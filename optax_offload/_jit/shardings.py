@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding
 
 from optax_offload import _memory, _trees
+from optax_offload._errors import OffloadWarning
 
 
 def with_kinds(prefix: Any, kinds: Any) -> Any:
@@ -95,3 +97,16 @@ def _with_kind(entry: Any, kind: str) -> Any:
         # Which kind is the default one, an abstract mesh does not know.
         return entry.with_memory_kind(None)
     return entry.with_memory_kind(kind)
+
+
+def warn_of_host(given: Any, kinds: Any) -> None:
+    """Warns of results that shardings, but not the function, put on the host."""
+    paths = asked_for_host(given, kinds)
+    if paths:
+        warnings.warn(
+            "out_shardings name a host memory for results that the function left on "
+            f"the device, where they stay: {_trees.listed(paths)}. Move them in the "
+            "function: jax.device_put(x, jax.memory.Space.Host)",
+            OffloadWarning,
+            stacklevel=5,
+        )
