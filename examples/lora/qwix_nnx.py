@@ -6,6 +6,8 @@ Run, after pip install qwix:
     python examples/lora/qwix_nnx.py
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -52,10 +54,10 @@ adapters = nnx.DiffState(0, nnx.LoRAParam)
 
 
 @oo.jit(donate_argnums=(0, 1))
-def train_step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+def train_step(model: Any, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
     """Updates the adapters and their state, and returns the loss."""
 
-    def loss_fn(model: Model) -> jax.Array:
+    def loss_fn(model: Any) -> jax.Array:
         return jnp.mean((model(x) - 1) ** 2)
 
     loss, grads = nnx.value_and_grad(loss_fn, argnums=adapters)(model)
