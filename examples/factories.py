@@ -123,7 +123,7 @@ class NnxStack(nnx.Module):
 def in_nnx(
     offload: Wrap, target: aot.Target, layers: int = 24, width: int = 4096
 ) -> oo.Step:
-    """A step of the states of a model and of its `nnx.Optimizer`."""
+    """A step of a model and its `nnx.Optimizer`, both changed in place."""
     del target
     tx = offload(optax.adamw(1e-3))
 
@@ -131,20 +131,16 @@ def in_nnx(
         model = NnxStack(layers, width, rngs=nnx.Rngs(0))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
-    graph = nnx.graphdef(nnx.eval_shape(create))
-
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        model, optimizer = nnx.merge(graph, state)
-
+    def step(model: NnxStack, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
         def loss_fn(model: NnxStack) -> jax.Array:
             return jnp.mean(model(x) ** 2)
 
         loss, grads = nnx.value_and_grad(loss_fn)(model)
         optimizer.update(model, grads)
-        return nnx.state((model, optimizer)), loss
+        return loss
 
-    state = oo.eval_shape(lambda: nnx.state(create()))
-    return oo.Step(step, (state, _batch(width)), donate_argnums=0, tokens=ROWS)
+    args = (*oo.eval_shape(create), _batch(width))
+    return oo.Step(step, args, donate_argnums=(0, 1), tokens=ROWS)
 
 
 class EquinoxLayer(eqx.Module):

@@ -1,13 +1,13 @@
 """Trains a small Transformer in Flax NNX, with Adam's moments in host memory.
 
-Only the optimizer given to `nnx.Optimizer` changes: `make_optimizer` in `lm_program.py`
-wraps it in `oo.offload`. The losses are those of `--nooffload`.
+Two lines change: `make_optimizer` in `lm_program.py` wraps the optimizer that
+`nnx.Optimizer` is given in `oo.offload`, and `oo.jit` takes the place of `nnx.jit`. The
+losses are those of `--nooffload`.
 
 Run:
     python examples/train_nnx.py
 """
 
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -68,7 +68,7 @@ def loss_fn(model: Transformer, tokens: jax.Array) -> jax.Array:
     return next_byte_loss(model(tokens[:, :-1]), tokens)
 
 
-@functools.partial(nnx.jit, donate_argnums=(0, 1))
+@oo.jit(donate_argnums=(0, 1))
 def train_step(
     model: Transformer, optimizer: nnx.Optimizer, tokens: jax.Array
 ) -> jax.Array:
@@ -78,7 +78,7 @@ def train_step(
     return loss
 
 
-evaluation_step = nnx.jit(loss_fn)
+evaluation_step = oo.jit(loss_fn)
 
 
 def train(

@@ -25,7 +25,7 @@ from jax.sharding import (
     SingleDeviceSharding,
 )
 
-from optax_offload import _compat, _rules, _trees
+from optax_offload import _compat, _nnx, _rules, _trees
 
 T = TypeVar("T")
 
@@ -269,6 +269,7 @@ def pinned_bytes_of_this_process() -> int:
     )
 
 
+@_nnx.in_place
 def set_memory_kind(
     tree: T, pattern: str | re.Pattern[str], memory_kind: _rules.MemoryKind
 ) -> T:
@@ -280,12 +281,13 @@ def set_memory_kind(
     Args:
       tree: A pytree of arrays (which are transferred, keeping their sharding), of
         `jax.ShapeDtypeStruct` or of shardings (which are retyped). A struct without
-        a sharding gets one, on the first local device.
+        a sharding gets one, on the first local device. Objects of Flax NNX are changed
+        in place.
       pattern: A regex that matches a leaf's whole path, as in `Rule`.
       memory_kind: ``"device"``, ``"pinned_host"`` or ``"unpinned_host"``.
 
     Returns:
-      A tree of the same structure.
+      A tree of the same structure, with the same objects of NNX.
 
     Raises:
       ValueError: The pattern matches no leaf, the kind is unknown, or the devices

@@ -1,29 +1,46 @@
-"""Objects of Flax NNX that a step changes in place, where nobody would see it.
+"""Objects of Flax NNX: a function of objects as one of values, as `nnx.jit` has it.
 
 To JAX an NNX object is a pytree. A function that is traced gets a copy, and what it
-does to the copy is lost unless the copy, or what was changed of it, is a result.
-`nnx.jit` brings changes back; nothing else does. A step that returns only its loss
-would compute the same loss for ever.
+does to the copy is lost unless somebody brings it back. So objects are split into
+arrays and a graph outside of the traced function, and merged inside; what the function
+made of them is split there and merged outside, into the objects that were given
+(`flax.nnx.update_context`, Flax 0.12, is Flax's own way to do so, and `nnx.jit`'s).
+References are shared among all arguments and results.
 
 Flax is not needed: a tree holds its objects only where it was imported.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
-from typing import Any
+import operator
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
+import jax.core
 
-from optax_offload import _trees
+from optax_offload import _compat, _trees
 
-_OBJECTS = (
-    ("flax.nnx.pytreelib", "Pytree"),  # Modules, optimizers, lists, random streams.
-    ("flax.nnx.variablelib", "Variable"),
-)
+F = TypeVar("F", bound=Callable[..., Any])
+
+_VARIABLE = ("flax.nnx.variablelib", "Variable")
+# Modules, optimizers, lists, random streams; and variables.
+_OBJECTS = (("flax.nnx.pytreelib", "Pytree"), _VARIABLE)
 # States are values: what is merged of them shares their variables.
 _STATES = (("flax.nnx.statelib", "State"), ("flax.nnx.statelib", "FlatState"))
+
+_LINES = (
+    "jax.jit, jax.grad and other transformations of JAX give it copies of objects. Jit "
+    "the step with one that gives objects back, and with no other:\n"
+    "    @oo.jit(donate_argnums=(0, 1))\n"
+    "    def step(model, optimizer, x):\n"
+    "        ...\n"
+    "Or return the objects. If the step only evaluates, call model.eval() before it: "
+    "then statistics and random streams stay as they are"
+)
 
 
 def has_objects(tree: Any) -> bool:
@@ -31,76 +48,355 @@ def has_objects(tree: Any) -> bool:
     return next(_objects(tree), None) is not None
 
 
-def watched(
-    step: Callable[..., Any], report: Callable[[list[str]], None]
-) -> Callable[..., Any]:
-    """A step that reports the changes to its arguments that no result has.
+def has_split(tree: Any) -> bool:
+    """Returns whether there are objects in a tree, which are split."""
+    return bool(_nodes(tree))
 
-    Args:
-      step: The step.
-      report: Given the paths of what was changed.
+
+class Pure:
+    """A function that is given NNX objects, as one of values.
+
+    Attributes:
+      of_values: The function of `Split` objects. It returns what became of those in
+        each argument, and its result.
     """
 
-    @functools.wraps(step)
-    def watching(*args: Any, **kwargs: Any) -> Any:
-        given = [(path, x, *_content(x)) for path, x in _arguments(args, kwargs)]
-        results = step(*args, **kwargs)
-        report(_lost(given, results))
-        return results
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        donated: Callable[[int | str], bool] = lambda _: False,
+        static: Callable[[int | str], bool] = lambda _: False,
+        commits: bool = False,
+    ):
+        """Makes the function.
 
-    return watching
+        Args:
+          fun: The function.
+          donated: Tells whether the buffers of an argument, by its position or name,
+            are donated.
+          static: Tells whether an argument is static, and its objects no arguments.
+          commits: Whether a call puts all that objects hold on a device for good,
+            if anything is.
+        """
+        self._donated, self._static, self._commits = donated, static, commits
+        self._tag = object()
+
+        @functools.wraps(fun)
+        def of_values(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            return self._called(fun, args, kwargs)
+
+        self.of_values = of_values
+
+    def takes(self, args: Any, kwargs: Any) -> bool:
+        """Returns whether there are objects among the arguments of a call."""
+        named = [*enumerate(args), *kwargs.items()]
+        return any(has_objects(x) for name, x in named if not self._static(name))
+
+    def call(self, jitted: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls what was made of `of_values` for objects, and changes these.
+
+        Args:
+          jitted: The function of values, transformed.
+          args: The positional arguments of the call.
+          kwargs: Its other arguments.
+
+        Raises:
+          TypeError: The function changes copies, which nothing brings back.
+        """
+        copies = _compat.tracing() and not _inside_flax()
+        before = _contents(args, kwargs) if copies else []
+        with _flax().update_context(self._tag):
+            args, kwargs = self.split(args, kwargs)
+            if self._commits:
+                args, kwargs = _committed((args, kwargs))
+            values = _values((args, kwargs))
+            after, result = jitted(*args, **kwargs)
+            if has_split((after, result)):
+                with _flax().merge_context(self._tag, inner=False) as context:
+                    _merged(context, after, values)
+                    result = _merged(context, result, values)
+        _refuse(_lost(before, result))
+        return result
+
+    def split(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call, with each object split.
+
+        Within `flax.nnx.update_context`, see `context`.
+        """
+        with _flax().split_context(self._tag) as context:
+            given = tuple(
+                x if self._static(i) else _split(context, x) for i, x in enumerate(args)
+            )
+            named = {
+                k: x if self._static(k) else _split(context, x)
+                for k, x in kwargs.items()
+            }
+        return given, named
+
+    def context(self) -> Any:
+        """Returns the context in which arguments are split for one call."""
+        return _flax().update_context(self._tag)
+
+    def _called(self, fun: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        named = [*enumerate(args), *kwargs.items()]
+        donated = [self._donated(k) for k, x in named for _ in _values(x)]
+        before = [jax.tree.flatten(x) for x in _values((args, kwargs))]
+        graphs = _graphs((args, kwargs))
+        with _flax().merge_context(self._tag, inner=True) as context:
+            given, given_named = _merged(context, (args, kwargs))
+        result = fun(*given, **given_named)
+        known = {id(x): i for i, x in enumerate(_values((args, kwargs)))}
+
+        def left(x: Any) -> Any:
+            """What stays as it was is no result, unless its buffer is donated."""
+            i = known.get(id(x))
+            if i is None or donated[i] or not _same(before[i], jax.tree.flatten(x)):
+                return x
+            return _Kept(i)
+
+        with _flax().split_context(self._tag) as context:
+            after = tuple(
+                _split(context, _objects_of(now), left) if has_split(was) else None
+                for was, now in [
+                    *zip(args, given, strict=True),
+                    *((x, given_named[name]) for name, x in kwargs.items()),
+                ]
+            )
+            result = _split(context, result)
+        kept = all(isinstance(x, _Kept) for x in _values(after))
+        if kept and graphs == _graphs(after) and not _nodes(result):
+            after = (None,) * len(after)  # Nothing changed.
+        return after, result
 
 
-def refuse(lost: Collection[str]) -> None:
-    """Raises if there is anything that a step changed and did not return.
+def as_values(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    donated: int | Sequence[int] | None = None,
+    static: int | Sequence[int] | None = None,
+) -> tuple[Callable[..., Any], Sequence[Any]]:
+    """A function of objects and its arguments, as a function of values and these.
+
+    The objects stay as they are: its results say what would become of them.
 
     Args:
-      lost: The paths of what it changed.
+      fun: The function.
+      args: Its arguments.
+      donated: The positions of those that are donated, as `jax.jit` has them.
+      static: The positions of static ones.
     """
-    if lost:
-        raise TypeError(
-            "the step changes objects of Flax NNX in place, and optax_offload's jit "
-            "and stream lose what is not returned, so that it would train nothing: "
-            f"{_trees.listed([*lost])}. {_LINES}. If the step only evaluates, call "
-            "model.eval() before it: then statistics and random streams stay as they "
-            "are"
-        )
+    chosen = [
+        {i % len(args) for i in ([x] if isinstance(x, int) else x or ())}
+        for x in (donated, static)
+    ]
+    pure = Pure(fun, chosen[0].__contains__, chosen[1].__contains__)
+    if not pure.takes(args, {}):
+        return fun, args
+    pure._tag = None
+    return pure.of_values, pure.split(args, {})[0]
 
 
-def refuse_leaves(error: TypeError, args: Any, kwargs: Any) -> None:
-    """Raises if JAX's error is of objects of classes with `pytree=False`.
+def splits(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in whose result objects are split; `merged` gives them back."""
 
-    Args:
-      error: JAX's error.
-      args: The positional arguments of a step.
-      kwargs: Its other arguments.
+    def split(*args: Any) -> Any:
+        result = fun(*args)
+        if not has_objects(result):
+            return result
+        with _flax().split_context() as context:
+            return _split(context, result)
+
+    return split
+
+
+def merged(tree: Any) -> Any:
+    """A tree with new objects in the place of split ones."""
+    if not has_split(tree):
+        return tree
+    with _flax().merge_context() as context:
+        return _merged(context, tree)
+
+
+def in_place(fun: F) -> F:
+    """A function of a tree that changes the objects in it, and returns that tree.
+
+    The function is given a state in the place of each object.
     """
-    leaves = [path for path, x in _arguments(args, kwargs) if _is_leaf(x)]
-    if leaves and "abstract array" in str(error):
-        raise TypeError(
-            "the step is given objects of Flax NNX that are no pytrees, which jax.jit "
-            f"and optax_offload.jit do not take: {_trees.listed(leaves)}. {_LINES}"
-        )
+
+    @functools.wraps(fun)
+    def changing(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_objects(tree):
+            return fun(tree, *args, **kwargs)
+
+        def state(x: Any) -> Any:
+            is_variable = isinstance(x, _trees.classes(_VARIABLE))
+            return _flax().state(x) if _is_object(x) and not is_variable else x
+
+        def change(x: Any, new: Any) -> Any:
+            if not _is_object(x):
+                return new
+            _flax().update(x, new)
+            return x
+
+        whole = {
+            "is_leaf": lambda x: isinstance(x, _trees.classes(*_OBJECTS, *_STATES))
+        }
+        states, args = jax.tree.map(state, (tree, args), **whole)
+        return jax.tree.map(change, tree, fun(states, *args, **kwargs), **whole)
+
+    return cast("F", changing)
 
 
-_LINES = (
-    "Split outside of the step, merge inside, and return the state:\n"
-    "    graph, state = nnx.split((model, optimizer))\n\n"
-    "    @oo.jit(donate_argnums=0)\n"
-    "    def step(state, x):\n"
-    "        model, optimizer = nnx.merge(graph, state)\n"
-    "        ...\n"
-    "        return nnx.state((model, optimizer)), loss\n\n"
-    "    state, loss = step(state, x)\n"
-    "    nnx.update((model, optimizer), state)\n"
-    "Or jit the step with nnx.jit alone, which updates no layer in the backward pass"
-)
+def _committed(tree: Any) -> Any:
+    """The values of split objects, on a device for good where others there are so.
+
+    A step with any committed argument returns all results committed, and is compiled
+    again for them (F36). A number on a mesh is on all of its devices.
+    """
+    arrays = [x for x in jax.tree.leaves(_values(tree)) if isinstance(x, jax.Array)]
+    loose = {id(x) for x in arrays if not (_is_traced(x) or x.committed)}
+    if not loose:
+        return tree
+    homes = {x.sharding for x in arrays if not _is_traced(x) and x.committed}
+    meshes = {s.mesh for s in homes if isinstance(s, jax.NamedSharding)}
+    devices = {d for s in homes for d in s.device_set}
+    if len(devices) == 1:
+        home = jax.sharding.SingleDeviceSharding(devices.pop())
+    elif len(meshes) == 1:
+        home = jax.NamedSharding(meshes.pop(), jax.sharding.PartitionSpec())
+    else:
+        return tree
+
+    def put(x: Any) -> Any:
+        stays = id(x) not in loose or (home.num_devices > 1 and x.size > 1)
+        return x if stays else jax.device_put(x, home)
+
+    return jax.tree.map(
+        lambda x: jax.tree.map(put, x) if _is_split(x) else x, tree, is_leaf=_is_split
+    )
 
 
-def _arguments(args: Any, kwargs: Any) -> list[tuple[str, Any]]:
-    """The objects among a step's arguments, with what messages call them."""
-    found = [*_objects(args), *_objects(kwargs)]
-    return [(f"argument {path}", x) for path, x in found]
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
+
+
+class _Paths(tuple[str, ...]):
+    """The paths of values in an object, which its graph tells too."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Paths)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """An NNX object, as a node of a tree.
+
+    Attributes:
+      graph: What Flax makes the object of, given its values.
+      paths: The paths of its values.
+      values: The values, of which most are arrays.
+    """
+
+    graph: Any
+    paths: _Paths
+    values: Sequence[Any]
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """Returns the values with their paths, each as one key, and the rest."""
+        keys = map(jax.tree_util.DictKey, self.paths)
+        return [*zip(keys, self.values, strict=True)], (self.graph, self.paths)
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """Returns the values and the rest."""
+        return self.values, (self.graph, self.paths)
+
+    @classmethod
+    def tree_unflatten(cls, of: Any, values: Any) -> Split:
+        """Makes a node."""
+        graph, paths = of
+        return cls(graph, paths, [*values])
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """Stands for the value of an argument that is as it was, by its position."""
+
+    position: int
+
+
+def _flax() -> Any:
+    return sys.modules["flax.nnx"]
+
+
+def _inside_flax() -> bool:
+    """Returns whether a transformation of Flax is around, which gives objects back."""
+    context = getattr(sys.modules["flax.nnx.graphlib"], "GRAPH_CONTEXT", None)
+    return bool(getattr(context, "update_context_stacks", False))
+
+
+def _is_object(x: Any) -> bool:
+    return isinstance(x, _trees.classes(*_OBJECTS))
+
+
+def _is_split(x: Any) -> bool:
+    return isinstance(x, Split)
+
+
+def _nodes(tree: Any) -> list[Split]:
+    return [*filter(_is_split, jax.tree.leaves(tree, is_leaf=_is_split))]
+
+
+def _values(tree: Any) -> list[Any]:
+    return [x for node in _nodes(tree) for x in node.values]
+
+
+def _graphs(tree: Any) -> list[Any]:
+    return [node.graph.with_no_outer_index() for node in _nodes(tree)]
+
+
+def _split(context: Any, tree: Any, left: Callable[[Any], Any] = lambda x: x) -> Any:
+    """A tree with each object split, and its values as a function leaves them."""
+    objects, variables = _trees.classes(*_OBJECTS), _trees.classes(_VARIABLE)
+
+    def split(x: Any) -> Any:
+        if not isinstance(x, objects):
+            return x
+        graph, flat = context.flatten(x)
+        paths = _Paths("/".join(map(str, path)) for path in flat.paths)
+        values = [
+            v.get_raw_value() if isinstance(v, variables) else v for v in flat.leaves
+        ]
+        return Split(graph, paths, [*map(left, values)])
+
+    return jax.tree.map(split, tree, is_leaf=_is_object)
+
+
+def _merged(context: Any, tree: Any, given: Sequence[Any] = ()) -> Any:
+    def merge(x: Any) -> Any:
+        if not isinstance(x, Split):
+            return x
+        values = [given[v.position] if isinstance(v, _Kept) else v for v in x.values]
+        return context.unflatten(x.graph, values)
+
+    return jax.tree.map(merge, tree, is_leaf=_is_split)
+
+
+def _objects_of(tree: Any) -> Any:
+    """A tree with None for all that is no object."""
+    return jax.tree.map(
+        lambda x: x if _is_object(x) else None, tree, is_leaf=_is_object
+    )
+
+
+def _same(before: tuple[Sequence[Any], Any], now: tuple[Sequence[Any], Any]) -> bool:
+    """Returns whether two flat trees are of the same objects."""
+    (leaves, structure), (others, other) = before, now
+    return structure == other and all(map(operator.is_, leaves, others))
 
 
 def _objects(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -116,15 +412,26 @@ def _objects(tree: Any) -> Iterator[tuple[str, Any]]:
             yield _trees.path_string(keys), x
 
 
-def _is_leaf(x: Any) -> bool:
-    return jax.tree_util.all_leaves([x])
+def _contents(args: Any, kwargs: Any) -> list[tuple[str, Any, dict[str, Any], Any]]:
+    """The path, object, leaves and structure of each object among arguments."""
+    found = [*_objects(args), *_objects(kwargs)]
+    return [(f"argument {path}", x, *_content(x)) for path, x in found]
 
 
 def _content(x: Any) -> tuple[dict[str, Any], Any]:
     """The leaves of an object by path, and its structure."""
-    if _is_leaf(x):
-        return {}, None  # Flax itself refuses to change it in a trace.
+    if jax.tree_util.all_leaves([x]):
+        return {}, None  # Of a class with `pytree=False`, which JAX does not copy.
     return dict(_trees.leaves_with_paths(x)), jax.tree.structure(x)
+
+
+def _refuse(lost: Collection[str]) -> None:
+    if lost:
+        raise TypeError(
+            "the step changes objects of Flax NNX in place, and nothing keeps what "
+            f"becomes of them, so that it would train nothing: "
+            f"{_trees.listed([*lost])}. {_LINES}"
+        )
 
 
 def _lost(given: list[tuple[str, Any, dict[str, Any], Any]], results: Any) -> list[str]:

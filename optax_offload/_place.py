@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
-from optax_offload import _compat, _flax_metadata, _memory, _rules, _templates, _trees
+from optax_offload import (
+    _compat,
+    _flax_metadata,
+    _memory,
+    _nnx,
+    _rules,
+    _templates,
+    _trees,
+)
 from optax_offload._low_bit import (
     check_parameters,
     codecs_named,
@@ -26,6 +34,7 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic)
 _SIZED = (*_ARRAYS, jax.ShapeDtypeStruct)
 
 
+@_nnx.in_place
 def place(state: T, like: Any, *, under: str = "") -> T:
     """Puts every leaf of a state where it belongs, after a loader that forgets kinds.
 
@@ -55,7 +64,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
 
     Args:
       state: A pytree of arrays, of `jax.Array` or NumPy. With rules also of
-        `jax.ShapeDtypeStruct`, which gives such a tree.
+        `jax.ShapeDtypeStruct`, which gives such a tree. Objects of Flax NNX in it are
+        changed in place, so that what they share stays shared.
       like: The places where the leaves belong, as one of
 
         - a template, a tree like ``state`` as `eval_shape` makes it, or another state;
@@ -72,8 +82,9 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         in a ``TrainState``. Other leaves stay as they are.
 
     Returns:
-      A tree like ``state``. Leaves that were in place, and leaves that are no arrays,
-      are the same objects. Python numbers become arrays if ``like`` is a template.
+      A tree like ``state``. Leaves that were in place, leaves that are no arrays, and
+      objects of NNX are the same objects. Python numbers become arrays if ``like`` is a
+      template.
 
     Raises:
       ValueError: ``state`` has another structure, other shapes or other dtypes than

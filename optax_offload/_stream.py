@@ -94,8 +94,9 @@ def stream(
       `jit(step).schedule(*args)` says what is fused, and why the rest is not.
 
     Raises:
-      TypeError: when called, the step changes objects of Flax NNX in place, does not
-        return them, and anything in it is streamed.
+      TypeError: when called, the step changes objects of Flax NNX in place and does not
+        return them, and a transformation of JAX around it, as `jax.jit`, gave it
+        copies. `nnx.jit` and `jit` give them back.
       ValueError: when called, the step computes with a value in host memory that it
         closes over, or reads from a static argument.
       ValueError: when called, a result would replace an encoded parameter.
@@ -116,22 +117,30 @@ def stream(
       ('pinned_host', 'pinned_host')
     """
     asked = Options(fuse, late_gradients, residuals)
+    of_objects = _nnx.Pure(step)
 
     @functools.wraps(step)
     def streaming(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _compat.jit_is_disabled():
-            return one_by_one(step, args, kwargs, asked)
-        lost: list[str] = []
-        seen = decoding(_nnx.watched(step, lost.extend), True)
-        found, values, shape = traced(seen, args, kwargs, asked)
-        check_new_state(found, shape)
-        warn_of_refusals(found, shape)
-        if is_as_it_was(found):
-            return decoding(step, True)(*args, **kwargs)
-        _nnx.refuse(lost)
-        return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
+        if of_objects.takes(args, kwargs):
+            values = functools.partial(_streamed, of_objects.of_values, asked)
+            return of_objects.call(values, args, kwargs)
+        return _streamed(step, asked, *args, **kwargs)
 
     return streaming
+
+
+def _streamed(
+    step: Callable[..., R], asked: Options, /, *args: Any, **kwargs: Any
+) -> R:
+    """The results of a step of values, streamed."""
+    if _compat.jit_is_disabled():
+        return one_by_one(step, args, kwargs, asked)
+    found, values, shape = traced(decoding(step, True), args, kwargs, asked)
+    check_new_state(found, shape)
+    warn_of_refusals(found, shape)
+    if is_as_it_was(found):
+        return decoding(step, True)(*args, **kwargs)
+    return jax.tree.unflatten(jax.tree.structure(shape), streamed(found, values))
 
 
 def runs_as_it_is(args: Any) -> bool:
@@ -169,8 +178,7 @@ def one_by_one(
     if not any(map(rests, filter(is_array, jax.tree.leaves((args, kwargs))))):
         return step(*args, **kwargs)
     try:
-        seen = _nnx.watched(step, _nnx.refuse)
-        found, _, _ = traced(seen, args, kwargs, asked)
+        found, _, _ = traced(step, args, kwargs, asked)
         kinds = [_memory.kind_of_type(a.aval) for a in found.step.jaxpr.outvars]
     except jax.errors.JAXTypeError:  # Python looks at values: they are left there.
         kinds = None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _compat, _memory, _trees
+from optax_offload import _compat, _memory, _nnx, _trees
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ def eval_shape(fn: Callable[..., T], *args: Any, out_shardings: Any = None) -> T
 
     Args:
       fn: The function, for instance the ``init`` of an optimizer, or one that makes a
-        whole Flax ``TrainState`` or `flax.nnx.state`.
+        whole Flax ``TrainState``, or objects of Flax NNX, which share what they do.
       *args: Pytrees of arrays or `jax.ShapeDtypeStruct`.
       out_shardings: Shardings of the results, a tree or a prefix of it as in
         `jax.jit`, None where the library decides. Flax makes them from metadata:
@@ -57,14 +57,15 @@ def eval_shape(fn: Callable[..., T], *args: Any, out_shardings: Any = None) -> T
       >>> template[0].trace["w"].sharding.memory_kind
       'pinned_host'
     """
-    result = trace(fn, args)
+    result = trace(_nnx.splits(fn), args)
     given = spread("out_shardings", out_shardings, result)
     check_shardings("out_shardings", given, result)
     shardings = choose(result, given, args)
     structs = [
         _memory.struct(x, s) for x, s in zip(result.types, shardings, strict=True)
     ]
-    return jax.tree.unflatten(jax.tree.structure(result.shapes), structs)
+    structure = jax.tree.structure(result.shapes)
+    return _nnx.merged(jax.tree.unflatten(structure, structs))
 
 
 @dataclasses.dataclass(frozen=True)

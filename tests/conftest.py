@@ -7,7 +7,6 @@ from importlib import metadata
 
 import pytest
 
-
 # What is arithmetic, files or text, and the same with each JAX: CI runs it with the
 # default Python alone.
 ANY_JAX = re.compile(

@@ -4,8 +4,6 @@ Run:
     python examples/lora/nnx_lora.py
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -40,30 +38,28 @@ class Model(nnx.Module):
 
 
 model = Model(nnx.Rngs(0))  # With the weights of a checkpoint.
-graph, adapters, base = nnx.split(model, nnx.LoRAParam, ...)
-base = oo.place(base, oo.Rule(".*/kernel", codec="nf4", min_bytes=0))
-adapters = jax.device_put(adapters, jax.devices()[0])
+oo.place(model, oo.Rule(".*/kernel", codec="nf4", min_bytes=0))
 tx = oo.offload(optax.adamw(1e-2), oo.Rule(".*/(mu|nu)/.*", min_bytes=0))
-opt_state = tx.init(adapters)
+optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+adapters = nnx.DiffState(0, nnx.LoRAParam)
 
 
 @oo.jit(donate_argnums=(0, 1))
-def train_step(adapters: Any, opt_state: Any, base: Any, x: jax.Array) -> Any:
-    """Returns new adapters and state, and the loss."""
+def train_step(model: Model, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
+    """Updates the adapters and their state, and returns the loss."""
 
-    def loss_fn(adapters: Any) -> jax.Array:
-        model = nnx.merge(graph, adapters, base)
+    def loss_fn(model: Model) -> jax.Array:
         return jnp.mean((model(x) - 1) ** 2)
 
-    loss, grads = jax.value_and_grad(loss_fn)(adapters)
-    updates, opt_state = tx.update(grads, opt_state, adapters)
-    return optax.apply_updates(adapters, updates), opt_state, loss
+    loss, grads = nnx.value_and_grad(loss_fn, argnums=adapters)(model)
+    optimizer.update(model, grads)
+    return loss
 
 
 losses = []
 for step in range(3):
     x = jax.random.normal(jax.random.key(step), (16, 128))
-    adapters, opt_state, loss = train_step(adapters, opt_state, base, x)
-    losses.append(float(loss))
+    losses.append(float(train_step(model, optimizer, x)))
+base = nnx.state(model, nnx.Not(nnx.LoRAParam))
 print("losses", losses)
 print(oo.memory_report(base))

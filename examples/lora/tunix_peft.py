@@ -1,12 +1,12 @@
 """tunix's `PeftTrainer`, over a base that qwix quantized and that rests on the host.
 
-The trainer's own step runs under `oo.jit`, of values: `nnx.jit` would load all of the
-base at once.
+The trainer's step runs under `oo.jit`: `nnx.jit` would load all of the base at once.
 
 Run, after pip install google-tunix:
     python examples/lora/tunix_peft.py
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,33 +51,12 @@ class Trainer(peft_trainer.PeftTrainer):
         self, skip_jit: bool = False, cache_nnx_graph: bool = False
     ) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Returns the steps, of a batch."""
-        step, eval_step = super().jit_train_and_eval_step(skip_jit=True)
-        graph, _, base = nnx.split(self.model, nnx.LoRAParam, ...)
-        optimizer_graph, _ = nnx.split(self.optimizer)
-
-        @oo.jit(donate_argnums=(0, 1))
-        def train(adapters: Any, opt_state: Any, base: Any, inputs: Any) -> Any:
-            model = nnx.merge(graph, adapters, base)
-            optimizer = nnx.merge(optimizer_graph, opt_state)
-            result = step(model, optimizer, inputs)
-            return nnx.state(model, nnx.LoRAParam), nnx.state(optimizer), result
-
-        @oo.jit
-        def evaluate(adapters: Any, base: Any, inputs: Any) -> Any:
-            return eval_step(nnx.merge(graph, adapters, base), inputs)
-
-        def train_here(inputs: Any) -> Any:
-            adapters = nnx.state(self.model, nnx.LoRAParam)
-            opt_state = nnx.state(self.optimizer)
-            adapters, opt_state, result = train(adapters, opt_state, base, inputs)
-            nnx.update(self.model, adapters)
-            nnx.update(self.optimizer, opt_state)
-            return result
-
-        def evaluate_here(inputs: Any) -> Any:
-            return evaluate(nnx.state(self.model, nnx.LoRAParam), base, inputs)
-
-        return train_here, evaluate_here
+        step, evaluate = super().jit_train_and_eval_step(skip_jit=True)
+        step = oo.jit(step, donate_argnums=(0, 1))
+        return (
+            functools.partial(step, self.model, self.optimizer),
+            functools.partial(oo.jit(evaluate), self.model),
+        )
 
 
 x = jnp.ones((16, 128))
@@ -86,9 +65,7 @@ provider = qwix.LoraProvider(
     module_path=".*", weight_qtype="nf4", tile_size=64, rank=8, alpha=8.0
 )
 model = qwix.apply_lora_to_model(model, provider, x, rngs=nnx.Rngs(1))
-_, base = nnx.state(model, nnx.LoRAParam, ...)
-base = oo.set_memory_kind(base, ".*/array/(qvalue|scale)", "pinned_host")
-nnx.update(model, base)
+oo.set_memory_kind(model, ".*/array/(qvalue|scale)", "pinned_host")
 
 tx = oo.offload(optax.adamw(1e-2), oo.Rule(".*/(mu|nu)/.*", min_bytes=0))
 config = peft_trainer.TrainingConfig(eval_every_n_steps=3, max_steps=3)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import (
     Any,
     Generic,
-    NamedTuple,
     ParamSpec,
     Protocol,
     TypeVar,
@@ -21,17 +20,20 @@ from typing import (
 import jax
 import jax.core
 
-from optax_offload import _compat, _memory, _nnx, _one_memory
+from optax_offload import _compat, _memory, _one_memory
 from optax_offload._emit import streamed
 from optax_offload._jit import donation, machine, shardings
 from optax_offload._jit.kinds import (
     Kinds,
+    OtherVariant,
+    Wanted,
     argument_types,
     check_effects,
     check_on_device,
     types_at_rest,
     warn_of_types,
 )
+from optax_offload._jit.objects import GivenObjects, OfObjects
 from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
@@ -102,7 +104,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 ) -> Any:
     """`jax.jit`, for train steps that hold state in host memory.
 
-    It is `jax.jit`, with all of its arguments, methods and errors, and three additions.
+    It is `jax.jit`, with all of its arguments, methods and errors, and four additions.
 
     **Donation stays within a memory.** `jax.jit` pairs donated arguments with results
     by shape and dtype alone, in their order, unless the sharding of every argument and
@@ -123,12 +125,14 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     their gradients never exist. See `stream`. The jitted function's ``schedule(*args)``
     says what was fused, and why the rest was not.
 
+    **Objects of Flax NNX** are arguments as of `nnx.jit`: changed in place, with shared
+    references, also in trees. What a step leaves as it is, is no result of its program.
+
     A call takes the jitted function's C++ path and costs what `jax.jit` costs, whatever
     the number of leaves (`benchmarks/time/call_cost.py`). Arguments that arrive in
     other memories than before, as from a checkpoint restored to the device, cost one
     more compilation. Within another `jax.jit`, or under `jax.grad` or `jax.vmap`,
-    nothing is
-    donated: jit the outermost function with this.
+    nothing is donated: jit the outermost function with this.
 
     Args:
       fun: the function. Without it, a decorator is returned.
@@ -163,8 +167,9 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       TypeError: an argument has a name that neither `jax.jit` nor this has.
       ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` has an unknown
         value.
-      TypeError: when called, the function changes objects of Flax NNX in place and does
-        not return them: JAX gives it copies, so that it would train nothing.
+      TypeError: when called within a transformation of JAX, as `jax.jit`, the function
+        changes objects of Flax NNX in place, and does not return them: JAX gives it
+        copies, so that it would train nothing.
       ValueError: when called, `device` or `backend` is given and a value is in host
         memory: JAX would move it to the device. Or the function computes with a value
         in host memory that it closes over, or reads from a static argument. Or it
@@ -220,15 +225,30 @@ class Jitted(Generic[P, R]):
     ):
         functools.update_wrapper(self, fun)
         self._fun, self._options, self._asked = fun, dict(options), asked
+        of_values = functools.partial(Jitted, asked=asked)
+        self._objects = OfObjects(fun, self._options, of_values)
+        variants = functools.partial(_Variants, fun, objects=self._objects, asked=asked)
         # What is called at top level, and what while something is being traced: there
         # donation means nothing, but for an eager `jax.vmap` or `jax.grad`, whose
         # programs the function's own trace would know nothing of.
-        self._outermost = _Variants(fun, options, asked)
+        self._outermost = variants(options)
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
-        self._nested = _Variants(fun, nested, asked, nested=True)
+        self._nested = variants(nested, nested=True)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
+        if self._objects.expected and self._objects.given(args, kwargs):
+            return self._objects(*args, **kwargs)
+        try:
+            return self._of_values(args, kwargs)
+        except (GivenObjects, TypeError):
+            # A class with `pytree=False` is nothing that JAX takes.
+            if not self._objects.given(args, kwargs):
+                raise
+        _compat.forget_only_call(self._outermost.current)
+        return self._objects(*args, **kwargs)
+
+    def _of_values(self, args: Any, kwargs: Any) -> Any:
         variants = self._nested if _compat.tracing() else self._outermost
         before = variants.planned
         results = self._called(variants, args, kwargs)
@@ -239,11 +259,8 @@ class Jitted(Generic[P, R]):
     def _called(self, variants: _Variants, args: Any, kwargs: Any) -> Any:
         try:
             return variants.current(*args, **kwargs)
-        except _OtherVariant as other:
+        except OtherVariant as other:
             wanted = other.wanted
-        except TypeError as error:
-            _nnx.refuse_leaves(error, args, kwargs)
-            raise
         return variants.switch(wanted, (args, kwargs))(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -254,6 +271,8 @@ class Jitted(Generic[P, R]):
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """Traces the function for arguments, as the method that `jax.jit` gives."""
+        if self._objects.given(args, kwargs):
+            return self._objects.trace(*args, **kwargs)
         token = _ahead.set(True)
         try:
             return self._trace(*_memory.as_placed((args, kwargs)))
@@ -266,11 +285,8 @@ class Jitted(Generic[P, R]):
         variants = self._nested if _compat.tracing() else self._outermost
         try:
             return variants.traced_last().trace(*args, **kwargs)
-        except _OtherVariant as other:
+        except OtherVariant as other:
             wanted = other.wanted
-        except TypeError as error:
-            _nnx.refuse_leaves(error, args, kwargs)
-            raise
         return variants.switch(wanted, (args, kwargs)).trace(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
@@ -279,6 +295,8 @@ class Jitted(Generic[P, R]):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the function's result as structs, as the method of `jax.jit` does."""
+        if self._objects.given(args, kwargs):
+            return self._objects.eval_shape(*args, **kwargs)
         return self.trace(*args, **kwargs).out_info
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
@@ -291,15 +309,18 @@ class Jitted(Generic[P, R]):
         Returns:
           The schedule, whose text is a few lines to read.
         """
+        if self._objects.given(args, kwargs):
+            return self._objects.schedule(*args, **kwargs)
         return self._outermost.schedule(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forgets what was traced and compiled, as the method that `jax.jit` gives."""
-        for variants in (self._outermost, self._nested):
+        for variants in (self._outermost, self._nested, self._objects):
             variants.clear()
 
     def _cache_size(self) -> int:
-        return self._outermost.cache_size() + self._nested.cache_size()
+        each = self._outermost, self._nested, self._objects
+        return sum(variants.cache_size() for variants in each)
 
 
 class _Variants:
@@ -315,20 +336,19 @@ class _Variants:
         fun: Callable[..., Any],
         options: Mapping[str, Any],
         asked: Options,
+        objects: OfObjects,
         *,
         nested: bool = False,
     ):
-        self._fun, self._options = fun, dict(options)
+        self._fun, self._options, self._objects = fun, dict(options), objects
         self._asked, self._is_nested = asked, nested
         # Traces the function once for each signature, and is inlined when called.
         of_tracing = {k: v for k, v in options.items() if k in _OF_TRACING}
         once = functools.partial(jax.jit, inline=_compat.INLINE_EARLY, **of_tracing)
         self._tracer: Any = once(fun)
-        watched = _nnx.watched(fun, _nnx.refuse)
-        self._watching: Any = once(watched)
         # What donates is taken for a step, whose results replace its arguments.
         donates = donation.asked_for(options)
-        self._decoding: Any = once(decoding(watched, donates))
+        self._decoding: Any = once(decoding(fun, donates))
         self._given = {k: options[k] for k in _SHARDINGS if options.get(k) is not None}
         if isinstance(self._given.get("in_shardings"), list):
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
@@ -348,7 +368,7 @@ class _Variants:
             self._of_target[target] = self._variant(self._given)
         return self._of_target[target]
 
-    def switch(self, wanted: _Wanted, call: Any) -> Any:
+    def switch(self, wanted: Wanted, call: Any) -> Any:
         """Makes the variant that is wanted the one to be called, or traced.
 
         Args:
@@ -369,7 +389,7 @@ class _Variants:
         return found
 
     def clear(self) -> None:
-        tracers = (self._tracer, self._watching, self._decoding)
+        tracers = (self._tracer, self._decoding)
         for jitted in (*tracers, *self._jitted.values()):
             jitted.clear_cache()
 
@@ -377,7 +397,7 @@ class _Variants:
         return sum(jitted._cache_size() for jitted in self._jitted.values())
 
     def _variant(
-        self, given: Mapping[str, Any], wanted: _Wanted | None = None, call: Any = ()
+        self, given: Mapping[str, Any], wanted: Wanted | None = None, call: Any = ()
     ) -> Any:
         leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: x is None)
         # Specs mean a mesh only when they are used, other entries bring their own.
@@ -414,16 +434,18 @@ class _Variants:
 
         @functools.wraps(self._fun)
         def staged(*args: Any, **kwargs: Any) -> Any:
+            if self._objects.given(args, kwargs):
+                raise GivenObjects
             if runs_as_it_is((args, kwargs)):
                 return one_by_one(self._fun, args, kwargs, self._asked)
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
-            wanted = _Wanted(Kinds.of_call(traced, plan), self._told(plan))
+            wanted = Wanted(Kinds.of_call(traced, plan), self._told(plan))
             fits = wanted.kinds.fit(given) and mesh in (None, wanted.kinds.mesh)
             other = told != wanted.told and machine.may_be_a_gpu()
             if not fits or other:
-                raise _OtherVariant(wanted)
+                raise OtherVariant(wanted)
             first, self.planned = not self.planned, [*plan.step.planned.values()]
             if not self._is_nested:
                 check_effects(traced, plan)
@@ -467,29 +489,7 @@ class _Variants:
         return traced, plan_of(traced.jaxpr, self._asked, types)
 
     def _tracer_for(self, *call: Any) -> Any:
-        if has_frozen(call):
-            return self._decoding
-        return self._watching if _nnx.has_objects(call) else self._tracer
-
-
-class _Wanted(NamedTuple):
-    """What a variant of a function is made for.
-
-    Attributes:
-      kinds: The memory kinds of arguments and results.
-      told: What a GPU's compiler is told.
-    """
-
-    kinds: Kinds
-    told: Mapping[str, Any]
-
-
-class _OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
-    """A call has other memories than its variant, or a compiler to be told more."""
-
-    def __init__(self, wanted: _Wanted):
-        super().__init__(wanted)
-        self.wanted = wanted
+        return self._decoding if has_frozen(call) else self._tracer
 
 
 def _name_of(fun: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -42,6 +42,26 @@ class Kinds:
         except ValueError:
             return True
         return all(fits)
+
+
+class Wanted(NamedTuple):
+    """What a variant of a function is made for.
+
+    Attributes:
+      kinds: The memory kinds of arguments and results.
+      told: What a GPU's compiler is told.
+    """
+
+    kinds: Kinds
+    told: Mapping[str, Any]
+
+
+class OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
+    """A call has other memories than its variant, or a compiler to be told more."""
+
+    def __init__(self, wanted: Wanted):
+        super().__init__(wanted)
+        self.wanted = wanted
 
 
 def argument_types(traced: jax.stages.Traced) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from optax_offload import _trees
+from optax_offload import _nnx, _trees
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 from optax_offload._program import CODES
 
@@ -29,7 +29,8 @@ def decoding(fn: Callable[..., Any], replaces: bool) -> Callable[..., Any]:
     Args:
       fn: The function.
       replaces: Whether results replace arguments, as those of a step do: then a new
-        value in the place of an encoded parameter raises.
+        value in the place of an encoded parameter raises. In NNX objects it always
+        does.
     """
 
     @functools.wraps(fn)
@@ -42,7 +43,7 @@ def decoding(fn: Callable[..., Any], replaces: bool) -> Callable[..., Any]:
             return results
         codes = {id(value): node for _, node, value in found}
         flat, structure = _trees.flatten_with_path(results)
-        if replaces:
+        if replaces or _nnx.has_split((args, kwargs)):
             _check_kept(flat, found)
         return jax.tree.unflatten(structure, [codes.get(id(x), x) for _, x in flat])
 
@@ -84,7 +85,8 @@ def _decoded(x: Any, at: _trees.KeyPath, found: list[Any]) -> Any:
 def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.KeyPath]:
     """Returns the keys of the arguments in whose place a step returns a new value.
 
-    That is at its path below its argument, in the results or in one of them.
+    That is at its path below its argument, in the results, in one of them or in one of
+    these.
 
     Args:
       results: The leaves of the results, each with its keys.
@@ -92,7 +94,7 @@ def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.Ke
     """
     places: dict[str, Any] = {}
     for keys, x in results:
-        for inside in (keys, keys[1:]) if keys else ():
+        for inside in [keys[i:] for i in range(min(len(keys), 3))]:
             places.setdefault(_trees.path_string(inside), x)
     found: list[_trees.KeyPath] = []
     for keys, value in arguments:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_offload import _memory, _place, _rules, _trees, aot
+from optax_offload import _memory, _nnx, _place, _rules, _trees, aot
 from optax_offload._low_bit import codec_of, replaced
 from optax_offload._plan.state import (
     Codecs,
@@ -242,13 +242,13 @@ def names_of(step: Step, placed: Sequence[Parameter]) -> tuple[str, ...]:
     """The names of the trees that parameters are in, each once.
 
     That of trained ones alone is ``params``, as in all of the guides. Beside frozen
-    ones each is called as the step's function calls its argument.
+    ones, and NNX objects, each is called as the step's function calls its argument.
 
     Args:
       step: The step.
       placed: The parameters.
     """
-    if not any(x.frozen for x in placed):
+    if not (any(x.frozen for x in placed) or _nnx.has_split(step.args)):
         return ("params",)
     try:
         known = inspect.signature(step.fn).parameters.values()

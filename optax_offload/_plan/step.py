@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Sharding
 
-from optax_offload import _memory, _offload, _rules, _trees, aot
+from optax_offload import _memory, _nnx, _offload, _rules, _trees, aot
 from optax_offload._jit import before_jit
 from optax_offload._low_bit import encoded_parts, low_bit, master_paths, moments
 from optax_offload._plan.state import (
@@ -34,6 +34,7 @@ class Step(NamedTuple):
       fn: The function, or a jitted one, which brings its own options.
       args: Its arguments, arrays or `jax.ShapeDtypeStruct`, with shardings on the
         target's mesh if it has several devices. The optimizer's state is among them.
+        Objects of Flax NNX, as `eval_shape` makes them, are changed in place.
       donate_argnums: The arguments to donate, as in `jax.jit`.
       out_shardings: The shardings of the results, as in `jax.jit`.
       tokens: The number of tokens that a step trains on, on all devices; a plan uses it
@@ -68,7 +69,8 @@ class StepFactory:
           offload: is given the optimizer, and returns the one that the step uses.
 
         Raises:
-          TypeError: the function returns something else than a `Step`.
+          TypeError: the function returns something else than a `Step`, or one of NNX
+            objects that another jit than `jit` jitted.
         """
         step = self.make_step(offload, self.target, *self.args)
         if not isinstance(step, Step):
@@ -76,7 +78,7 @@ class StepFactory:
                 f"{name_of(self.make_step)} must return an optax_offload.Step(fn, "
                 f"args, ...), got {name_of(step) if callable(step) else repr(step)}"
             )
-        return step
+        return _of_values(step)
 
     def plain_step(self) -> Step:
         """The step without `offload`."""
@@ -128,6 +130,25 @@ def name_of(fn: Any) -> str:
         return name_of(fn.func)
     name = getattr(fn, "__qualname__", None) or type(fn).__qualname__
     return f"{getattr(fn, '__module__', '')}:{name}".removeprefix(":")
+
+
+def _of_values(step: Step) -> Step:
+    """A step of NNX objects as one of values; any other as it is."""
+    if not _nnx.has_objects(step.args):
+        return step
+    step = unjitted(step)
+    if hasattr(step.fn, "trace"):
+        if before_jit(step.fn) is None:
+            raise TypeError(
+                "the step takes objects of Flax NNX and is jitted, by another jit than "
+                "optax_offload.jit. Give oo.Step the function itself, or jit it with "
+                "oo.jit"
+            )
+        return step
+    fn, args = _nnx.as_values(step.fn, step.args, step.donate_argnums)
+    # The results are what becomes of the objects, and what the step returns.
+    after = None if step.out_shardings is None else (None, step.out_shardings)
+    return step._replace(fn=fn, args=args, out_shardings=after)
 
 
 class _Call(NamedTuple):

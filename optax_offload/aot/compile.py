@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _memory, _trees
+from optax_offload import _memory, _nnx, _trees
 from optax_offload._jit import compiling_for
 from optax_offload._units import MIB
 from optax_offload.aot import compilers
@@ -125,8 +125,14 @@ def lower(  # noqa: PLR0913
         )
     static = options.get("static_argnums", ())
     static = {static} if isinstance(static, int) else set(static)
-    tree = {i: x for i, x in enumerate(args) if not static & {i, i - len(args)}}
     out_shardings = options.get("out_shardings")
+    if not jitted:
+        donated = options.get("donate_argnums")
+        values = _nnx.as_values(fn, args, donated, [*static])
+        if values[1] is not args and out_shardings is not None:
+            out_shardings = None, out_shardings  # First what becomes of the objects.
+        fn, args = values
+    tree = {i: x for i, x in enumerate(args) if not static & {i, i - len(args)}}
     if mesh is None:
         mesh = mesh_of((tree, out_shardings), target)
     elif mesh.size != target.device_count:
@@ -136,7 +142,7 @@ def lower(  # noqa: PLR0913
         )
     mesh = _abstract(mesh)
     _check_sizes("argument", tree, target)
-    tree = jax.tree.map(lambda leaf: _argument(leaf, mesh), tree)
+    tree = _arguments(tree, mesh)
     args = tuple(tree.get(i, arg) for i, arg in enumerate(args))
     if out_shardings is not None:
         _check_sizes("output", out_shardings, target)
@@ -221,6 +227,13 @@ def _can_carry(sharding: Sharding | None, target: Target) -> bool:
         return True
     same_size = sharding.num_devices == target.device_count
     return same_size and isinstance(sharding, NamedSharding)
+
+
+def _arguments(tree: Any, mesh: AbstractMesh) -> Any:
+    """The templates of arguments, whose objects of NNX share what they shared."""
+    split = _nnx.splits(lambda: tree)()
+    found = jax.tree.map(lambda leaf: _argument(leaf, mesh), split)
+    return found if split is tree else _nnx.merged(found)
 
 
 def _argument(leaf: Any, mesh: AbstractMesh) -> Any:

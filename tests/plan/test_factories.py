@@ -67,6 +67,7 @@ def test_fit_moves_parameters_of_a_step_as_it_is_written(factories, name, tmp_pa
     make_step = getattr(factories, name)
     found = oo.plan(small(make_step), target=H100, budget_bytes=64 * 2**20)
     assert found.after.parameter_bytes > 0
+    assert found.placed == (("model",) if name == "in_nnx" else ("params",))
     found.save(tmp_path / "rules.toml")
     config = oo.load_config(tmp_path / "rules.toml")
     assert config.parameters
