@@ -52,7 +52,8 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     tables = table.get("rules")
     if not isinstance(tables, list):
         raise ValueError(
-            f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or more"
+            f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or "
+            "more. To offload no state, pattern = '.*' and memory_kind = 'device'"
         )
     rules = _rules_of(file, "rules", tables)
     parameters = _rules_of(file, "parameters", table.get("parameters", []))

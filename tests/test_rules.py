@@ -290,6 +290,10 @@ def test_step_options_are_a_mapping():
     [
         ("[[rules]\n", "not a TOML file: .*line 1"),
         ("window_bytes = 5", r"rules is None; the file needs one \[\[rules\]\] table"),
+        (
+            "[[parameters]]\npattern = 'w'",
+            r"rules is None.* no state, pattern = '.*' and",
+        ),
         ("rules = 3", r"rules is 3; the file needs one"),
         ("rules = []", "rules is empty"),
         ("windows = 5", "unknown key windows; allowed are rules, window_bytes"),

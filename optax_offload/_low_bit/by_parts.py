@@ -49,7 +49,8 @@ def encoded_by_parts(
       sharding: How the leaf is to be sharded, and in which memory.
       tell: Is told of the bytes of each part that is encoded.
     """
-    template = encoded_struct(jax.ShapeDtypeStruct(x.shape, x.dtype), codec, sharding)
+    dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+    template = encoded_struct(jax.ShapeDtypeStruct(x.shape, dtype), codec, sharding)
     if codec.tail:
         x = x.reshape(*x.shape[: -len(codec.tail)], -1)
         codec = dataclasses.replace(codec, tail=())

@@ -96,7 +96,8 @@ class Codec:
         last = self.last_axis(x)
         if last % self.chunk:
             least = self.blocks[-1] * self.blocks_in_chunk
-            return f"{least} does not divide its last axis, {last}"
+            each = "" if last == (x.shape or (1,))[-1] else " on each device"
+            return f"{least} does not divide its last axis, {last}{each}"
         return None
 
     def why_left(self, x: Any) -> str | None:

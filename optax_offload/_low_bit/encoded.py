@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_offload import _trees
+from optax_offload import _rules, _trees
 from optax_offload._low_bit import chance
 from optax_offload._low_bit.codec import Codec
 from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic
@@ -92,10 +92,29 @@ class Encoded:
 
     def __jax_array__(self) -> Any:
         """Raises: what is used as an array was not decoded by whoever was given it."""
-        raise TypeError(
-            f"{self!r} is used as an array. It is one to functions that oo.jit or "
-            "oo.stream is around and that are given it as an argument, not to those "
-            "that close over it. oo.low_bit_decode(tree) decodes all of it at once"
+        raise TypeError(f"{self!r} is used as an array. {self._who_decodes}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raises: says who decodes it where an array would have the attribute."""
+        message = f"{type(self).__name__!r} object has no attribute {name!r}"
+        # What the class has is here if it found an attribute missing.
+        if hasattr(jax.Array, name) and not hasattr(type(self), name):
+            message = f"{self!r} is used as an array, for {name!r}. {self._who_decodes}"
+        raise AttributeError(message)
+
+    @property
+    def _who_decodes(self) -> str:
+        """Two sentences on how to have it as an array."""
+        at_once = "oo.low_bit_decode(tree) decodes all of it at once"
+        if self.codec.of_parameters:
+            return (
+                "Make it an argument of a function under oo.jit or oo.stream: they "
+                "decode their arguments, not what functions close over. " + at_once
+            )
+        names = ", ".join(map(repr, _rules.PARAMETER_CODECS))
+        return (
+            f"{self.codec.name} is for optimizer state, and no step decodes it for a "
+            f"model. Frozen parameters may have one of {names}. {at_once}"
         )
 
     def __repr__(self) -> str:

@@ -131,16 +131,27 @@ def check_parameters(
     """
     leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
     wrong: list[str] = []
+    bare: list[str] = []
     for keys, x in leaves:
         codec = named.get(keys)
         if codec is None or not codec.of_parameters or is_encoded(x):
+            continue
+        path = _trees.path_string(keys)
+        if path.rpartition("/")[2].startswith(_trees.CODES):
+            bare.append(path)
             continue
         if not hasattr(x, "dtype") or codec.why_left(x) is not None:
             continue
         why_not = codec.fitting(x).why_not(x)
         if why_not is not None:
-            path = _trees.path_string(keys)
             wrong.append(f"{path!r} cannot be {codec.name}: {why_not}")
+    if bare:
+        raise ValueError(
+            f"{_trees.listed(bare)}: codes of leaves that a loader restored with no "
+            "template, so that nothing says what they stand for. Give the loader "
+            "optax_offload.place(structs, rules): jax.ShapeDtypeStruct for each "
+            "parameter, and the rules that they were saved with"
+        )
     if wrong:
         raise ValueError(
             "\n".join(wrong[:5])

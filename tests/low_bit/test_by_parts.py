@@ -210,8 +210,25 @@ def test_blocks_that_shards_would_cut():
     """An error, as of blocks that do not divide the axis."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     x = jax.device_put(jnp.ones((128, 256)), NamedSharding(mesh, P(None, "x")))
-    with pytest.raises(ValueError, match="64 does not divide its last axis, 32"):
+    with pytest.raises(
+        ValueError, match="64 does not divide its last axis, 32 on each"
+    ):
         oo.place({"w": x}, rule("nf4"))
+
+
+def test_of_float64():
+    """As JAX takes it, without a warning: in float32, where that is its widest."""
+    x = base(np.float64)["table"]
+    got, want = (oo.place({"w": x.astype(d)}, rule("nf4")) for d in (float, np.float32))
+    assert_same(got, want)
+
+
+def test_codes_that_were_restored_without_a_template():
+    """They are not taken for weights, and the error says how to restore them."""
+    codes, scales = np.zeros((128, 128), np.uint16), np.ones((128, 8), np.float32)
+    restored = {"w": {"codes_nf4_512": codes, "scales": scales}}
+    with pytest.raises(ValueError, match=r"'w/codes_nf4_512': codes of .* no template"):
+        oo.place(restored, rule("nf4"))
 
 
 @pytest.mark.parametrize("codec", NAMES)

@@ -369,3 +369,23 @@ def test_members_of_a_batch_that_loop_until_their_own_end():
         np.testing.assert_allclose(
             np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.1
         )
+
+
+def test_not_decoded():
+    """What uses one as an array is told who decodes it, whatever it asks for."""
+    w = base("nf4")["up"]
+    x = jnp.ones((2, WIDTH), jnp.bfloat16)
+    told = r"argument of a function under oo\.jit or oo.stream"
+    uses = [lambda w: x @ w, lambda w: w.T, lambda w: w.astype(jnp.float32)]
+    for use in uses:
+        for call in (use, jax.jit(use), lambda _, use=use: oo.jit(lambda: use(w))()):
+            with pytest.raises((TypeError, AttributeError), match=told):
+                call(w)
+    assert not hasattr(w, "sharding")
+    with pytest.raises(AttributeError, match="no attribute 'color'"):
+        _ = w.color
+    of_state = oo.place({"w": jnp.ones((128, 256))}, oo.Rule("w", codec="int8"))
+    with pytest.raises(
+        TypeError, match=r"int8 is for optimizer state.*'nf4', 'nf4-dou"
+    ):
+        oo.jit(lambda params, x: x @ params["w"])(of_state, x)

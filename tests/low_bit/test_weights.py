@@ -225,5 +225,5 @@ def test_an_encoded_leaf_is_no_array_where_nothing_decodes_it():
     w = np.ones((1024, 1024), np.float32)
     base = oo.place({"w": w}, oo.Rule("w", codec="nf4"))
     for fn in (lambda x: x @ base["w"], lambda x: jnp.dot(x, base["w"])):
-        with pytest.raises(TypeError, match=r"Encoded\(nf4, .* as an argument"):
+        with pytest.raises(TypeError, match=r"Encoded\(nf4, .* Make it an argument of"):
             oo.jit(fn)(x)
