@@ -86,7 +86,7 @@ def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.Ke
     """Returns the keys of the arguments in whose place a step returns a new value.
 
     That is at its path below its argument, in the results, in one of them or in one of
-    these.
+    these; of an argument that is a leaf itself, at the argument's position.
 
     Args:
       results: The leaves of the results, each with its keys.
@@ -94,12 +94,13 @@ def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.Ke
     """
     places: dict[str, Any] = {}
     for keys, x in results:
+        if not keys:
+            places["0"] = x
         for inside in [keys[i:] for i in range(min(len(keys), 3))]:
             places.setdefault(_trees.path_string(inside), x)
     found: list[_trees.KeyPath] = []
     for keys, value in arguments:
-        path = _trees.path_string(keys[1:])
-        new = places.get(path) if path else None
+        new = places.get(_trees.path_string(keys[1:] or keys))
         if new is not None and new is not value and _is_like(new, value):
             found.append(keys)
     return found
@@ -112,7 +113,7 @@ def _check_kept(
     new = replaced(results, [(keys, value) for keys, _, value in found])
     if new:
         name = found[0][1].codec.name
-        paths = [_trees.path_string(keys[1:]) for keys in new]
+        paths = [_trees.path_string(keys[1:] or keys) for keys in new]
         raise ValueError(
             f"the step replaces parameters that are encoded, as codec {name!r}: "
             f"{_trees.listed(paths)}. An update is less than what encoding rounds "

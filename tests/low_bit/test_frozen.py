@@ -231,6 +231,16 @@ def test_a_step_that_would_replace_them():
             step(params, inputs())
 
 
+@pytest.mark.parametrize("fn", [lambda w, x: w * 2, lambda w, x: (w * 2, x)])
+def test_a_step_that_would_replace_one_that_is_an_argument(fn):
+    """Its path is the argument's position."""
+    copy = jax.tree.map(jnp.copy, base("nf4")["up"])
+    with pytest.raises(ValueError, match=r"encoded, as codec 'nf4': '0'\. "):
+        oo.jit(fn, donate_argnums=0)(copy, inputs())
+    value, _ = oo.jit(lambda w, x: (x, w), donate_argnums=0)(copy, 1.0)
+    assert value == 1
+
+
 def test_no_optimizer_keeps_state_of_them():
     """Of a whole tree it would; of adapters, or with a mask, it does not."""
     params = {"base": base("nf4"), "adapters": adapters()}
