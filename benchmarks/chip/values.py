@@ -22,7 +22,7 @@ import optax_offload as oo
 from benchmarks.chip.machine import ROOT
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import Training, halved, random_params
-from benchmarks.common.steps import LAYERS, MOMENTS, Mode, as_it_is
+from benchmarks.common.steps import MODES, MOMENTS, Mode, as_it_is
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 
 # In units of the last place of each leaf's maximum, as `tests/system` has it for five
@@ -46,22 +46,18 @@ class Form:
 
     Attributes:
       work: The name of what is trained.
+      mode: The step.
       said: A regex of what the schedule has to say, for the form to be as it is called.
-      streamed: Options of `oo.stream`; None for a step as it is.
-      on_host: A regex of the parameters that rest on the host.
       window: The window, in states of a matrix; None for the library's own.
-      rules: Rules of the offloaded optimizer.
-      coded: Whether the rules have codecs. The plain optimizer has their state too, and
-        the mean difference is bounded: a code that rounds the other way is far away.
+      coded: Whether state is in codecs. That of the plain step is too, and the mean
+        difference is bounded: a code that rounds the other way is far away.
       steps: So many are taken.
     """
 
     work: str
+    mode: Mode
     said: str = ""
-    streamed: Mapping[str, Any] | None = None
-    on_host: str = ""
     window: float | None = None
-    rules: tuple[oo.Rule, ...] = (oo.Rule(".*"),)
     coded: bool = False
     steps: int = STEPS
 
@@ -72,53 +68,49 @@ class Form:
 
     def training(self, dry: bool) -> Training:
         """A training of it, begun."""
-        window = None if self.window is None else int(self.window * 8 * width(dry) ** 2)
-        wrap = functools.partial(oo.offload, rules=self.rules, window_bytes=window)
-        mode = Mode(wrap, self.streamed, on_host=self.on_host)
+        wrap = self.mode.optimizer
+        if self.window is not None:
+            nbytes = int(self.window * 8 * width(dry) ** 2)
+            wrap = functools.partial(wrap, window_bytes=nbytes)
+        mode = self.mode._replace(optimizer=wrap)
         training = Training(workload(self.work, dry), mode)
         training.begin(begun(self.work, dry))
         return training
 
 
-def late(where: str, said: str = "") -> Form:
-    """Gradients that wait for their norm."""
-    return Form("decoder", said, {"late_gradients": where})
+def in_codec(name: str) -> Form:
+    """Moments in a codec, all on the host."""
+    rules = oo.Rule(MOMENTS, codec=name), oo.Rule(".*", optional=True)
+    mode = Mode(functools.partial(oo.offload, rules=rules), {})
+    return Form("gated", mode, coded=True)
 
 
-def coded(*rules: oo.Rule, **form: Any) -> Form:
-    """State in codecs, all of it on the host."""
-    return Form(rules=(*rules, oo.Rule(".*", optional=True)), coded=True, **form)
-
-
-AT_REST: dict[str, Any] = {"streamed": {"residuals": "host"}, "on_host": LAYERS}
+OURS = MODES["ours"]
+MIXED = functools.partial(
+    oo.offload, rules=(oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
+)
 FORMS: dict[str, Form] = {
-    "offload, whole": Form("leaves", window=64),
-    "offload, in slices": Form("stacked", "slices", window=0.5),
-    "offload, in loops": Form("clipped leaves", "over 4 groups, in", window=1),
-    "fused": Form("gated", "never on the device whole", {}),
-    "late gradients on the host": late("host", "stored to host memory"),
-    "late gradients recomputed": late("recompute", "runs twice"),
-    "late gradients on the device": late("device"),
-    "parameters on the host": Form("gated", "of rows in each iteration", {}, LAYERS),
-    "residuals on the host": Form("gated", "residuals rest", **AT_REST),
-    "all of it, clipped": Form("decoder", "residuals rest", **AT_REST),
+    "offload, whole": Form("leaves", OURS, window=64),
+    "offload, in slices": Form("stacked", OURS, "slices", window=0.5),
+    "offload, in loops": Form("clipped leaves", OURS, "over 4 groups, in", window=1),
+    "fused": Form("gated", MODES["fused"], "never on the device whole"),
+    "late gradients on the host": Form(
+        "decoder", MODES["fused stored"], "stored to host memory"
+    ),
+    "late gradients recomputed": Form("decoder", MODES["fused twice"], "runs twice"),
+    "late gradients on the device": Form(
+        "decoder", OURS._replace(streamed={"late_gradients": "device"})
+    ),
+    "parameters on the host": Form(
+        "gated", MODES["parameters"], "of rows in each iteration"
+    ),
+    "residuals on the host": Form("gated", MODES["residuals"], "residuals rest"),
+    "all of it, clipped": Form("decoder", MODES["residuals"], "residuals rest"),
     "mixed placements, 30 steps": Form(
-        "gated",
-        streamed={},
-        on_host="layers/(gate|out)",
-        rules=(oo.Rule(".*/mu/.*"), oo.Rule(".*", "device")),
-        steps=30,
+        "gated", Mode(MIXED, {}, on_host="layers/(gate|out)"), steps=30
     ),
-    "masters as remainders": coded(
-        oo.Rule(MOMENTS, codec="int8"),
-        oo.Rule("(.*/)?master/.*", codec="bfloat16-remainder"),
-        work="half gated",
-        **AT_REST,
-    ),
-    **{
-        f"codec {name}": coded(oo.Rule(MOMENTS, codec=name), work="gated", streamed={})
-        for name in CODECS
-    },
+    "masters as remainders": Form("half gated", MODES["six bytes"], coded=True),
+    **{f"codec {name}": in_codec(name) for name in CODECS},
 }
 # Of toys the part `largest` has masters as remainders; codecs differ in codes only.
 NO_TOYS = ("masters as remainders", *(f"codec {name}" for name in CODECS[1:]))
@@ -177,7 +169,8 @@ def compare(setting: Setting, name: str) -> Figures:
     form, dry = FORMS[name], setting.dry
     training = form.training(dry)
     training.run(form.steps)
-    codecs = form.rules if form.coded else ()
+    optimizer: Any = form.mode.optimizer
+    codecs = tuple(optimizer.keywords["rules"]) if form.coded else ()
     want = plain_results(form.work, codecs, form.steps, dry)
     got = on_numpy(training.carry)
     moved = drift(want[0], begun(form.work, dry))

@@ -13,6 +13,8 @@ from absl import app, flags
 from benchmarks.common.steps import MODES
 from benchmarks.common.workloads import WORKLOADS
 
+# Flags that are defined here are those of the program that asks for them, in `--help`.
+flags.disclaim_key_flags()
 SHARED = {
     "targets": "Chips to compile for.",
     "workloads": f"Of {', '.join(WORKLOADS)}.",

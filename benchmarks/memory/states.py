@@ -1,8 +1,7 @@
 """What moving a whole state between steps takes: memory at its peak, and the disk.
 
 Memory: each case in a process of its own, on the CPU, where device and host are the
-same memory: the peak is that of device and copy together. Measured by the process: the
-highest resident size while the call and its copies run, and the live arrays.
+same memory: the peak, of the process, is that of device and copy together.
 
 Disk: the same bytes through `offload_states`, plain tensorstore and Orbax, in turns, so
 that a machine that is busy for a while is busy for all of them. Files are synced when
@@ -14,7 +13,6 @@ Run:
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -23,10 +21,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,35 +57,6 @@ def make_state(mib: int) -> State:
     }
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[dict[str, int]]:
-    """The highest resident size, and bytes of live arrays, until it is left."""
-    Path("/proc/self/clear_refs").write_text("5")  # Resets the high-water mark.
-    found, done = {"live": 0}, threading.Event()
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            found["live"] = max(found["live"], live_bytes())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield found
-    finally:
-        done.set()
-        thread.join()
-        found["resident"] = status_bytes("VmHWM")
-
-
-def live_bytes() -> int:
-    """Of all arrays, those that are the same buffer counted once."""
-    buffers = {}
-    for x in jax.live_arrays():
-        with contextlib.suppress(RuntimeError):  # It may be deleted while we look.
-            buffers[x.unsafe_buffer_pointer()] = x.nbytes
-    return sum(buffers.values())
-
-
 def status_bytes(name: str) -> int:
     """Reads a size of this process from the kernel."""
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -105,19 +73,18 @@ def measure(case: str, directory: str) -> dict[str, Any]:
     oo.reload_states(oo.offload_states({"x": jnp.ones(8)}, **options), **back)
     empty = status_bytes("VmRSS")
     state: Any = jax.block_until_ready(make_state(FLAGS.state_mib))
-    row: dict[str, Any] = {"case": case, "state_bytes": live_bytes()}
+    row: dict[str, Any] = {"case": case}
     for name, call in (
         ("offload", functools.partial(oo.offload_states, **options)),
         ("reload", functools.partial(oo.reload_states, **back)),
     ):
         before, started = status_bytes("VmRSS"), time.perf_counter()
-        with watched() as peak:
-            moved = call(state)
-            wait_for(state if options["donate"] else moved, options["donate"])
+        Path("/proc/self/clear_refs").write_text("5")  # Resets the high-water mark.
+        moved = call(state)
+        wait_for(state if options["donate"] else moved, options["donate"])
         row[name] = {
             "before_bytes": before - empty,
-            "peak_bytes": peak["resident"] - empty,
-            "peak_live_bytes": peak["live"],
+            "peak_bytes": status_bytes("VmHWM") - empty,
             "after_bytes": status_bytes("VmRSS") - empty,
             "seconds": time.perf_counter() - started,
         }
@@ -136,7 +103,7 @@ def wait_for(state: Any, deleted: bool) -> None:
 
 def memory_table(directory: Path) -> list[dict[str, Any]]:
     """Measures each case in a process of its own, and prints the table."""
-    sizes = ("before", "peak", "peak_live", "after")
+    sizes = ("before", "peak", "after")
     command.print_header(("to", "MiB"), (*sizes, "seconds"))
     rows = []
     for case in CASES:
