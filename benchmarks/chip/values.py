@@ -36,7 +36,7 @@ DRIFT = 0.1
 CLOSE_DRIFT = 1e-3
 LEARNING_RATE = 1e-3
 STEPS = 5
-CODECS = ("int8", "int8-companded", "float8", "bfloat16")
+CODECS: tuple[Any, ...] = ("int8", "int8-companded", "float8", "bfloat16")
 SECONDS_OF_TESTS = 200
 
 
@@ -78,7 +78,7 @@ class Form:
         return training
 
 
-def in_codec(name: str) -> Form:
+def in_codec(name: Any) -> Form:
     """Moments in a codec, all on the host."""
     rules = oo.Rule(MOMENTS, codec=name), oo.Rule(".*", optional=True)
     mode = Mode(functools.partial(oo.offload, rules=rules), {})
