@@ -68,7 +68,7 @@ class Form:
 
     def training(self, dry: bool) -> Training:
         """A training of it, begun."""
-        wrap = self.mode.optimizer
+        wrap: Any = self.mode.optimizer
         if self.window is not None:
             nbytes = int(self.window * 8 * width(dry) ** 2)
             wrap = functools.partial(wrap, window_bytes=nbytes)
