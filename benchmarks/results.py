@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import platform
@@ -64,56 +65,30 @@ class Table:
         return self.command.split()[0]
 
 
-# Minutes are estimates, until the file of a result says how long it took.
+Large = functools.partial(Table, unasked=False)
+# Minutes are estimates, until the file of a result says how long it took. What writes
+# no JSON here prints figures only, or writes files of its own.
+PEAKS, HOST_UPDATE = "benchmarks.memory.peaks", "benchmarks.memory.host_update"
 TABLES = (
     Table("call_cost", "benchmarks.time.call_cost", 1, writes_json=False),
     Table("states", "benchmarks.memory.states", 3),
-    Table("peak_memory", "benchmarks.memory.peak_memory", 18),
-    Table(
-        "peak_memory_gated",
-        "benchmarks.memory.peak_memory --workloads=gated,gated_16k",
-        6,
-    ),
-    Table("making", "benchmarks.memory.making --nosteps", 3, unasked=False),
+    Table("peak_memory", PEAKS, 18),
+    Table("peak_memory_gated", f"{PEAKS} --workloads=gated,gated_16k", 6),
     Table("census", "benchmarks.link.census --bandwidth_gbps=50", 18),
     Table("compile_time", "benchmarks.time.compile_time", 12),
-    # Writes `picture.json` and README's picture by itself.
-    Table("picture", "benchmarks.memory.picture", 3, unasked=False, writes_json=False),
-    Table(
-        "host_update",
-        "benchmarks.memory.host_update",
-        40,
-        unasked=False,
-        writes_json=False,
+    Table("arithmetic", f"{HOST_UPDATE} --part=arithmetic", 1, writes_json=False),
+    Large("making", "benchmarks.memory.making --nosteps", 3),
+    Large("picture", "benchmarks.memory.picture", 3, writes_json=False),
+    Large("host_update", HOST_UPDATE, 40, writes_json=False),
+    Large("host_update_time", f"{HOST_UPDATE} --part=times", 2, writes_json=False),
+    Large(
+        "least_memory", f"{PEAKS} --find=least --workloads=leaves,stacked,tutorial", 40
     ),
-    Table("host_update_model", "benchmarks.link.host_update", 1, writes_json=False),
-    Table(
-        "host_update_time",
-        "benchmarks.time.host_update",
-        2,
-        unasked=False,
-        writes_json=False,
-    ),
-    Table(
-        "least_memory",
-        "benchmarks.memory.least_memory --workloads=leaves,stacked,tutorial",
-        40,
-        unasked=False,
-    ),
-    Table("largest_model", "benchmarks.memory.largest_model", 90, unasked=False),
-    Table("fit_models", "benchmarks.memory.fit_models", 180, unasked=False),
-    # Writes `low_bit.json` in `benchmarks/results` by itself.
-    Table(
-        "low_bit", "benchmarks.training.low_bit", 60, unasked=False, writes_json=False
-    ),
-    Table(
-        "largest_step",
-        "benchmarks.training.largest_step",
-        5,
-        unasked=False,
-        writes_json=False,
-    ),
-    # Writes a JSON for each chip and commit by itself, in `benchmarks/results/chips`.
+    Large("largest_model", f"{PEAKS} --find=layers --targets=h100,v5e:1x1", 90),
+    Large("fit_models", f"{PEAKS} --find=target", 180),
+    Large("low_bit", "benchmarks.training.low_bit", 60, writes_json=False),
+    Large("largest_step", "benchmarks.training.largest_step", 5, writes_json=False),
+    # A JSON for each chip and commit, in `benchmarks/results/chips`.
     Table("chip", "benchmarks.chip", 25, needs_accelerator=True, writes_json=False),
 )
 

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 
 import optax_offload as oo
 from benchmarks.chip.machine import ROOT
+from benchmarks.chip.peaks import predicted
 from benchmarks.chip.setting import Case, Figures, Part, Setting
-from benchmarks.chip.training import Training, halved
-from benchmarks.common.steps import MODES, compile_step
+from benchmarks.chip.training import Training, count, counted_peak, halved
 from benchmarks.common.workloads import Workload, gated
+from examples import models
 from optax_offload import aot
 
 # From plain to what takes least, and whether parameters are in bfloat16.
@@ -88,7 +91,7 @@ def search(setting: Setting, name: str) -> Figures:
     return figures | {
         "layers": most,
         "failed_layers": least,
-        "parameters": parameters(work) if most else 0,
+        "parameters": count(work) if most else 0,
         "trials": trials,
     }
 
@@ -108,17 +111,12 @@ def following(most: int, least: int | None) -> int | None:
     return middle if middle - most > CLOSE * most else None
 
 
-def parameters(work: Workload) -> int:
-    """How many there are."""
-    return sum(p.size for p in jax.tree.leaves(work.params))
-
-
 def predict(setting: Setting, name: str) -> Figures:
     """By the peaks of a few layers and of twice as many, on the device and the host."""
     few = 4
     options = {"name": name, "layers": (few, 2 * few)}
     if setting.on_paper:
-        found = paper_peaks(setting, **options)
+        found = compiled_peaks(setting, **options)
     else:
         found = in_a_process(setting, "compiled_peaks", options)
     if "failed" in found:
@@ -141,28 +139,20 @@ def predict(setting: Setting, name: str) -> Figures:
     work = workload(layers, MODELS[name][1], setting.dry)
     return {
         "predicted_layers": layers,
-        "predicted_parameters": parameters(work),
+        "predicted_parameters": count(work),
         "predicted_limit": where.removesuffix("_bytes"),
     }
 
 
-def paper_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figures:
-    """Compiled for a chip that is not here."""
-    assert setting.target
-    mode, half = MODELS[name]
-    target = aot.Target(setting.target)
-    works = [workload(n, half, setting.dry) for n in layers]
-    return _bytes([aot.peak(compile_step(w, target, MODES[mode])) for w in works])
-
-
 def compiled_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figures:
-    """Compiled for the device that is here; nothing is made."""
+    """Compiled for the device that is here, or on paper; nothing is made."""
     mode, half = MODELS[name]
-    works = [workload(n, half, setting.dry) for n in layers]
-    return _bytes([Training(work, mode).peak() for work in works])
-
-
-def _bytes(peaks: Sequence[aot.Peak]) -> Figures:
+    peaks = []
+    for work in (workload(n, half, setting.dry) for n in layers):
+        if setting.on_paper:
+            peaks.append(aot.peak(setting.compiled(work, mode)))
+        else:
+            peaks.append(Training(work, mode).peak())
     return {
         "device_bytes": [peak.peak_bytes for peak in peaks],
         "host_bytes": [peak.host_peak_bytes for peak in peaks],
@@ -185,9 +175,7 @@ def stepped(training: Training) -> Figures:
         "seconds": training.run(1),
         "making_seconds": made,
         "finite": training.is_finite(),
-        "device_bytes": (jax.devices()[0].memory_stats() or {}).get(
-            "peak_bytes_in_use"
-        ),
+        "device_bytes": counted_peak(),
         "made_by": training.made_by,
     }
 
@@ -195,15 +183,8 @@ def stepped(training: Training) -> Figures:
 def llama(setting: Setting) -> Figures:
     """All parameters of an 8B model, in six bytes each, with random weights."""
     if setting.on_paper:
-        assert setting.target
-        target = aot.Target(setting.target)
-        compiled = compile_step(llama_workload(setting), target, MODES["six bytes"])
-        peak = aot.peak(compiled)
-        return {
-            "predicted_bytes": peak.peak_bytes,
-            "predicted_host_bytes": peak.host_peak_bytes,
-            **setting.seconds_of(compiled),
-        }
+        compiled = setting.compiled(llama_workload(setting), "six bytes")
+        return predicted(aot.peak(compiled)) | setting.seconds_of(compiled)
     found = in_a_process(setting, "llama_step", {})
     if "failed" in found:
         raise RuntimeError(found["failed"])
@@ -214,11 +195,7 @@ def llama_step(setting: Setting) -> Figures:
     """Here, if the host has the memory."""
     training = Training(llama_workload(setting), "six bytes")
     peak = training.peak()
-    figures: Figures = {
-        "predicted_bytes": peak.peak_bytes,
-        "predicted_host_bytes": peak.host_peak_bytes,
-        "parameters": parameters(training.work),
-    }
+    figures = {**predicted(peak), "parameters": count(training.work)}
     if not setting.dry:
         figures |= setting.seconds_of(training.compiled)
     if peak.host_peak_bytes > setting.host_bytes:
@@ -231,11 +208,6 @@ def llama_step(setting: Setting) -> Figures:
 
 def llama_workload(setting: Setting) -> Workload:
     """The model of `examples/models.py`, in bfloat16; or a toy of it."""
-    import jax.numpy as jnp
-    import optax
-
-    from examples import models
-
     shape = models.Shape(3, 64, 4, 2, 16, 128, 256) if setting.dry else models.LLAMA3_8B
     context = 32 if setting.dry else 4096
     tokens = jax.ShapeDtypeStruct((1, context + 1), jnp.int32)

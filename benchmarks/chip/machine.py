@@ -91,14 +91,21 @@ def nvidia_smi(fields: str) -> dict[str, str]:
 
 def host() -> dict[str, Any]:
     """Processor, memory and NUMA nodes of the machine."""
-    found = _host_memory.limits(gpu=False, pinned_bytes=0)
+    free, total = host_memory()
     return {
         "processor": processor(),
         "cores": os.cpu_count(),
-        "free_bytes": min((limit.free_bytes for limit in found), default=0),
-        "total_bytes": min((limit.total_bytes for limit in found), default=0),
+        "free_bytes": free,
+        "total_bytes": total,
         "numa_nodes": {str(node): len(cpus) for node, cpus in numa_nodes().items()},
     }
+
+
+def host_memory() -> tuple[int, int]:
+    """What is left of it, and all of it."""
+    found = _host_memory.limits(gpu=False, pinned_bytes=0)
+    free = min((limit.free_bytes for limit in found), default=0)
+    return free, min((limit.total_bytes for limit in found), default=0)
 
 
 def processor() -> str:

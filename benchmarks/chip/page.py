@@ -1,9 +1,14 @@
-"""The page `docs/on-a-chip.md`, made of all JSONs: predicted beside measured."""
+"""The page `docs/on-a-chip.md`, made of all JSONs: predicted beside measured.
+
+Its words and the rows of its tables stand in `page.md`, with a figure's key, format and
+unit in braces.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,44 +16,37 @@ from benchmarks.chip.machine import ROOT
 from benchmarks.chip.record import done
 
 PAGE = ROOT / "docs" / "on-a-chip.md"
+TOP, PARTS = Path(__file__).with_suffix(".md").read_text().split("\n## Parts\n")
 NOT_RUN = "not run yet"
 # What takes a few KiB of the device for a layer has no end there.
 MOST_LAYERS = 10_000
+# In these units a figure is so many times as large; without one it is as it is.
+UNITS = {"": 1, "MiB": 2**-20, "giga": 1e-9, "ms": 1e3, "us": 1e6}
 Table = dict[str, Any]
-Row = Sequence[str]
+Figures = Mapping[str, Table]
 
-TOP = """\
-# On a Chip
 
-Predictions beside measurements on real GPUs and TPUs, made by
-`python -m benchmarks.chip --page` from the files in `benchmarks/results/chips/`.
+class Fill(string.Formatter):
+    """Fills in a row: "{seconds:.0f*ms}" is a figure, its format and its unit.
 
-To measure yours, run this in a checkout on its machine. It needs JAX, optax and Flax:
+    What is missing was not run, or is left empty where the format begins with "?".
+    """
 
-```sh
-make accelerator   # or: python -m benchmarks.chip
-```
+    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
+        """A part of the case's name, or a figure."""
+        return args[key] if isinstance(key, int) else kwargs.get(key, NOT_RUN)
 
-It takes at most 25 minutes and has seven parts of at most 8:
+    def format_field(self, value: Any, format_spec: str) -> str:
+        """The text of a figure."""
+        form, _, unit = format_spec.removeprefix("?").partition("*")
+        if value == NOT_RUN or (value is None and unit != "MiB"):
+            return "" if format_spec.startswith("?") else NOT_RUN
+        if value is None:
+            return "not counted"
+        return value if isinstance(value, str) else format(value * UNITS[unit], form)
 
-| part | measures |
-| --- | --- |
-| `values` | the results of every form of step against those of the plain step |
-| `peaks` | the memory that steps take of the device and of the host |
-| `link` | the bandwidth between them |
-| `overlap` | whether loads, stores and products of one loop run side by side |
-| `time` | the time of steps, in turns with the plain step |
-| `largest` | the largest models that take a step |
-| `others` | what users of PyTorch would use instead, if PyTorch is installed |
 
-Call the command again and it runs only what is missing: if your machine stops commands
-after ten minutes, repeat it with `--minutes=9`. `--only=values,peaks` runs some parts,
-`--dry` all of them at toy size on the CPU. `--paper=h200` compiles for a chip that
-isn't attached.
-
-Predictions are read from compiled programs: peaks by `aot.peak`, and times by
-`aot.step_time`, which assumes that the chip always reaches its documented rates.
-"""
+fill = Fill()
 
 
 def read(folder: Path) -> list[Table]:
@@ -75,37 +73,43 @@ def text(tables: Iterable[Table]) -> str:
 
 def section(table: Table) -> str:
     """A chip."""
-    parts = table["parts"]
-    lines = [f"## {table['device'].upper() if table['on_paper'] else table['device']}"]
-    lines += ["", *origin(table), ""]
-    for name, render in PARTS.items():
-        cases = parts.get(name, {})
-        lines += [f"### {TITLES[name]} on {table['device']}", ""]
+    device = table["device"]
+    lines = [f"## {device.upper() if table['on_paper'] else device}", ""]
+    lines += [origin(table), ""]
+    for part in PARTS.split("\n### ")[1:]:
+        heading, *shown = part.strip().splitlines()
+        name, title = heading.split(": ")
+        lines += [f"### {title} on {device}", ""]
+        cases = table["parts"].get(name)
         if cases:
-            lines += [*render(cases), "", *left_out(cases)]
+            rows = ROWS.get(name, dict)(done(cases))
+            *above, pattern = shown[1:]
+            lines += above
+            lines += [fill.format(pattern, *n.split("/"), **f) for n, f in rows.items()]
+            lines += ["", *left_out(cases)]
         else:
             lines += [f"{NOT_RUN.capitalize()}.", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def origin(table: Table) -> list[str]:
+def origin(table: Table) -> str:
     """How the figures were made."""
     versions = ", ".join(f"{k} {v}" for k, v in table["versions"].items())
-    toy = "Toys, on the CPU: these figures mean nothing. " if table["dry"] else ""
     if table["on_paper"]:
-        return [
+        return (
             f"Compiled on {table['date']} by `python -m benchmarks.chip "
             f"--paper={table['device']}` ({versions}). Measured: {NOT_RUN}."
-        ]
+        )
+    toy = "Toys, on the CPU: these figures mean nothing. " if table["dry"] else ""
     host = table["host"]
     driver = table.get("driver", {}).get("driver_version")
-    return [
+    return (
         f"{toy}{table['date']}, commit `{table['commit']}`, {versions}"
         + (f", driver {driver}" if driver else "")
         + f"; {table['devices']} device(s) of {gib(table['memory_bytes'])}, the first "
         f"of which was used; host: {host['processor']}, {host['cores']} cores, "
         f"{gib(host['total_bytes'])}, {max(1, len(host['numa_nodes']))} NUMA node(s)."
-    ]
+    )
 
 
 def left_out(cases: Mapping[str, Table]) -> list[str]:
@@ -125,216 +129,87 @@ def short(reason: str) -> str:
     return "`" + words.replace("`", "'") + "`"
 
 
-def grid(header: Row, rows: Iterable[Row]) -> list[str]:
-    """A table in Markdown."""
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return ["| " + " | ".join(cells) + " |" for cells in (header, rule, *rows)]
-
-
-def number(form: str, value: Any, scale: float = 1.0) -> str:
-    """A measured figure."""
-    return NOT_RUN if value is None else format(value * scale, form)
-
-
-def mib(figures: Table, key: str) -> str:
-    """Bytes in MiB."""
-    if key in figures and figures[key] is None:
-        return "not counted"
-    return number(".1f", figures.get(key), 2**-20)
-
-
 def gib(value: Any) -> str:
     """Bytes in GiB, with the unit."""
     return f"{value / 2**30:.1f} GiB"
 
 
-def values(cases: Mapping[str, Table]) -> list[str]:
-    """Forms, and how far they are from plain."""
-    rows = [
-        (
-            name,
-            number(".2f", f["ulps"]) if "ulps" in f else "",
-            number(".2g", f["drift"]) if "drift" in f else "",
-            f["bound"],
-            "yes" if f["within"] and f.get("as_called", True) else "**no**",
-        )
-        for name, f in done(cases).items()
-    ]
-    said = (
-        "Differences from the plain step after five steps, or thirty where the name "
-        "says so. `ulps` is the largest difference, in units of the last place of each "
-        "leaf's largest value. `mean` is the mean difference of parameters, in "
-        "learning rates. Matrix products are in full float32."
-    )
-    return [said, "", *grid(("form", "ulps", "mean", "bound", "within"), rows)]
+def values(cases: Figures) -> Figures:
+    """Whether a form is within its bound, and what it is called."""
+    words = {True: "yes", False: "**no**"}
+    return {
+        name: {**f, "verdict": words[f["within"] and f.get("as_called", True)]}
+        for name, f in cases.items()
+    }
 
 
-def peaks(cases: Mapping[str, Table]) -> list[str]:
-    """Device memory and host memory of steps."""
-    rows = [
-        (
-            *name.split("/"),
-            mib(f, "predicted_bytes"),
-            mib(f, "measured_bytes"),
-            mib(f, "predicted_host_bytes"),
-            mib(f, "measured_host_bytes"),
-        )
-        for name, f in done(cases).items()
-    ]
-    header = ("workload", "form", "MiB, predicted", "measured")
-    header += ("host MiB, predicted", "measured")
-    said = (
-        "The device's peak is its own count (`peak_bytes_in_use`) in a fresh process, "
-        "which also makes the model. The host's is the drop in its available memory."
-    )
-    return [said, "", *grid(header, rows)]
-
-
-def link(cases: Mapping[str, Table]) -> list[str]:
-    """Bandwidth and latency by NUMA node."""
-    rows = [
-        (
-            f"{node}, {way}",
-            number(".2f", fit["bytes_per_second"], 1e-9),
-            number(".1f", fit["latency_seconds"], 1e6),
-            ", ".join(moved_by(f["rows"], way)),
-        )
-        for node, f in done(cases).items()
+def link(cases: Figures) -> Figures:
+    """What was fitted to each way on a node, and what a program's text says of it."""
+    return {
+        f"{node}, {way}": {
+            **fit,
+            "by": ", ".join(
+                sorted({by for r in f["rows"] if r["way"] == way for by in r["done"]})
+            ),
+        }
+        for node, f in cases.items()
         for way, fit in f["fit"].items()
-    ]
-    header = ("memory on", "GB/s each way", "latency, us", "in the program")
-    return grid(header, rows)
+    }
 
 
-def moved_by(rows: Iterable[Table], way: str) -> list[str]:
-    """What a program's text says moves the rows."""
-    return sorted({name for r in rows if r["way"] == way for name in r["done"]})
-
-
-def overlap(cases: Mapping[str, Table]) -> list[str]:
-    """Pieces of a turn, alone and together."""
-    header, rows = ["form"], []
-    for name, f in done(cases).items():
-        alone = {
-            row["pieces"][0]: number(".2f", row["seconds"], 1e3)
-            for row in f["rows"]
-            if len(row["pieces"]) == 1
+def overlap(cases: Figures) -> Figures:
+    """Pieces of a turn: the seconds of each alone, and ratios of several together."""
+    return {
+        name: {
+            **{r["pieces"][0]: r["seconds"] for r in f["rows"] if len(r["pieces"]) < 2},
+            **{
+                pieces: f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
+                for pieces, over in f["together"].items()
+            },
         }
-        ratios = {
-            pieces: f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
-            for pieces, over in f["together"].items()
-        }
-        header = ["form", *alone, *ratios]
-        rows.append((name, *alone.values(), *ratios.values()))
-    header[1:2] = [f"{first}, ms" for first in header[1:2]]
-    said = (
-        "Each turn of a loop loads 64 MiB, stores 64 MiB, or multiplies matrices, or "
-        "does several of these. Of several: their time over that of the longest of "
-        "them, and over their sum. They run side by side where the first is 1, and "
-        "in turn where the second is 1. "
-        "[F78](compiler-findings.md#f78) says what the options change."
-    )
-    return [said, "", *grid(header, rows)]
+        for name, f in cases.items()
+    }
 
 
-def time(cases: Mapping[str, Table]) -> list[str]:
-    """Steps."""
-    rows = [
-        (
-            name.partition("/")[0],
-            f"{f['parameters'] / 1e9:.1f}",
-            name.partition("/")[2],
-            number(".0f", f["predicted_seconds"], 1e3),
-            number(".0f", f.get("seconds"), 1e3),
-            number(".2f", f.get("ratio")) if "ratio" in f or "seconds" not in f else "",
-            number(".0f", f.get("tokens_per_second")),
-            hidden(f),
-        )
-        for name, f in done(cases).items()
-    ]
-    header = ("size", "billions", "form", "ms, predicted", "measured")
-    header += ("over plain", "tokens/s", "transfers hidden")
-    said = (
-        "The model has gated layers of width 2048 under a scan, in float32, with adam. "
-        "It has 24 of them; `filled` has as many as fill the card, and 16384 tokens. "
-        'All but `filled` are timed in turns with the plain step. "Transfers hidden" '
-        "is the share of transfer time in which kernels run, from a profile."
-    )
-    return [said, "", *grid(header, rows)]
+def time(cases: Figures) -> Figures:
+    """Steps; what was timed alone has no ratio, and plain steps hide nothing."""
+    found = {}
+    for name, f in cases.items():
+        measured = {"ratio": "", "hidden_share": ""} if "seconds" in f else {}
+        found[name] = measured | f
+        found[name] |= f.get("profile") or {}
+    return found
 
 
-def hidden(figures: Table) -> str:
-    """The share of transfers that run beside kernels."""
-    if "seconds" not in figures:
-        return NOT_RUN
-    share = (figures.get("profile") or {}).get("hidden_share")
-    return "" if share is None else f"{share:.0%}"
-
-
-def largest(cases: Mapping[str, Table]) -> list[str]:
-    """Models that took a step."""
-    rows = []
-    for name, f in done(cases).items():
-        if "predicted_layers" in f:
-            predicted = "as many as the host holds"
-            if (
-                f["predicted_layers"] is not None
-                and f["predicted_layers"] < MOST_LAYERS
-            ):
-                count = f["predicted_parameters"] / 1e9
-                limit = f["predicted_limit"].removesuffix("_bytes")
-                predicted = f"{count:.2f} (by the {limit})"
-            measured = number(".2f", f.get("parameters"), 1e-9)
-            rows.append((name, predicted, measured, ""))
+def largest(cases: Figures) -> Figures:
+    """Parameters of the largest model, or the memory of a model people know."""
+    found = {}
+    for name, f in cases.items():
+        if "predicted_layers" not in f:
+            predicted = gib(f["predicted_bytes"])
+            predicted += f", host {gib(f['predicted_host_bytes'])}"
+            measured = "took a step" if "seconds" in f else NOT_RUN
+            if f.get("device_bytes"):
+                measured = gib(f["device_bytes"])
+            seconds = f.get("seconds")
         else:
-            on_host = gib(f["predicted_host_bytes"])
-            predicted = f"{gib(f['predicted_bytes'])}, host {on_host}"
-            count = f.get("device_bytes")
-            measured = NOT_RUN if "seconds" not in f else "took a step"
-            measured = gib(count) if count else measured
-            rows.append((name, predicted, measured, number(".2f", f.get("seconds"))))
-    header = ("model", "predicted", "measured", "s a step")
-    said = (
-        "Billions of parameters in the largest model of such layers that takes a step, "
-        "and the memory that limits the prediction (on paper only the device's). For "
-        "well-known models, the memory that a step takes."
-    )
-    return [said, "", *grid(header, rows)]
+            predicted, seconds = "as many as the host holds", ""
+            if (f["predicted_layers"] or MOST_LAYERS) < MOST_LAYERS:
+                limit = f["predicted_limit"].removesuffix("_bytes")
+                predicted = f"{f['predicted_parameters'] / 1e9:.2f} (by the {limit})"
+            measured = NOT_RUN
+            if f.get("parameters") is not None:
+                measured = f"{f['parameters'] / 1e9:.2f}"
+        found[name] = {"predicted": predicted, "measured": measured}
+        found[name] |= {"step_seconds": seconds}
+    return found
 
 
-def others(cases: Mapping[str, Table]) -> list[str]:
-    """PyTorch."""
-    rows = [
-        (
-            *name.split("/"),
-            number(".0f", f["seconds"], 1e3),
-            number(".0f", f["tokens_per_second"]),
-            mib(f, "measured_bytes"),
-        )
-        for name, f in done(cases).items()
-    ]
-    header = ("size", "optimizer", "ms a step", "tokens/s", "MiB")
-    said = (
-        "The same model, tokens and dtype in PyTorch. Nothing is predicted for these."
-    )
-    return [said, "", *grid(header, rows)]
-
-
-PARTS: dict[str, Callable[[Mapping[str, Table]], list[str]]] = {
+# What is made of the figures of a part before they are filled in.
+ROWS: dict[str, Callable[[Figures], Figures]] = {
     "values": values,
-    "peaks": peaks,
     "link": link,
     "overlap": overlap,
     "time": time,
     "largest": largest,
-    "others": others,
-}
-TITLES = {
-    "values": "Values",
-    "peaks": "Peaks",
-    "link": "Link",
-    "overlap": "Overlap",
-    "time": "Time",
-    "largest": "Largest models",
-    "others": "PyTorch",
 }

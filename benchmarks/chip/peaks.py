@@ -6,13 +6,11 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
-
+from benchmarks.chip.machine import host_memory
 from benchmarks.chip.setting import Case, Figures, Part, Setting
-from benchmarks.chip.training import Training, halved
-from benchmarks.common.steps import MODES, compile_step
+from benchmarks.chip.training import Training, counted_peak, halved
 from benchmarks.common.workloads import WORKLOADS, Workload, decoder, gated
-from optax_offload import _host_memory, aot
+from optax_offload import aot
 
 # Modes by the workload they are measured in, most valuable first.
 MEASURED = {
@@ -51,22 +49,19 @@ def measure(setting: Setting, name: str, mode: str) -> Figures:
     if mode.startswith("six bytes"):
         work = halved(work)
     if setting.on_paper:
-        assert setting.target
-        return predicted(
-            aot.peak(compile_step(work, aot.Target(setting.target), MODES[mode]))
-        )
-    before = resident_bytes("VmRSS"), free_bytes()
+        return predicted(aot.peak(setting.compiled(work, mode)))
+    resident, free = resident_bytes("VmRSS"), host_memory()[0]
     training = Training(work, mode)
     training.make()
-    making = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    making = counted_peak()
     training.run(2)
-    counted = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    counted = counted_peak()
     return {
         **predicted(training.peak()),
         "measured_bytes": counted,
         "making_bytes": making,
-        "measured_host_bytes": before[1] - free_bytes(),
-        "resident_bytes": resident_bytes("VmHWM") - before[0],
+        "measured_host_bytes": free - host_memory()[0],
+        "resident_bytes": resident_bytes("VmHWM") - resident,
         "finite": training.is_finite(),
         "made_by": training.made_by,
     }
@@ -86,12 +81,6 @@ def resident_bytes(name: str) -> int:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def free_bytes() -> int:
-    """Host memory that is left on this machine."""
-    found = _host_memory.limits(gpu=False, pinned_bytes=0)
-    return min((limit.free_bytes for limit in found), default=0)
 
 
 PEAKS = Part(

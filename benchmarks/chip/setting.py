@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from benchmarks.common.steps import MODES, compile_step
+from benchmarks.common.workloads import Workload
 from optax_offload import aot
 
 Figures = dict[str, Any]
@@ -58,6 +61,12 @@ class Setting:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
+    def empty_folder(self, name: str) -> Path:
+        """The path of one in it, without what an earlier run left there."""
+        path = self.folder / name
+        shutil.rmtree(path, ignore_errors=True)
+        return path
+
     def attached(self) -> None:
         """Says that a case runs programs.
 
@@ -66,6 +75,11 @@ class Setting:
         """
         if self.on_paper:
             raise SkippedError("nothing is run on paper")
+
+    def compiled(self, work: Workload, mode: str) -> jax.stages.Compiled:
+        """A step, compiled for the chip that is not here."""
+        assert self.target
+        return compile_step(work, aot.Target(self.target), MODES[mode])
 
     def seconds_of(self, compiled: jax.stages.Compiled) -> Figures:
         """What `aot.step_time` says of a program, with the documented link or measured.

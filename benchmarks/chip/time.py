@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import statistics
 import tempfile
@@ -12,11 +13,9 @@ from typing import Any
 import jax
 
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
-from benchmarks.chip.training import Training
+from benchmarks.chip.training import Training, count
 from benchmarks.common.spans import of_profile
-from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import Workload, gated
-from optax_offload import aot
 
 PLAIN = "no offload"
 FORMS = ["ours", "fused", "residuals", "recipe", "int8 fused", "parameters"]
@@ -49,10 +48,9 @@ def filling_layers(setting: Setting) -> int:
     """
     tokens = 16384
     one, two = gated(tokens=tokens, layers=1), gated(tokens=tokens, layers=2)
-    counts = [sum(p.size for p in jax.tree.leaves(work.params)) for work in (one, two)]
-    layer = counts[1] - counts[0]
+    layer = count(two) - count(one)
     residual = 4 * tokens * 2048
-    outside = 16 * (counts[0] - layer) + 4 * tokens * 16384 * 2
+    outside = 16 * (count(one) - layer) + 4 * tokens * 16384 * 2
     on_device = (FILLED * setting.memory_bytes - outside) / (16 * layer + residual)
     if setting.on_paper:
         return max(1, int(on_device))
@@ -72,118 +70,81 @@ def cases(setting: Setting) -> Mapping[str, Case]:
     }
 
 
-class Plain:
-    """The plain training of the size that is measured, kept while that is the same."""
+# The plain training of the size that is measured, kept while that is the same.
+_PLAIN: dict[str, Training] = {}
 
-    size = ""
-    training: Training | None = None
 
-    @classmethod
-    def of(cls, setting: Setting, size: str) -> Training | None:
-        """It, with its arrays; None where both would not fit."""
-        if cls.size != size:
-            cls.forget()
-            cls.size = size
-            # The largest is timed by itself.
-            if size != "filled":
-                cls.training = Training(sizes(setting)[size], PLAIN)
-                cls.training.make()
-                cls.training.run(1)
-        return cls.training
-
-    @classmethod
-    def forget(cls) -> None:
-        """Gives its memory back."""
-        if cls.training is not None:
-            cls.training.free()
-        cls.size, cls.training = "", None
+def plain_of(setting: Setting, size: str) -> Training | None:
+    """It, with its arrays; None where both would not fit."""
+    if size not in _PLAIN:
+        while _PLAIN:
+            _PLAIN.popitem()[1].free()
+        # The largest is timed by itself.
+        if size != "filled":
+            _PLAIN[size] = Training(sizes(setting)[size], PLAIN)
+            _PLAIN[size].make()
+            _PLAIN[size].run(1)
+    return _PLAIN.get(size)
 
 
 def measure(setting: Setting, size: str, mode: str) -> Figures:
     """Compiles a form of the step, and times it in turns with the plain one."""
     work = sizes(setting)[size]
-    tokens = work.x.shape[0]
-    figures: Figures = {
-        "tokens": tokens,
-        "parameters": sum(p.size for p in jax.tree.leaves(work.params)),
-    }
+    figures: Figures = {"tokens": work.x.shape[0], "parameters": count(work)}
     if setting.on_paper:
-        assert setting.target
-        compiled = compile_step(work, aot.Target(setting.target), MODES[mode])
-        return figures | setting.seconds_of(compiled)
-    plain = Plain.of(setting, size)
-    if plain is None:
-        return figures | timed_alone(setting, work, mode)
-    training = plain if mode == PLAIN else Training(work, mode)
-    figures |= prediction(setting, training)
-    if training is not plain:
-        training.make()
-        training.run(1)
-    try:
-        return figures | in_turns(training, plain, tokens)
-    finally:
-        if training is not plain:
-            training.free()
-
-
-def prediction(setting: Setting, training: Training) -> Figures:
-    """The model's time of a program; why not, where its text cannot be read."""
-    if setting.dry:
-        # A CPU is no target; that a program's text is read is seen of one.
-        text_setting = Setting(**{**vars(setting), "target": "h100"})
-        return prediction_of(text_setting, training)
-    return prediction_of(setting, training)
-
-
-def prediction_of(setting: Setting, training: Training) -> Figures:
-    """The same."""
-    try:
-        return setting.seconds_of(training.compiled)
-    except ValueError as error:
-        return {"predicted_seconds": None, "not_predicted": str(error)[:300]}
-
-
-def in_turns(training: Training, plain: Training, tokens: int) -> Figures:
-    """Turns of some steps each; the median of what a form takes, and of the ratio."""
-    first = training.run(1)
-    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / first)))
-    turns = []
-    for _ in range(ROUNDS):
-        turns.append((plain.run(steps), training.run(steps)))
-    seconds = statistics.median(b for _, b in turns)
-    return {
-        "seconds": seconds,
-        "all_seconds": [b for _, b in turns],
-        "plain_seconds": statistics.median(a for a, _ in turns),
-        "ratio": statistics.median(b / a for a, b in turns),
-        "tokens_per_second": tokens / seconds,
-        "steps_in_a_turn": steps,
-        "finite": training.is_finite(),
-        **profile(training),
-    }
-
-
-def timed_alone(setting: Setting, work: Workload, mode: str) -> Figures:
-    """A size of which plain fills the card: each form by itself."""
+        return figures | setting.seconds_of(setting.compiled(work, mode))
+    plain = plain_of(setting, size)
+    if plain is not None and mode == PLAIN:
+        return figures | prediction(setting, plain) | timed(plain, plain)
     training = Training(work, mode)
-    figures = prediction(setting, training)
+    figures |= prediction(setting, training)
     needed = training.peak().host_peak_bytes
-    if needed > setting.host_bytes:
+    if plain is None and needed > setting.host_bytes:
         raise SkippedError(
             f"it needs {needed / 2**30:.0f} GiB of the host, which has "
             f"{setting.host_bytes / 2**30:.0f} GiB for it"
         )
     training.make()
     training.run(1)
-    seconds = [training.run(1) for _ in range(ROUNDS)]
+    try:
+        return figures | timed(training, plain)
+    finally:
+        training.free()
+
+
+def prediction(setting: Setting, training: Training) -> Figures:
+    """The model's time of a program; why not, where its text cannot be read."""
+    if setting.dry:
+        # A CPU is no target; that a program's text is read is seen of one.
+        setting = dataclasses.replace(setting, target="h100")
+    try:
+        return setting.seconds_of(training.compiled)
+    except ValueError as error:
+        return {"predicted_seconds": None, "not_predicted": str(error)[:300]}
+
+
+def timed(training: Training, plain: Training | None) -> Figures:
+    """Turns of some steps each: the median of what a form takes, and of the ratio."""
+    steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / training.run(1))))
+    plains, seconds = [], []
+    for _ in range(ROUNDS):
+        if plain is not None:
+            plains.append(plain.run(steps))
+        seconds.append(training.run(steps))
     median = statistics.median(seconds)
-    return figures | {
+    figures: Figures = {
         "seconds": median,
         "all_seconds": seconds,
-        "tokens_per_second": work.x.shape[0] / median,
+        "tokens_per_second": training.work.x.shape[0] / median,
+        "steps_in_a_turn": steps,
         "finite": training.is_finite(),
         **profile(training),
     }
+    if plains:
+        ratios = [b / a for a, b in zip(plains, seconds, strict=True)]
+        figures["plain_seconds"] = statistics.median(plains)
+        figures["ratio"] = statistics.median(ratios)
+    return figures
 
 
 def profile(training: Training) -> Figures:

@@ -30,6 +30,16 @@ def first_device() -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
+def counted_peak() -> int | None:
+    """The first device's own count; None if it does not count."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def count(work: Workload) -> int:
+    """The parameters of a model."""
+    return sum(p.size for p in jax.tree.leaves(work.params))
+
+
 def halved(work: Workload) -> Workload:
     """Parameters in bfloat16, and float32 copies of them in the state."""
     params = jax.tree.map(
@@ -108,6 +118,13 @@ class Training:
 
     def _struct(self, x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._here)
+
+    def schedule(self) -> str:
+        """What is done with the step, in the library's words."""
+        if self._mode.streamed is None:
+            return str(self._tx.schedule(self.carry[0]))
+        step = train_step(self.work, self._tx)
+        return str(self._mode.schedule(step, (*self.structs, self.work.x)))
 
     def peak(self) -> aot.Peak:
         """What the compiled step needs."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ import optax_offload as oo
 from benchmarks.chip.machine import ROOT
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import Training, halved, random_params
-from benchmarks.common.steps import LAYERS, MOMENTS, Mode, as_it_is, train_step
+from benchmarks.common.steps import MODES, MOMENTS, Mode, as_it_is
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 
 # In units of the last place of each leaf's maximum, as `tests/system` has it for five
@@ -36,7 +36,6 @@ DRIFT = 0.1
 CLOSE_DRIFT = 1e-3
 LEARNING_RATE = 1e-3
 STEPS = 5
-LONG_STEPS = 30
 CODECS: tuple[Any, ...] = ("int8", "int8-companded", "float8", "bfloat16")
 SECONDS_OF_TESTS = 200
 
@@ -47,98 +46,74 @@ class Form:
 
     Attributes:
       work: The name of what is trained.
-      rules: Rules of the offloaded optimizer; the plain one has state of their codecs.
-      window: The window, in states of a matrix; None for the library's own.
-      streamed: Options of `oo.stream`; None for a step as it is.
-      on_host: A regex of the parameters that rest on the host.
-      steps: So many are taken.
-      by_drift: Whether the mean difference is bounded, and not the largest one: a code
-        of a codec that rounds the other way is far away.
+      mode: The step.
       said: A regex of what the schedule has to say, for the form to be as it is called.
+      window: The window, in states of a matrix; None for the library's own.
+      coded: Whether state is in codecs. That of the plain step is too, and the mean
+        difference is bounded: a code that rounds the other way is far away.
+      steps: So many are taken.
     """
 
     work: str
-    rules: tuple[oo.Rule, ...] = (oo.Rule(".*"),)
-    window: float | None = None
-    streamed: Mapping[str, Any] | None = None
-    on_host: str = ""
-    steps: int = STEPS
-    by_drift: bool = False
+    mode: Mode
     said: str = ""
-
-    def mode(self, dry: bool) -> Mode:
-        """As of the other benchmarks."""
-        window = None if self.window is None else int(self.window * 8 * width(dry) ** 2)
-        wrap = functools.partial(oo.offload, rules=self.rules, window_bytes=window)
-        if self.streamed is None:
-            return Mode(wrap)
-        step = functools.partial(oo.stream, **self.streamed)
-        return Mode(wrap, step, on_host=self.on_host)
+    window: float | None = None
+    coded: bool = False
+    steps: int = STEPS
 
     @property
-    def codecs(self) -> tuple[oo.Rule, ...]:
-        """The rules, if there are codecs in them."""
-        return self.rules if any(rule.codec for rule in self.rules) else ()
+    def by_drift(self) -> bool:
+        """Whether the mean difference is bounded, and not the largest one."""
+        return self.coded or self.steps > STEPS
+
+    def training(self, dry: bool) -> Training:
+        """A training of it, begun."""
+        wrap: Any = self.mode.optimizer
+        if self.window is not None:
+            nbytes = int(self.window * 8 * width(dry) ** 2)
+            wrap = functools.partial(wrap, window_bytes=nbytes)
+        mode = self.mode._replace(optimizer=wrap)
+        training = Training(workload(self.work, dry), mode)
+        training.begin(begun(self.work, dry))
+        return training
 
 
-# Of toys the part `largest` has masters as remainders; codecs differ in codes only.
-NO_TOYS = ("masters as remainders", *(f"codec {name}" for name in CODECS[1:]))
-
-
-def coded(codec: Any) -> tuple[oo.Rule, ...]:
+def in_codec(name: Any) -> Form:
     """Moments in a codec, all on the host."""
-    return oo.Rule(MOMENTS, codec=codec), oo.Rule(".*", optional=True)
+    rules = oo.Rule(MOMENTS, codec=name), oo.Rule(".*", optional=True)
+    mode = Mode(functools.partial(oo.offload, rules=rules), {})
+    return Form("gated", mode, coded=True)
 
 
-REMAINDERS = (
-    oo.Rule(MOMENTS, codec="int8"),
-    oo.Rule("(.*/)?master/.*", codec="bfloat16-remainder"),
-    oo.Rule(".*", optional=True),
+OURS = MODES["ours"]
+MIXED = functools.partial(
+    oo.offload, rules=(oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
 )
-MIXED = (oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
 FORMS: dict[str, Form] = {
-    "offload, whole": Form("leaves", window=64),
-    "offload, in slices": Form("stacked", window=0.5, said="slices"),
-    "offload, in loops": Form("clipped leaves", window=1, said="over 4 groups, in"),
-    "fused": Form("gated", streamed={}, said="never on the device whole"),
+    "offload, whole": Form("leaves", OURS, window=64),
+    "offload, in slices": Form("stacked", OURS, "slices", window=0.5),
+    "offload, in loops": Form("clipped leaves", OURS, "over 4 groups, in", window=1),
+    "fused": Form("gated", MODES["fused"], "never on the device whole"),
     "late gradients on the host": Form(
-        "decoder", streamed={"late_gradients": "host"}, said="stored to host memory"
+        "decoder", MODES["fused stored"], "stored to host memory"
     ),
-    "late gradients recomputed": Form(
-        "decoder", streamed={"late_gradients": "recompute"}, said="runs twice"
-    ),
+    "late gradients recomputed": Form("decoder", MODES["fused twice"], "runs twice"),
     "late gradients on the device": Form(
-        "decoder", streamed={"late_gradients": "device"}
+        "decoder", OURS._replace(streamed={"late_gradients": "device"})
     ),
     "parameters on the host": Form(
-        "gated", streamed={}, on_host=LAYERS, said="of rows in each iteration"
+        "gated", MODES["parameters"], "of rows in each iteration"
     ),
-    "residuals on the host": Form(
-        "gated", streamed={"residuals": "host"}, on_host=LAYERS, said="residuals rest"
-    ),
-    "all of it, clipped": Form(
-        "decoder", streamed={"residuals": "host"}, on_host=LAYERS, said="residuals rest"
-    ),
+    "residuals on the host": Form("gated", MODES["residuals"], "residuals rest"),
+    "all of it, clipped": Form("decoder", MODES["residuals"], "residuals rest"),
     "mixed placements, 30 steps": Form(
-        "gated",
-        rules=MIXED,
-        streamed={},
-        on_host="layers/(gate|out)",
-        steps=LONG_STEPS,
-        by_drift=True,
+        "gated", Mode(MIXED, {}, on_host="layers/(gate|out)"), steps=30
     ),
-    "masters as remainders": Form(
-        "half gated",
-        rules=REMAINDERS,
-        streamed={"residuals": "host"},
-        on_host=LAYERS,
-        by_drift=True,
-    ),
-    **{
-        f"codec {codec}": Form("gated", coded(codec), streamed={}, by_drift=True)
-        for codec in CODECS
-    },
+    "masters as remainders": Form("half gated", MODES["six bytes"], coded=True),
+    **{f"codec {name}": in_codec(name) for name in CODECS},
 }
+# Of toys the part `largest` has masters as remainders; codecs differ in codes only.
+NO_TOYS = ("masters as remainders", *(f"codec {name}" for name in CODECS[1:]))
 
 
 def width(dry: bool) -> int:
@@ -149,9 +124,8 @@ def width(dry: bool) -> int:
 def workload(name: str, dry: bool) -> Workload:
     """What is trained: small, but with rows and slices that are worth a transfer."""
     side = width(dry)
-    if name in ("leaves", "clipped leaves"):
-        work = leaves(4, side, 64)
-        work = enlarged(work)
+    if name.endswith("leaves"):
+        work = enlarged(leaves(4, side, 64))
     elif name == "stacked":
         work = enlarged(stacked(4, side, 64))
     elif name == "decoder":
@@ -171,55 +145,54 @@ def enlarged(work: Workload) -> Workload:
     Else an update is as far off as a gradient is from zero, and that is what rounding
     makes of it.
     """
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return 1e4 * work.loss(params, x)
-
-    return dataclasses.replace(work, loss=loss)
+    return dataclasses.replace(work, loss=lambda p, x: 1e4 * work.loss(p, x))
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """The forms, and what else is done with their arrays."""
     names = [n for n in FORMS if not (setting.dry and n in NO_TOYS)]
+    others = {
+        "init": make,
+        "effects": effects,
+        "offload_states and back": there_and_back,
+        "checkpoint and resume": resume,
+        "the accelerator tests": tests,
+    }
     return {
         **{name: functools.partial(compare, setting, name) for name in names},
-        "init": functools.partial(make, setting),
-        "effects": functools.partial(effects, setting),
-        "offload_states and back": functools.partial(there_and_back, setting),
-        "checkpoint and resume": functools.partial(resume, setting),
-        "the accelerator tests": functools.partial(tests, setting),
+        **{name: functools.partial(case, setting) for name, case in others.items()},
     }
 
 
 def compare(setting: Setting, name: str) -> Figures:
     """A form after some steps, and how far it is from plain."""
-    form = FORMS[name]
-    work = workload(form.work, setting.dry)
-    training = Training(work, form.mode(setting.dry))
-    training.begin(begun(form.work, setting.dry))
+    form, dry = FORMS[name], setting.dry
+    training = form.training(dry)
     training.run(form.steps)
-    want = plain_results(form.work, form.codecs, form.steps, setting.dry)
+    optimizer: Any = form.mode.optimizer
+    codecs = tuple(optimizer.keywords["rules"]) if form.coded else ()
+    want = plain_results(form.work, codecs, form.steps, dry)
     got = on_numpy(training.carry)
+    moved = drift(want[0], begun(form.work, dry))
+    away = drift(got[0], want[0])
     if form.by_drift:  # Of state in codes it is the parameters that count.
-        got, want = got[0], want[0]
-    schedule = scheduled(training, form, setting.dry)
-    moved = drift(want, begun(form.work, setting.dry)) / LEARNING_RATE
-    found = {"ulps": ulps(got, want), "drift": drift(got, want) / LEARNING_RATE}
-    near = found["drift"] <= (DRIFT if form.by_drift else CLOSE_DRIFT)
-    within = near or (found["ulps"] <= ULPS and not form.by_drift)
-    figures: Figures = {
+        far, within = ulps(got[0], want[0]), away <= DRIFT
+    else:
+        far = ulps(got, want)
+        within = away <= CLOSE_DRIFT or far <= ULPS
+    close = f"{ULPS} ulps, or mean {CLOSE_DRIFT}"
+    schedule = training.schedule()
+    return {
         "steps": form.steps,
-        **found,
-        "bound": f"mean {DRIFT}"
-        if form.by_drift
-        else f"{ULPS} ulps, or mean {CLOSE_DRIFT}",
+        "ulps": far,
+        "drift": away,
+        "bound": f"mean {DRIFT}" if form.by_drift else close,
         "moved": moved,
         # Of steps that train nothing a difference would say nothing.
         "within": bool(within) and moved > 1,
         "as_called": re.search(form.said, schedule) is not None,
         "schedule": schedule,
     }
-    return figures
 
 
 @functools.lru_cache
@@ -230,32 +203,16 @@ def begun(name: str, dry: bool) -> Any:
 
 
 @functools.lru_cache
-def plain_training(name: str, codecs: tuple[oo.Rule, ...], dry: bool) -> Training:
-    """The plain step, with state of these rules' codecs."""
+def plain_results(name: str, codecs: tuple[oo.Rule, ...], steps: int, dry: bool) -> Any:
+    """Parameters and state after plain steps, with state of these rules' codecs."""
     wrap = functools.partial(oo.low_bit, rules=codecs, codec=None)
     mode = Mode(wrap if codecs else as_it_is, is_ours=False)
-    return Training(workload(name, dry), mode)
-
-
-@functools.lru_cache
-def plain_results(name: str, codecs: tuple[oo.Rule, ...], steps: int, dry: bool) -> Any:
-    """Parameters and state after plain steps."""
-    training = plain_training(name, codecs, dry)
+    training = Training(workload(name, dry), mode)
     training.begin(begun(name, dry))
     training.run(steps)
     found = on_numpy(training.carry)
     training.free()
     return found
-
-
-def scheduled(training: Training, form: Form, dry: bool) -> str:
-    """What is done with the form, in the library's words."""
-    params, state = training.structs
-    tx: Any = form.mode(dry).optimizer(training.work.optimizer)
-    if form.streamed is None:
-        return str(tx.schedule(training.carry[0]))
-    step = oo.jit(train_step(training.work, tx), **form.streamed)
-    return str(step.schedule(params, state, training.work.x))
 
 
 def on_numpy(tree: Any) -> Any:
@@ -272,21 +229,21 @@ def ulps(got: Any, want: Any) -> float:
             continue
         unit = float(jnp.finfo(y.dtype).eps)
         x, y = x.astype(np.float64), y.astype(np.float64)
-        scale = max(float(np.abs(y).max(initial=0)), 1e-300) * unit
-        worst = max(worst, float(np.abs(x - y).max(initial=0)) / scale)
         if not np.isfinite(x).all():
             return float("inf")
+        scale = max(float(np.abs(y).max(initial=0)), 1e-300) * unit
+        worst = max(worst, float(np.abs(x - y).max(initial=0)) / scale)
     return worst
 
 
-def drift(got: Any, want: Any) -> float:
-    """The largest mean difference of a leaf of parameters."""
-    params = (x[0] if isinstance(x, tuple) else x for x in (got, want))
-    first, second = (jax.tree.leaves(p) for p in params)
-    return max(
-        float(np.abs(x.astype(np.float64) - y.astype(np.float64)).mean())
-        for x, y in zip(first, second, strict=True)
+def drift(params: Any, others: Any) -> float:
+    """The largest mean difference of a leaf, in learning rates."""
+    means = jax.tree.map(
+        lambda x, y: np.abs(x.astype(np.float64) - y.astype(np.float64)).mean(),
+        params,
+        others,
     )
+    return float(max(jax.tree.leaves(means))) / LEARNING_RATE
 
 
 def kinds(tree: Any) -> list[str | None]:
@@ -294,26 +251,23 @@ def kinds(tree: Any) -> list[str | None]:
     return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
-def at_rest(setting: Setting) -> Training:
-    """A training with parameters, state and residuals on the host, begun."""
-    form = FORMS["residuals on the host"]
-    training = Training(workload(form.work, setting.dry), form.mode(setting.dry))
-    training.begin(begun(form.work, setting.dry))
-    return training
+def are_same(tree: Any, bits: Any, placed: list[str | None]) -> bool:
+    """Whether arrays have these bits, where they belong."""
+    equal = jax.tree.map(np.array_equal, on_numpy(tree), bits)
+    return all(jax.tree.leaves(equal)) and kinds(tree) == placed
 
 
 def make(setting: Setting) -> Figures:
     """A model and its state made row by row, against made whole."""
-    training = at_rest(setting)
+    training = FORMS["residuals on the host"].training(setting.dry)
     key = jax.random.key(3)
     got, want = oo.jit(training.init)(key), jax.jit(training.init)(key)
     found = ulps(on_numpy(got), on_numpy(want))
-    placed = kinds(got) == kinds(training.carry)
     bound = 1  # As `tests/program/test_at_rest.py`.
     return {
         "ulps": found,
         "bound": f"{bound} ulps, and where it belongs",
-        "within": found <= bound and placed,
+        "within": found <= bound and kinds(got) == kinds(training.carry),
     }
 
 
@@ -362,26 +316,18 @@ def effects(setting: Setting) -> Figures:
 
 def there_and_back(setting: Setting) -> Figures:
     """A whole training in host memory and on disk, and back: bits and memory kinds."""
-    training = at_rest(setting)
+    training = FORMS["residuals on the host"].training(setting.dry)
     training.run(2)
-    before, placed = on_numpy(training.carry), kinds(training.carry)
     tree: Any = training.carry
+    before, placed = on_numpy(tree), kinds(tree)
     ways: dict[Any, dict[str, Any]] = {"pinned_host": {}}
-    try:
-        import tensorstore
-
-        del tensorstore
-        folder = setting.folder / "states"
-        shutil.rmtree(folder, ignore_errors=True)
-        ways["disk"] = {"directory": folder}
-    except ImportError:
-        pass
+    if importlib.util.find_spec("tensorstore"):
+        ways["disk"] = {"directory": setting.empty_folder("states")}
     same = True
     for kind, options in ways.items():
         there = oo.offload_states(tree, memory_kind=kind, block=True, **options)
         tree = oo.reload_states(there, block=True)
-        equal = jax.tree.map(np.array_equal, on_numpy(tree), before)
-        same = same and all(jax.tree.leaves(equal)) and kinds(tree) == placed
+        same = same and are_same(tree, before, placed)
     training.carry = tree
     training.run(1)
     return {
@@ -397,12 +343,11 @@ def resume(setting: Setting) -> Figures:
         import orbax.checkpoint as ocp
     except ImportError as error:
         raise SkippedError("orbax-checkpoint is not installed") from error
-    training = at_rest(setting)
+    training = FORMS["residuals on the host"].training(setting.dry)
     training.run(2)
-    folder = setting.folder / "checkpoint"
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = setting.empty_folder("checkpoint").resolve()
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.resolve(), training.carry)
+        checkpointer.save(folder, training.carry)
         checkpointer.wait_until_finished()
         training.run(3)
         want = on_numpy(training.carry)
@@ -410,48 +355,45 @@ def resume(setting: Setting) -> Figures:
             lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding),
             training.structs,
         )
-        training.carry = checkpointer.restore(folder.resolve(), template)
+        training.carry = checkpointer.restore(folder, template)
     placed = kinds(training.carry) == kinds(training.structs)
     training.run(3)
-    equal = jax.tree.map(np.array_equal, on_numpy(training.carry), want)
     return {
         "bound": "the same bits, restored where they belong",
-        "within": placed and all(jax.tree.leaves(equal)),
+        "within": placed and are_same(training.carry, want, kinds(training.structs)),
     }
 
 
 def tests(setting: Setting) -> Figures:
     """`pytest -m accelerator`, as far as it gets in its time."""
-    command = [sys.executable, "-m", "pytest", "-m", "accelerator", "-v", "--tb=short"]
-    command += ["-p", "no:cacheprovider", "tests"]
-    if setting.dry:
-        command += ["-k", "peak"]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=SECONDS_OF_TESTS,
-        )
-        text, ended = done.stdout + done.stderr, True
-    except subprocess.TimeoutExpired as error:
-        said: Any = error.stdout or b""  # Bytes, whatever was asked for.
-        text = said if isinstance(said, str) else said.decode(errors="replace")
-        ended = False
-    (setting.folder / "tests.log").write_text(text)
-    if "No module named pytest" in text:
+    if importlib.util.find_spec("pytest") is None:
         raise SkippedError("pytest is not installed")
-    words = re.findall(r"^tests/.+? (PASSED|FAILED|SKIPPED|ERROR)", text, re.M)
-    counts = {word.lower(): words.count(word) for word in dict.fromkeys(words)}
-    failed = re.findall(r"^(tests/.+?) (?:FAILED|ERROR)", text, re.MULTILINE)
+    command = [sys.executable, "-m", "pytest", "-m", "accelerator", "-v", "--tb=short"]
+    command += ["-p", "no:cacheprovider", "tests", *["-k", "peak"] * setting.dry]
+    log, ended = setting.folder / "tests.log", True
+    with log.open("w") as file:
+        try:
+            subprocess.run(
+                command,
+                cwd=ROOT,
+                stdout=file,
+                stderr=file,
+                check=False,
+                timeout=SECONDS_OF_TESTS,
+            )
+        except subprocess.TimeoutExpired:
+            ended = False
+    found = re.findall(
+        r"^(tests/.+?) (PASSED|FAILED|SKIPPED|ERROR)", log.read_text(), re.MULTILINE
+    )
+    words = [word for _, word in found]
+    failed = [test for test, word in found if word in ("FAILED", "ERROR")]
     return {
-        "counts": counts,
+        "counts": {word.lower(): words.count(word) for word in dict.fromkeys(words)},
         "ended": ended,
         "failed": failed,
         "bound": "all pass",
-        "within": bool(counts) and not failed and ended,
+        "within": bool(found) and not failed and ended,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,17 +28,26 @@ class Mode(NamedTuple):
 
     Attributes:
       optimizer: Wraps the optimizer.
-      step: Wraps the step that is made with it.
+      streamed: Options of `oo.stream` around the step; None for a step as it is.
       is_ours: Whether the library has a part in it.
       on_host: A regex of the parameters that rest on the host; "" for none.
       base: Rules of the frozen base under adapters; () leaves it where it is.
     """
 
     optimizer: Wrap
-    step: Wrap = as_it_is
+    streamed: Mapping[str, Any] | None = None
     is_ours: bool = True
     on_host: str = ""
     base: tuple[oo.Rule, ...] = ()
+
+    def step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A step, streamed."""
+        return fn if self.streamed is None else oo.stream(fn, **self.streamed)
+
+    def schedule(self, step: Callable[..., Any], args: Any) -> Any:
+        """What is done with a streamed step."""
+        options: dict[str, Any] = {**(self.streamed or {})}
+        return oo.jit(step, **options).schedule(*args)
 
 
 def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -61,9 +70,8 @@ def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
 # their matrices may be sliced along the first.
 OURS = functools.partial(oo.offload, rules=oo.Rule(".*", slice_axis=0))
 # Gradients that have to wait for a norm need nothing more if they are computed twice.
-TWICE = functools.partial(oo.stream, late_gradients="recompute")
-STORED = functools.partial(oo.stream, late_gradients="host")
-JITTED = functools.partial(oo.jit, residuals="host")
+TWICE = {"late_gradients": "recompute"}
+AT_REST = {"residuals": "host"}
 # Parameters of layers, scanned or of a Python loop.
 LAYERS = r"(.*/)?layers(_\d+)?/.*"
 # State of which moments are kept in 8 bits, all of it in host memory.
@@ -88,46 +96,23 @@ SIX_BYTES_IN_PARTS = functools.partial(SIX_BYTES, window_bytes=2**28)
 INT8_ALONE = functools.partial(oo.low_bit, rules=MOMENTS)
 # Matrices in few bits, and tables of the vocabulary in their own.
 IN_FOUR_BITS = (oo.Rule(".*/kernel", codec="nf4"), oo.Rule("embedding|lm_head"))
-IN_EIGHT_BITS = (oo.Rule(".*/kernel", codec="int8-linear"), IN_FOUR_BITS[1])
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
     "ours": Mode(OURS),
-    "fused": Mode(OURS, oo.stream),
+    "fused": Mode(OURS, {}),
     "fused twice": Mode(OURS, TWICE),
-    "fused stored": Mode(OURS, STORED),
+    "fused stored": Mode(OURS, {"late_gradients": "host"}),
     "fused alone": Mode(as_it_is, TWICE),
-    "parameters": Mode(OURS, oo.stream, on_host=LAYERS),
-    "residuals": Mode(
-        OURS, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
-    ),
+    "parameters": Mode(OURS, {}, on_host=LAYERS),
+    "residuals": Mode(OURS, AT_REST, on_host=LAYERS),
     # No row is loaded ahead, and updates are in parts.
-    "least": Mode(
-        functools.partial(OURS, window_bytes=2**23),
-        functools.partial(oo.stream, residuals="host"),
-        on_host=LAYERS,
-    ),
-    "six bytes": Mode(
-        SIX_BYTES, functools.partial(oo.stream, residuals="host"), on_host=LAYERS
-    ),
-    "six bytes least": Mode(
-        SIX_BYTES_IN_PARTS,
-        functools.partial(oo.stream, residuals="host"),
-        on_host=LAYERS,
-    ),
-    "six bytes all": Mode(
-        SIX_BYTES_IN_PARTS,
-        functools.partial(oo.stream, residuals="host"),
-        on_host=".*",
-    ),
-    "nf4 base": Mode(OURS, JITTED, base=IN_FOUR_BITS),
-    # Before Hopper a GPU's compiler hides no transfer unless it is told to.
-    "nf4 base hidden": Mode(
-        OURS, functools.partial(JITTED, latency_hiding="on"), base=IN_FOUR_BITS
-    ),
-    "int8 base": Mode(OURS, JITTED, base=IN_EIGHT_BITS),
-    "int8": Mode(INT8),
-    "int8 fused": Mode(INT8, oo.stream),
+    "least": Mode(functools.partial(OURS, window_bytes=2**23), AT_REST, on_host=LAYERS),
+    "six bytes": Mode(SIX_BYTES, AT_REST, on_host=LAYERS),
+    "six bytes least": Mode(SIX_BYTES_IN_PARTS, AT_REST, on_host=LAYERS),
+    "six bytes all": Mode(SIX_BYTES_IN_PARTS, AT_REST, on_host=".*"),
+    "nf4 base": Mode(OURS, AT_REST, base=IN_FOUR_BITS),
+    "int8 fused": Mode(INT8, {}),
     "int8 alone": Mode(INT8_ALONE),
     "int8 fused alone": Mode(INT8_ALONE, TWICE),
 }
@@ -140,8 +125,12 @@ def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
     if mode.base:
         adapters, state, base, tokens = step.args
         args = adapters, state, oo.place(base, mode.base), tokens
-        options = {k: getattr(step, k) for k in ("donate_argnums", "out_shardings")}
-        return oo.Step(mode.step(step.fn, **options), args)
+        options: dict[str, Any] = {
+            **(mode.streamed or {}),
+            "donate_argnums": step.donate_argnums,
+            "out_shardings": step.out_shardings,
+        }
+        return oo.Step(oo.jit(step.fn, **options), args)
     step = step._replace(fn=mode.step(step.fn))
     if not mode.on_host:
         return step
@@ -164,6 +153,17 @@ def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], A
     return step
 
 
+def of_workload(
+    workload: Workload, target: aot.Target, mode: Mode
+) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
+    """A workload's step with a mode's optimizer, and what its arguments are."""
+    params, x = workload.on(target)
+    if mode.on_host:
+        params = oo.set_memory_kind(params, mode.on_host, "pinned_host")
+    tx = mode.optimizer(workload.optimizer)
+    return train_step(workload, tx), (params, oo.eval_shape(tx.init, params), x)
+
+
 def compile_step(
     workload: Workload, target: aot.Target, mode: Mode
 ) -> jax.stages.Compiled:
@@ -172,28 +172,33 @@ def compile_step(
     Raises:
       aot.DoesNotFitError: it needs more memory than the target has.
     """
-    params, x = workload.on(target)
-    if mode.on_host:
-        params = oo.set_memory_kind(params, mode.on_host, "pinned_host")
-    tx = mode.optimizer(workload.optimizer)
-    state = oo.eval_shape(tx.init, params)
+    step, args = of_workload(workload, target, mode)
     return aot.compile(
-        mode.step(train_step(workload, tx)),
-        *(params, state, x),
+        mode.step(step),
+        *args,
         target=target,
-        out_shardings=jax.tree.map(lambda s: s.sharding, (params, state)),
+        out_shardings=jax.tree.map(lambda s: s.sharding, args[:2]),
         donate_argnums=(0, 1),
     )
 
 
-def library_digest(mode: str) -> str | None:
-    """A digest of the library: results of it are only good for what it is.
+def bytes_on_device(tree: Any) -> int:
+    """Those of its arrays that are in device memory, on each device."""
+    rows = oo.memory_report(tree).rows
+    return sum(r.nbytes_per_device for r in rows if r.actual == "device")
 
-    None for a mode in which it has no part.
+
+def digest(mode: str) -> str:
+    """A digest of what results of a mode depend on: what is trained, and the library.
+
+    Of modes in which the library has no part, results are good for all versions of it.
     """
-    if not MODES[mode].is_ours:
-        return None
-    digest = hashlib.sha256()
-    for path in sorted(Path(oo.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+    root = Path(__file__).parent.parent.parent
+    folders = [root / "benchmarks" / "common", root / "examples"]
+    if MODES[mode].is_ours:
+        folders.append(Path(oo.__file__).parent)
+    found = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()[:16]

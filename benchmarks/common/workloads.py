@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -220,87 +220,18 @@ def decoder(
     variables = jax.eval_shape(model.init, jax.random.key(0), tokens)
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return _next_token_loss(model.apply({"params": params}, tokens), tokens)
+        logits: Any = model.apply({"params": params}, tokens)
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits[:, :-1], tokens[:, 1:]
+        )
+        return jnp.mean(losses)
 
-    tx = _adamw()
+    tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000))
     if clipped:
         tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
     if every > 1:
         tx = optax.MultiSteps(tx, every).gradient_transformation()
     return Workload(loss, variables["params"], tokens, tx)
-
-
-def _next_token_loss(logits: Any, tokens: jax.Array) -> jax.Array:
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], tokens[:, 1:]
-    )
-    return jnp.mean(losses)
-
-
-def _adamw() -> optax.GradientTransformation:
-    return optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 3e-4, 100, 10_000))
-
-
-class _NnxBlock(nnx.Module):
-    def __init__(self, width: int, heads: int, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            heads, width, use_bias=False, decode=False, rngs=rngs
-        )
-        self.mlp_norm = nnx.RMSNorm(width, rngs=rngs)
-        self.mlp_in = nnx.Linear(width, 4 * width, use_bias=False, rngs=rngs)
-        self.mlp_out = nnx.Linear(4 * width, width, use_bias=False, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        causal = nnx.make_causal_mask(x[..., 0])
-        x += self.attention(self.attention_norm(x), mask=causal)
-        return x + self.mlp_out(nnx.gelu(self.mlp_in(self.mlp_norm(x))))
-
-
-class _NnxDecoder(nnx.Module):
-    def __init__(
-        self, layers: int, width: int, heads: int, vocabulary: int, rngs: nnx.Rngs
-    ):
-        @nnx.split_rngs(splits=layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def blocks(rngs: nnx.Rngs) -> _NnxBlock:
-            return _NnxBlock(width, heads, rngs)
-
-        self.embedding = nnx.Embed(vocabulary, width, rngs=rngs)
-        self.layers = blocks(rngs)
-        self.final_norm = nnx.RMSNorm(width, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
-        @nnx.remat(prevent_cse=False)
-        def forward(block: _NnxBlock, x: jax.Array) -> jax.Array:
-            return block(x)
-
-        x: Any = forward(self.layers, self.embedding(tokens))
-        return self.embedding.attend(self.final_norm(x))
-
-
-def decoder_nnx(
-    layers: int = 24,
-    width: int = 1024,
-    heads: int = 16,
-    vocabulary: int = 32768,
-    batch: int = 8,
-    context: int = 512,
-) -> Workload:
-    """The scanned decoder in Flax NNX: its state is updated as `nnx.Optimizer` does."""
-    model = nnx.eval_shape(
-        lambda: _NnxDecoder(layers, width, heads, vocabulary, nnx.Rngs(0))
-    )
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    assert not jax.tree.leaves(rest)
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        return _next_token_loss(nnx.merge(graph, params, rest)(tokens), tokens)
-
-    tokens = jax.ShapeDtypeStruct((batch, context), jnp.int32)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), _adamw())
-    return Workload(loss, params, tokens, tx)
 
 
 def gpt2() -> Workload:
@@ -316,14 +247,13 @@ def gpt2() -> Workload:
     )
 
 
-WORKLOADS: dict[str, Callable[[], Workload]] = {
+WORKLOADS: dict[str, Callable[..., Workload]] = {
     "leaves": leaves,
     "tutorial": tutorial,
     "stacked": stacked,
     "unequal": unequal,
-    "decoder_scanned": lambda: decoder(scan=True),
-    "decoder_unrolled": lambda: decoder(scan=False),
-    "decoder_nnx": decoder_nnx,
+    "decoder_scanned": functools.partial(decoder, scan=True),
+    "decoder_unrolled": functools.partial(decoder, scan=False),
     "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
     "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
     "gpt2": gpt2,

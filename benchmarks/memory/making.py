@@ -4,7 +4,7 @@ The state of Llama 3 in six bytes a parameter, compiled for a chip: one step, ma
 state, and converting its leaves from and to a plain checkpoint's, as `oo.place`,
 `oo.low_bit_encode` and `oo.low_bit_decode` do, one leaf after the other. What compiles
 nothing is run here, with a small state of the same form: its peak is that of all arrays
-on the device. `fit_models` has more of the steps.
+on the device. `peaks.py` has more of the steps.
 
 Run (the second without steps, in a tenth of the time):
     python -m benchmarks.memory.making
@@ -13,11 +13,10 @@ Run (the second without steps, in a tenth of the time):
 
 from __future__ import annotations
 
-import functools
-import json
+import itertools
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,17 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
-from absl import app, flags
+from absl import flags
 
 import optax_offload as oo
-from benchmarks.common.steps import MODES, SIX_BYTES, step_in_mode
-from examples import models
+from benchmarks.common import command
+from benchmarks.common.steps import MODES, SIX_BYTES
+from benchmarks.memory.peaks import model_step
 from optax_offload import _memory, _plan, aot
 from optax_offload._low_bit import Encoded, by_rows
+from optax_offload._units import GIB, MIB
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list(
-    "models", ["llama3_8b:rtx4090", "llama3_70b:h100"], "Each with its chip."
-)
-flags.DEFINE_list("modes", ["six bytes least", "six bytes all"], f"Of {list(MODES)}.")
-flags.DEFINE_integer("context", 4096, "Tokens in a sequence.")
-flags.DEFINE_boolean("steps", True, "Whether steps are compiled too.")
-flags.DEFINE_string("out", "out/making", "Where the .json goes.")
 
 
 def peak_of(fn: Any, args: Any, target: aot.Target) -> int:
@@ -129,39 +123,35 @@ def kept() -> dict[str, int]:
             }
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Compiles for each model and mode, and prints the peaks in GiB."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
+    columns = ("step", "make", "encode", "decode")
+    command.print_header(("model", "chip", "mode"), columns)
     rows = []
-    for of_chip in FLAGS.models:
-        model, chip = of_chip.split(":", 1)
-        make_step = functools.partial(
-            getattr(models, model), context=FLAGS.context, batch=1
-        )
-        target = aot.Target(chip)
-        for mode in FLAGS.modes:
-            step = step_in_mode(make_step, target, MODES[mode])
-            tx = MODES[mode].optimizer(oo.master_weights(optax.adamw(3e-4)))
-            params = step.args[0]
-            row: dict[str, Any] = {"model": model, "chip": chip, "mode": mode}
-            if FLAGS.steps:
-                row["step"] = aot.peak(_plan.compile_step(step, target)).peak_bytes
-            row["make"] = peak_of(oo.jit(tx.init), (params,), target)
-            row |= conversions(oo.eval_shape(tx.init, params), target)
-            rows.append(row)
-            figures = {k: n / 2**30 for k, n in row.items() if isinstance(n, int)}
-            texts = ", ".join(f"{k} {gib:.2f}" for k, gib in figures.items())
-            print(f"{model} on {chip}, {mode}: {texts} GiB", flush=True)
+    for named, mode in itertools.product(FLAGS.models, FLAGS.modes):
+        model, chip = named.split(":", 1)
+        target, sizes = aot.Target(chip), {"context": FLAGS.context, "batch": 1}
+        step = model_step(model, target, mode, sizes)
+        tx = MODES[mode].optimizer(oo.master_weights(optax.adamw(3e-4)))
+        params = step.args[0]
+        found: dict[str, int] = {}
+        if FLAGS.steps:
+            found["step"] = aot.peak(_plan.compile_step(step, target)).peak_bytes
+        found["make"] = peak_of(oo.jit(tx.init), (params,), target)
+        found |= conversions(oo.eval_shape(tx.init, params), target)
+        gib = [found[x] / GIB if x in found else None for x in columns]
+        command.print_row((model, chip, mode), gib)
+        rows.append({"model": model, "chip": chip, "mode": mode, **found})
     small = kept()
-    texts = ", ".join(f"{k} {n / 2**20:.2f}" for k, n in small.items())
+    texts = ", ".join(f"{k} {n / MIB:.2f}" for k, n in small.items())
     print(f"96 MiB in its own form: {texts} MiB of the device")
-    out = Path(FLAGS.out).with_suffix(".json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table = {"jax": jax.__version__, "rows": rows, "kept": small}
-    out.write_text(json.dumps(table, indent=1) + "\n")
-    print(f"also in {out}")
+    command.write(rows=rows, kept=small)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    models = ["llama3_8b:rtx4090", "llama3_70b:h100"]
+    flags.DEFINE_list("models", models, "Each with its chip.")
+    command.define_shared(modes=["six bytes least", "six bytes all"])
+    flags.DEFINE_integer("context", 4096, "Tokens in a sequence.")
+    flags.DEFINE_boolean("steps", True, "Whether steps are compiled too.")
+    command.run(main, out="out/making")

@@ -13,29 +13,28 @@ Run:
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
 import jax
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 
-import optax_offload as oo
-from benchmarks.common.steps import MODES, compile_step, library_digest, train_step
+from benchmarks.common import command
+from benchmarks.common.steps import (
+    MODES,
+    bytes_on_device,
+    compile_step,
+    digest,
+    of_workload,
+)
 from benchmarks.common.workloads import WORKLOADS
 from optax_offload import aot
 from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
-flags.DEFINE_string("chip", "h100", "Chip to compile for.")
-flags.DEFINE_string("workload", "decoder_scanned", f"Of {', '.join(WORKLOADS)}.")
-flags.DEFINE_string(
-    "kept", "benchmarks/results/picture.json", "Where the numbers are kept."
-)
-flags.DEFINE_string("png", "docs/pictures/peak.png", "Where the picture goes.")
-
+CHIP, WORKLOAD = "h100", "decoder_scanned"
+TITLE = f"Flax decoder, 24 layers, 336 million parameters, {CHIP}"
 # What the bars are called, by mode.
 BARS = {
     "no offload": "optax",
@@ -44,7 +43,6 @@ BARS = {
     "parameters": "+ parameters",
     "residuals": "+ residuals",
 }
-NAMES = {"decoder_scanned": "Flax decoder, 24 layers, 336 million parameters"}
 COLORS = {
     "parameters": "#4269d0",
     "optimizer state": "#ff725c",
@@ -53,20 +51,15 @@ COLORS = {
 }
 
 
-def measure(workload_name: str, target: aot.Target, mode: str) -> dict:
+def measure(mode: str) -> dict:
     """Compiles the step in a mode, and returns what its peak is made of, in bytes."""
-    workload, way = WORKLOADS[workload_name](), MODES[mode]
+    workload, way, target = WORKLOADS[WORKLOAD](), MODES[mode], aot.Target(CHIP)
     peak = aot.peak(compile_step(workload, target, way))
-    params, x = workload.on(target)
-    gradient_bytes = _bytes_on_device(params)
-    if way.on_host:
-        params = oo.set_memory_kind(params, way.on_host, "pinned_host")
-    tx = way.optimizer(workload.optimizer)
-    state = oo.eval_shape(tx.init, params)
-    parameter_bytes, state_bytes = _bytes_on_device(params), _bytes_on_device(state)
-    if mode not in ("no offload", "ours"):
-        step = oo.jit(train_step(workload, tx))
-        gradient_bytes -= step.schedule(params, state, x).gradient_bytes
+    step, (params, state, x) = of_workload(workload, target, way)
+    parameter_bytes, state_bytes = bytes_on_device(params), bytes_on_device(state)
+    gradient_bytes = bytes_on_device(workload.on(target)[0])
+    if way.streamed is not None:
+        gradient_bytes -= way.schedule(step, (params, state, x)).gradient_bytes
     temporary_bytes = peak.peak_bytes - parameter_bytes - state_bytes
     gradient_bytes = min(gradient_bytes, temporary_bytes)
     return {
@@ -81,32 +74,19 @@ def measure(workload_name: str, target: aot.Target, mode: str) -> dict:
     }
 
 
-def _bytes_on_device(tree: object) -> int:
-    leaves = [
-        leaf
-        for leaf in jax.tree.leaves(tree)
-        if leaf.sharding.memory_kind in (None, "device")
-    ]
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in leaves
-    )
-
-
 def results() -> dict:
     """What is measured, or was by this library and this JAX."""
     path = Path(FLAGS.kept)
     of = {
-        "workload": FLAGS.workload,
-        "target": FLAGS.chip,
+        "workload": WORKLOAD,
+        "target": CHIP,
         "jax": jax.__version__,
-        "library": library_digest("ours"),
+        "library": digest("ours"),
     }
     kept = json.loads(path.read_text()) if path.exists() else {}
     if all(kept.get(key) == value for key, value in of.items()):
         return kept
-    target = aot.Target(FLAGS.chip)
-    modes = {mode: measure(FLAGS.workload, target, mode) for mode in BARS}
+    modes = {mode: measure(mode) for mode in BARS}
     found = of | {"date": date.today().isoformat(), "modes": modes}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
@@ -131,7 +111,7 @@ def plot(found: dict, path: Path) -> None:
         axes.annotate(f"{total:.0f}", (x, total), ha="center", va="bottom")
     axes.set(
         ylabel="peak of one step (MiB)",
-        title=f"{NAMES.get(found['workload'], found['workload'])}, {found['target']}",
+        title=TITLE,
         ylim=(0, 1.08 * max(bottoms)),
     )
     axes.spines[["top", "right"]].set_visible(False)
@@ -140,19 +120,20 @@ def plot(found: dict, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Prints the parts of each peak, in MiB, and draws them."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     found = results()
-    print(f"{found['workload']} on {found['target']}, MiB (JAX {found['jax']})")
+    command.print_header(("MiB",), ("peak", *COLORS, "host"))
     for mode, row in found["modes"].items():
-        parts = {"peak": row["peak_bytes"], **row["parts"], "host": row["host_bytes"]}
-        sizes = ", ".join(f"{part} {n / MIB:.1f}" for part, n in parts.items())
-        print(f"{BARS[mode]:22} {sizes}")
+        sizes = (row["peak_bytes"], *row["parts"].values(), row["host_bytes"])
+        command.print_row((BARS[mode],), [size / MIB for size in sizes])
     plot(found, Path(FLAGS.png))
     print(f"in {FLAGS.kept} and {FLAGS.png}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.DEFINE_string(
+        "kept", "benchmarks/results/picture.json", "Where the numbers are kept."
+    )
+    flags.DEFINE_string("png", "docs/pictures/peak.png", "Where the picture goes.")
+    command.run(main)

@@ -1,46 +1,33 @@
-"""Finding the largest number of layers that fits, in few compilations."""
+"""Finding the largest number that fits, in few compilations."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 
-MAX_LAYERS = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """Whether a number of layers fits.
-
-    Attributes:
-      fits: on the target.
-      used_bytes: the peak; where it does not fit, what the compiler says it needs.
-      seconds: of tracing and compiling.
-    """
-
-    fits: bool
-    used_bytes: int
-    seconds: float
+END = 4096
 
 
 def largest(
-    probe: Callable[[int], Probe], memory_bytes: int, first: int, end: int = MAX_LAYERS
+    probe: Callable[[int], tuple[bool, int]],
+    memory_bytes: int,
+    first: int = 8,
+    end: int = END,
 ) -> int:
     """The largest number that fits, 0 if not even 1 does; below `end`.
 
     Args:
-      probe: tries a number.
-      memory_bytes: what there is.
-      first: the number to try first.
-      end: a number that is taken not to fit.
+      probe: Tries a number: whether it fits, and the bytes that it needs.
+      memory_bytes: What there is.
+      first: The number to try first.
+      end: A number that is taken not to fit.
     """
     fitting: dict[int, int] = {}
     failing: dict[int, int] = {}
     guess, turn = first, 0
     while True:
-        found = probe(guess)
-        (fitting if found.fits else failing)[guess] = found.used_bytes
+        fits, used_bytes = probe(guess)
+        (fitting if fits else failing)[guess] = used_bytes
         low, high = max(fitting, default=0), min(failing, default=end)
         if high - low <= 1:
             return low
@@ -48,7 +35,7 @@ def largest(
         guess = _interpolate(fitting | failing, memory_bytes)
         if guess is None or (turn % 3 == 0 and failing):
             guess = (low + high) // 2 if failing else 2 * low
-        if found.fits and guess >= high:
+        if fits and guess >= high:
             guess = high - 1
         guess = min(max(guess, low + 1), high - 1)
 

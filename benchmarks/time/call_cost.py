@@ -15,86 +15,72 @@ Run:
 
 from __future__ import annotations
 
+import functools
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 
 import optax_offload as oo
+from benchmarks.common import command
 
-FLAGS = flags.FLAGS
-flags.DEFINE_list("leaves", ["10", "100", "1000"], "Of the state, one run for each.")
-flags.DEFINE_integer("rounds", 40, "Turns of each way.")
-flags.DEFINE_integer("calls", 20, "Calls in a turn.")
+COUNTS = (10, 100, 1000)
+ROUNDS = 40
+# In each turn of a way.
+CALLS = 20
 
 
-def step(state: dict[str, Any]) -> dict[str, Any]:
-    """Of which all leaves are written in place."""
+def add_one(state: Any) -> Any:
+    """A step of which all leaves are written in place."""
     return jax.tree.map(lambda x: x + 1, state)
 
 
-def reordered(state: dict[str, Any]) -> Callable[[Any], Any]:
+def reordered(count: int) -> Callable[[Any], Any]:
     """The step, its flat leaves put into another order and back again."""
-    leaves, treedef = jax.tree.flatten(state)
-    order = operator.itemgetter(*reversed(range(len(leaves))))
-    flat = jax.jit(
-        lambda *xs: tuple(x + 1 for x in xs), donate_argnums=tuple(range(len(leaves)))
-    )
+    order = operator.itemgetter(*reversed(range(count)))
+    flat = jax.jit(lambda *xs: add_one(xs), donate_argnums=tuple(range(count)))
 
     def call(state: Any) -> Any:
-        leaves, treedef_of_call = jax.tree.flatten(state)
-        assert treedef_of_call == treedef
-        kinds = [x.sharding.memory_kind for x in leaves]
-        assert len(kinds) == len(leaves)
+        leaves, treedef = jax.tree.flatten(state)
+        assert all(x.sharding.memory_kind for x in leaves)
         return jax.tree.unflatten(treedef, order(flat(*order(leaves))))
 
     return call
 
 
-def seconds_per_call(call: Callable[[Any], Any], state: Any) -> tuple[float, Any]:
-    """The time until calls return, not until they are done."""
-    jax.block_until_ready(state)
-    start = time.perf_counter()
-    for _ in range(FLAGS.calls):
-        state = call(state)
-    return (time.perf_counter() - start) / FLAGS.calls, state
-
-
-def main(argv: list[str]) -> None:
-    """Prints a line for each number of leaves."""
-    del argv
+def main() -> None:
+    """Prints microseconds of a call, the least of all turns."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    print(f"JAX {jax.__version__}; µs per call, the least of all turns")
-    for count in [int(n) for n in FLAGS.leaves]:
-        ways: dict[str, Any] = {
-            "jax.jit": jax.jit(step, donate_argnums=0),
-            "again": jax.jit(step, donate_argnums=0),
-            "oo.jit": oo.jit(step, donate_argnums=0),
-            "oo.jit, shardings": oo.jit(
-                step, donate_argnums=0, in_shardings=device, out_shardings=device
-            ),
+    of_ours = functools.partial(oo.jit, add_one, donate_argnums=0)
+    for count in COUNTS:
+        ways = {
+            "jax.jit": jax.jit(add_one, donate_argnums=0),
+            "again": jax.jit(add_one, donate_argnums=0),
+            "oo.jit": of_ours(),
+            "with shardings": of_ours(in_shardings=device, out_shardings=device),
+            "reordered": reordered(count),
         }
-        states = {
-            name: {
-                f"{i:04}": jax.device_put(jnp.zeros(()), device) for i in range(count)
-            }
-            for name in (*ways, "reordered")
+        if count == COUNTS[0]:
+            command.print_header(("leaves",), list(ways))
+        zero = jnp.zeros((), device=device)
+        states: dict[str, Any] = {
+            name: {f"{i:04}": zero + 0 for i in range(count)} for name in ways
         }
-        ways["reordered"] = reordered(states["reordered"])
-        times: dict[str, list[float]] = {name: [] for name in ways}
-        names = list(ways)
-        for _ in range(FLAGS.rounds):
-            names = names[1:] + names[:1]
-            for name in names:
-                seconds, states[name] = seconds_per_call(ways[name], states[name])
-                times[name].append(seconds)
-        shown = ", ".join(f"{name} {1e6 * min(t):.1f}" for name, t in times.items())
-        print(f"{count:5} leaves: {shown}")
+        times: dict[str, list[float]] = defaultdict(list)
+        for turn in range(ROUNDS):
+            first = turn % len(ways)
+            for name in [*list(ways)[first:], *list(ways)[:first]]:
+                jax.block_until_ready(states[name])
+                start = time.perf_counter()
+                for _ in range(CALLS):
+                    states[name] = ways[name](states[name])
+                times[name].append((time.perf_counter() - start) / CALLS)
+        command.print_row((str(count),), [1e6 * min(times[name]) for name in ways])
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -1,9 +1,10 @@
 """What offloading costs before the first step: tracing, lowering and compiling.
 
-An update of many leaves, with clipping and adamw, on the CPU; a step of as many layers
-in a Python loop there; and the whole step of a scanned decoder, for chips that need not
-be here, with and without the updates in its backward pass. The modes take turns, so
-that a machine that is busy for a while is busy for all of them.
+`--parts`: an update of many leaves, with clipping and adamw, on the CPU; the same, only
+traced, with more and more leaves; a step of as many layers in a Python loop; and the
+whole step of a scanned decoder, for chips that need not be here, with and without the
+updates in its backward pass. The modes take turns, so that a machine that is busy for a
+while is busy for all of them.
 
 Run (the second is the step alone):
     JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time
@@ -12,52 +13,41 @@ Run (the second is the step alone):
 
 from __future__ import annotations
 
-import json
+import functools
 import statistics
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 
 import optax_offload as oo
+from benchmarks.common import command
 from benchmarks.common.steps import MODES, compile_step
-from benchmarks.common.workloads import decoder
+from benchmarks.common.workloads import WORKLOADS
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("parts", ["update", "unrolled", "tracing", "step"], "What is timed.")
-flags.DEFINE_integer("leaves", 600, "Leaves that are compiled.")
-flags.DEFINE_list(
-    "traced_leaves", ["150", "300", "600", "1200"], "Leaves that are traced."
-)
-flags.DEFINE_list("targets", ["h100", "v5e:2x2"], "Chips to compile the step for.")
-flags.DEFINE_integer("rounds", 3, "Turns of each mode.")
-flags.DEFINE_string("out", "out/compile_time", "Where the .json goes.")
-
-# Of an update alone: there is no backward pass to fuse it into.
-COMPARED = ("no offload", "recipe", "ours")
-STEPS_COMPARED = ("no offload", "ours", "fused")
 PHASES = ("trace", "lower", "compile")
+TRACED_LEAVES = (150, 300, 600, 1200)
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+Seconds = dict[str, float]
 
 
-def leaves_of(count: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """As many matrices of 128 KiB: above `Rule.min_bytes`, so that all are moved."""
+def on_device(*shape: int) -> jax.ShapeDtypeStruct:
+    """A float32 array of the first device."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    leaf = jax.ShapeDtypeStruct((128, 256), jnp.float32, sharding=device)
-    return {f"layer_{i}": leaf for i in range(count)}
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
 
 
-def timed(mode: str, count: int, phases: Sequence[str] = PHASES) -> dict[str, float]:
-    """The seconds of each phase and of all of them, by the clock and of the CPU."""
-    params = leaves_of(count)
-    plain = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    tx = MODES[mode].optimizer(plain)
+def timed_update(mode: str, count: int, phases: Sequence[str] = PHASES) -> Seconds:
+    """An update of so many matrices of 128 KiB: above `Rule.min_bytes`, so all move."""
+    params = {f"layer_{i}": on_device(128, 256) for i in range(count)}
+    tx = MODES[mode].optimizer(CLIPPED)
     state = oo.eval_shape(tx.init, params)
 
     def step(params: Any, state: Any, grads: Any) -> Any:
@@ -69,14 +59,11 @@ def timed(mode: str, count: int, phases: Sequence[str] = PHASES) -> dict[str, fl
     return seconds_of(stage, (params, state, params), phases)
 
 
-def timed_unrolled(mode: str, count: int) -> dict[str, float]:
-    """Those of a step of so many layers, of 64 KiB each, in a Python loop."""
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = [jax.ShapeDtypeStruct((128, 128), jnp.float32, sharding=device)] * count
-    x = jax.ShapeDtypeStruct((16, 128), jnp.float32, sharding=device)
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+def timed_unrolled(mode: str, count: int) -> Seconds:
+    """A step of so many layers, of 64 KiB each, in a Python loop."""
+    params, x = [on_device(128, 128)] * count, on_device(16, 128)
     jit = oo.jit if mode == "ours" else jax.jit
-    tx = oo.offload(tx) if mode == "ours" else tx
+    tx: Any = oo.offload(CLIPPED) if mode == "ours" else CLIPPED
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params:
@@ -93,12 +80,21 @@ def timed_unrolled(mode: str, count: int) -> dict[str, float]:
     return seconds_of(stage, (params, state, x), PHASES)
 
 
-def seconds_of(
-    stage: Any, given: tuple[Any, ...], phases: Sequence[str]
-) -> dict[str, float]:
-    """The seconds of each phase of a jitted function, and of all of them."""
+def timed_step(mode: str, target: str) -> Seconds:
+    """The whole step of a decoder."""
+    jax.clear_caches()
+    started, started_cpu = time.perf_counter(), time.process_time()
+    compile_step(WORKLOADS["decoder_scanned"](), aot.Target(target), MODES[mode])
+    return {
+        "total": time.perf_counter() - started,
+        "cpu_total": time.process_time() - started_cpu,
+    }
+
+
+def seconds_of(stage: Any, given: tuple[Any, ...], phases: Sequence[str]) -> Seconds:
+    """The seconds of each phase and of all of them, by the clock and of the CPU."""
     jax.clear_caches()  # Or only the first mode would trace optax's own jits.
-    seconds: dict[str, float] = {}
+    seconds: Seconds = {}
     for phase in phases:
         args = given if phase == "trace" else ()
         started, started_cpu = time.perf_counter(), time.process_time()
@@ -110,132 +106,75 @@ def seconds_of(
     return seconds
 
 
-def in_turns(counts: Sequence[int], rounds: int, phases: Sequence[str]) -> list[dict]:
-    """A row for each mode, number of leaves and round."""
-    turns = [(r, n, mode) for r in range(rounds) for n in counts for mode in COMPARED]
-    rows = []
-    for r, n, mode in turns:
-        row = {"leaves": n, "mode": mode, "round": r} | timed(mode, n, phases)
-        rows.append(row)
-        seconds = "  ".join(f"{p} {row[p]:6.2f}" for p in (*phases, "total"))
-        print(f"round {r}  {n:5d} leaves  {mode:11s} {seconds}", flush=True)
+def in_turns(
+    what: str, modes: Sequence[str], timed: Callable[[str], Seconds]
+) -> list[dict[str, Any]]:
+    """A row for each round and mode; prints medians, and the last over the others."""
+    rows: list[dict[str, Any]] = []
+    for number in range(FLAGS.rounds):
+        for mode in modes:
+            rows.append({"of": what, "mode": mode, "round": number} | timed(mode))
+    phases = [key for key in rows[0] if key.endswith(("total", *PHASES))]
+    command.print_header((what, ""), phases)
+    own = {
+        mode: {p: [r[p] for r in rows if r["mode"] == mode] for p in phases}
+        for mode in modes
+    }
+    for mode in modes:
+        medians = [statistics.median(own[mode][p]) for p in phases]
+        command.print_row((mode, "seconds"), medians)
+    for mode in modes[:-1]:
+        ratios = [
+            statistics.median(
+                a / b for a, b in zip(own[modes[-1]][p], own[mode][p], strict=True)
+            )
+            for p in phases
+        ]
+        command.print_row((modes[-1], f"of {mode}"), ratios)
     return rows
 
 
-def steps_in_turns(target: str, rounds: int) -> list[dict]:
-    """A row for each mode and round: the seconds of a whole step."""
-    workload = decoder(scan=True)
-    rows = []
-    for r, mode in [(r, mode) for r in range(rounds) for mode in STEPS_COMPARED]:
-        jax.clear_caches()
-        started, started_cpu = time.perf_counter(), time.process_time()
-        compile_step(workload, aot.Target(target), MODES[mode])
-        row = {"target": target, "mode": mode, "round": r}
-        row["total"] = time.perf_counter() - started
-        row["cpu_total"] = time.process_time() - started_cpu
-        rows.append(row)
-        print(f"round {r}  {target:9s} {mode:11s} {row['total']:6.2f} s", flush=True)
-    return rows
-
-
-def ratios(rows: list[dict], phase: str, to: str, mode: str = "ours") -> list[float]:
-    """Of a mode's time to another's, in each round."""
-    by = {(r["mode"], r["round"]): r[phase] for r in rows}
-    rounds = sorted({r["round"] for r in rows})
-    return [by[mode, r] / by[to, r] for r in rounds]
-
-
-def growth(rows: list[dict], mode: str) -> float:
+def growth(rows: list[dict[str, Any]], mode: str) -> float:
     """The exponent e of seconds = c * leaves ** e: 1 is linear, 2 is quadratic.
 
     Of the CPU's seconds in the fastest round, which other processes disturb less.
     """
-    counts = sorted({r["leaves"] for r in rows})
-    seconds = [
-        min(r["cpu_trace"] for r in rows if r["mode"] == mode and r["leaves"] == n)
-        for n in counts
-    ]
-    return float(np.polyfit(np.log(counts), np.log(seconds), 1)[0])
+    fastest: dict[int, float] = {}
+    for row in rows:
+        if row["mode"] == mode:
+            count = int(row["of"].split()[0])
+            fastest[count] = min(fastest.get(count, np.inf), row["cpu_trace"])
+    logs = np.log([*fastest]), np.log([*fastest.values()])
+    return float(np.polyfit(*logs, 1)[0])
 
 
-def time_update() -> dict[str, Any]:
-    """Compiles the update in turns, and prints the ratios."""
-    compiled = in_turns([FLAGS.leaves], FLAGS.rounds, PHASES)
-    ratio = {}
-    for to in [mode for mode in COMPARED if mode != "ours"]:
-        medians = {
-            phase: statistics.median(ratios(compiled, phase, to))
-            for phase in (*PHASES, "total", "cpu_total")
-        }
-        ratio[to] = medians
-        listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
-        print(f"ours / {to}, medians of {FLAGS.rounds}: {listed}")
-    return {"compiled": compiled, "ratio": ratio}
-
-
-def time_unrolled() -> dict[str, Any]:
-    """Compiles the step of unrolled layers in turns, and prints the ratios."""
-    turns = [(r, m) for r in range(FLAGS.rounds) for m in ("no offload", "ours")]
-    rows = []
-    for r, mode in turns:
-        row = {"mode": mode, "round": r} | timed_unrolled(mode, FLAGS.leaves)
-        rows.append(row)
-        seconds = "  ".join(f"{p} {row[f'cpu_{p}']:6.2f}" for p in (*PHASES, "total"))
-        print(f"round {r}  unrolled  {mode:11s} of the CPU {seconds}", flush=True)
-    medians = {
-        phase: statistics.median(ratios(rows, f"cpu_{phase}", "no offload"))
-        for phase in (*PHASES, "total")
-    }
-    listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
-    print(f"unrolled, ours / no offload, medians of {FLAGS.rounds}: {listed}")
-    return {"unrolled": rows, "unrolled_ratio": medians}
-
-
-def time_tracing() -> dict[str, Any]:
-    """Traces updates of more and more leaves, and prints how the seconds grow."""
-    counts = [int(n) for n in FLAGS.traced_leaves]
-    traced = in_turns(counts, FLAGS.rounds, ("trace",))
-    found = {m: growth(traced, m) for m in COMPARED}
-    for mode, exponent in found.items():
-        print(f"tracing, {mode}: seconds grow as leaves ** {exponent:.2f}")
-    return {"traced": traced, "growth": found}
-
-
-def time_steps() -> dict[str, Any]:
-    """Compiles the step in turns, and prints the ratios."""
-    rows = [r for t in FLAGS.targets for r in steps_in_turns(t, FLAGS.rounds)]
-    found = {}
-    for target in FLAGS.targets:
-        own = [r for r in rows if r["target"] == target]
-        for to in ("no offload", "ours"):
-            medians = {
-                phase: statistics.median(ratios(own, phase, to, "fused"))
-                for phase in ("total", "cpu_total")
-            }
-            found[f"{target}, fused / {to}"] = medians
-            listed = ", ".join(f"{phase} {x:.2f}" for phase, x in medians.items())
-            print(f"{target}: fused / {to}, medians of {FLAGS.rounds}: {listed}")
-    return {"steps": rows, "step_ratio": found}
-
-
-def main(argv: Sequence[str]) -> None:
-    """Times the phases of each mode in turns, and prints the ratios."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
-    parts = {
-        "update": time_update,
-        "unrolled": time_unrolled,
-        "tracing": time_tracing,
-        "step": time_steps,
-    }
-    found: dict[str, Any] = {"jax": jax.__version__}
-    for part in FLAGS.parts:
-        found |= parts[part]()
-    out = Path(FLAGS.out).with_suffix(".json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"also in {out}")
+def main() -> None:
+    """Times each part."""
+    updates, count, rows = ("no offload", "recipe", "ours"), FLAGS.leaves, []
+    if "update" in FLAGS.parts:
+        timed = functools.partial(timed_update, count=count)
+        rows += in_turns(f"{count} leaves", updates, timed)
+    if "unrolled" in FLAGS.parts:
+        timed = functools.partial(timed_unrolled, count=count)
+        rows += in_turns(f"{count} layers", ("no offload", "ours"), timed)
+    if "tracing" in FLAGS.parts:
+        traced = []
+        for n in TRACED_LEAVES:
+            timed = functools.partial(timed_update, count=n, phases=("trace",))
+            traced += in_turns(f"{n} leaves traced", updates, timed)
+        for mode in updates:
+            print(f"{mode}: seconds grow as leaves ** {growth(traced, mode):.2f}")
+        rows += traced
+    for target in FLAGS.targets if "step" in FLAGS.parts else ():
+        timed = functools.partial(timed_step, target=target)
+        rows += in_turns(target, ("no offload", "ours", "fused"), timed)
+    command.write(rows=rows)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    parts = ["update", "unrolled", "tracing", "step"]
+    flags.DEFINE_list("parts", parts, "What is timed.")
+    flags.DEFINE_integer("leaves", 600, "Leaves, and layers, that are compiled.")
+    flags.DEFINE_integer("rounds", 3, "Turns of each mode.")
+    command.define_shared(targets=["h100", "v5e:2x2"])
+    command.run(main, out="out/compile_time")

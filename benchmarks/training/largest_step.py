@@ -11,17 +11,17 @@ Run:
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 
 import optax_offload as oo
+from benchmarks.common import command
 
 LEARNING_RATE = 1e-3
 SHAPES = {"a": (64, 256), "b": (256, 256), "c": (256, 256), "d": (256, 64)}
@@ -31,9 +31,9 @@ LAST = 20
 STEPS = 200
 # Runs of each; the largest step is that of all.
 SEEDS = 2
-FLAGS = flags.FLAGS
-flags.DEFINE_list("batches", ["1", "32"], "Examples to a batch.")
-flags.DEFINE_list("dropouts", ["0", "0.5"], "Parts of a hidden layer that are dropped.")
+BATCHES = (1, 32)
+# Parts of a hidden layer that are dropped.
+DROPOUTS = (0, 0.5)
 
 
 def loss_of(params: Any, x: Any, target: Any, key: Any, dropout: float) -> jax.Array:
@@ -73,24 +73,19 @@ def train(codec: Any, batch: int, dropout: float, seed: int, steps: int) -> Any:
     return max(a for a, _ in found), statistics.fmean(b for _, b in found[-LAST:])
 
 
-def main(argv: Sequence[str]) -> None:
-    """Prints a table in Markdown."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
-    print("| batch, dropout |", " | ".join(CODECS), "|")
-    print("| --- |", " | ".join(["---:"] * len(CODECS)), "|")
-    for batch in FLAGS.batches:
-        for dropout in FLAGS.dropouts:
-            cells = []
-            for codec in CODECS:
-                runs = [
-                    train(codec, int(batch), float(dropout), seed, STEPS)
-                    for seed in range(SEEDS)
-                ]
-                loss = statistics.fmean(loss for _, loss in runs)
-                cells.append(f"{max(step for step, _ in runs):.3g}, {loss:.3f}")
-            print(f"| {batch}, {dropout} |", " | ".join(cells), "|", flush=True)
+def main() -> None:
+    """Prints the largest step of all seeds, and the mean loss."""
+    columns = [f"{codec[:7]} {x}" for codec in CODECS for x in ("step", "loss")]
+    command.print_header(("batch, dropout",), columns)
+    for batch, dropout in itertools.product(BATCHES, DROPOUTS):
+        figures = []
+        for codec in CODECS:
+            seeds = range(SEEDS)
+            runs = [train(codec, batch, dropout, seed, STEPS) for seed in seeds]
+            steps, losses = zip(*runs, strict=True)
+            figures += [max(steps), statistics.fmean(losses)]
+        command.print_row((f"{batch}, {dropout}",), figures)
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

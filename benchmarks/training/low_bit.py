@@ -20,16 +20,16 @@ import functools
 import json
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 
+from benchmarks.common import command
 from benchmarks.training.tasks import TASKS
 from benchmarks.training.variants import VARIANTS, encoded_share
 
@@ -48,14 +48,6 @@ DRAWN = (
 )
 
 FLAGS = flags.FLAGS
-flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
-flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
-flags.DEFINE_integer("seeds", 3, "Runs of each.")
-flags.DEFINE_integer("training_steps", None, "Instead of those of a task.")
-flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment in a step.")
-flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
-flags.DEFINE_string("out", "benchmarks/results/low_bit", "Where the .json goes.")
-flags.DEFINE_string("picture", "docs/pictures/low-bits.png", "Of the curves.")
 
 
 @functools.cache
@@ -136,10 +128,8 @@ def finished(task: str, variant: str, seed: int) -> dict[str, Any]:
     """A run, from its file if it was run before."""
     steps = FLAGS.training_steps or TASKS[task].steps
     b2 = "" if FLAGS.b2 == B2 else f"b2={FLAGS.b2}-"
-    name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-").replace(
-        " ", "_"
-    )
-    file = Path(FLAGS.runs) / name
+    name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-")
+    file = Path(FLAGS.runs) / name.replace(" ", "_")
     if not file.exists():
         found = run(task, variant, seed, steps, FLAGS.b2)
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -165,24 +155,19 @@ def row(variant: str, runs: list[Any], references: list[Any]) -> dict[str, Any]:
     }
 
 
-def print_table(task: str, rows: list[dict[str, Any]], runs: list[Any]) -> None:
-    """As Markdown, for the page that has it."""
-    print(
-        f"\n{task}: {runs[0]['parameters']} parameters, {runs[0]['steps']} steps, "
-        f"{len(runs)} seeds\n\n| kept | held-out loss | over float32 | least to most | "
-        "bytes per parameter: parameters + state | encoded |\n"
-        "| --- | ---: | ---: | ---: | ---: | ---: |"
-    )
+def print_table(task: str, rows: list[dict[str, Any]]) -> None:
+    """Held-out losses, over float32's, and bytes; a dash where a run diverged."""
+    figures = ("loss", "over", "least", "most", "encoded", "bytes", "of state")
+    command.print_header((f"{task:56s}",), figures)
     for r in rows:
-        loss = f"{statistics.fmean(r['losses']):#.4g}"
-        ratio, spread = "diverged", "-"
-        if r["ratio"] is not None:
-            ratio = f"{r['ratio']:.4f}"
-            spread = f"{r['least']:.4f} to {r['most']:.4f}"
-        print(
-            f"| {r['variant']} | {loss} | {ratio} | {spread} | "
-            f"{r['parameter_bytes']} + {r['state_bytes_per_parameter']:.2f} | "
-            f"{r['encoded_share']:.0%} |"
+        command.print_row(
+            (f"{r['variant']:56s}",),
+            (
+                *(statistics.fmean(r["losses"]), r["ratio"], r["least"], r["most"]),
+                *(r["encoded_share"], r["parameter_bytes"]),
+                r["state_bytes_per_parameter"],
+            ),
+            digits=4,
         )
 
 
@@ -214,10 +199,8 @@ def mean_curve(r: dict[str, Any]) -> list[tuple[int, float]]:
     return [(p[0][0], statistics.fmean(loss for _, loss in p)) for p in points]
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Trains what is not trained yet, and prints, writes and draws all of it."""
-    if len(argv) > 1:
-        raise app.UsageError(f"not a flag: {' '.join(argv[1:])}")
     tables: dict[str, list[dict[str, Any]]] = {}
     for task in FLAGS.tasks:
         # All that there is of a seed first: what is stopped has something to show.
@@ -226,20 +209,21 @@ def main(argv: Sequence[str]) -> None:
             for seed in range(FLAGS.seeds)
         ]
         references = [runs[FLAGS.variant[0]] for runs in seeds]
-        rows = [
+        tables[task] = [
             row(variant, [runs[variant] for runs in seeds], references)
             for variant in FLAGS.variant
         ]
-        print_table(task, rows, references)
-        tables[task] = rows
-    out = Path(FLAGS.out).with_suffix(".json")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps({"jax": jax.__version__, "b2": FLAGS.b2, "tasks": tables}) + "\n"
-    )
+        print_table(task, tables[task])
+    command.write(b2=FLAGS.b2, tasks=tables)
     plot(tables, Path(FLAGS.picture))
-    print(f"\nalso in {out} and {FLAGS.picture}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
+    flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
+    flags.DEFINE_integer("seeds", 3, "Runs of each.")
+    flags.DEFINE_integer("training_steps", None, "Instead of those of a task.")
+    flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment.")
+    flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
+    flags.DEFINE_string("picture", "docs/pictures/low-bits.png", "Of the curves.")
+    command.run(main, out="benchmarks/results/low_bit")

@@ -35,7 +35,6 @@ class Task:
       held_out: The data that is not trained on, as batches of one size.
       steps: So many steps by default.
       learning_rate: The highest of the schedule.
-      unit: Of the loss.
     """
 
     model: nn.Module
@@ -45,7 +44,6 @@ class Task:
     held_out: Callable[[], list[Any]]
     steps: int
     learning_rate: float
-    unit: str
 
 
 class Decoder(nn.Module):
@@ -146,7 +144,6 @@ TASKS = {
         text_held_out,
         steps=400,
         learning_rate=2e-3,
-        unit="nats per byte",
     ),
     "image": Task(
         Denoiser(),
@@ -156,6 +153,5 @@ TASKS = {
         patch_held_out,
         steps=1500,
         learning_rate=2e-3,
-        unit="squared error",
     ),
 }

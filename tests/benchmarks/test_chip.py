@@ -13,6 +13,7 @@ from harness import of_processes, xla_flags
 
 from benchmarks.chip import command, largest, link, machine, overlap, record, running
 from benchmarks.chip.setting import Part, Setting, SkippedError
+from benchmarks.chip.training import count
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SETTING = Setting(
@@ -283,16 +284,14 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     assert found["layers"] <= fits < found["failed_layers"]
     assert fits - found["layers"] <= max(1, 0.05 * fits)
     assert len(tried) <= 20
-    assert found["parameters"] == largest.parameters(
-        largest.workload(found["layers"], False, False)
-    )
+    assert found["parameters"] == count(largest.workload(found["layers"], False, False))
 
 
 def test_what_does_not_grow_with_layers_has_no_largest_on_paper(monkeypatch):
     """The device has room for any number of them."""
     paper = Setting(**{**vars(SETTING), "on_paper": True, "target": "h200"})
     peaks = {"device_bytes": [5, 5], "host_bytes": [1, 2]}
-    monkeypatch.setattr(largest, "paper_peaks", lambda *_, **__: peaks)
+    monkeypatch.setattr(largest, "compiled_peaks", lambda *_, **__: peaks)
     assert largest.search(paper, "six bytes")["predicted_layers"] is None
 
 

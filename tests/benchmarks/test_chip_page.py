@@ -138,9 +138,7 @@ def test_measured_beside_predicted():
 def test_pieces_of_a_turn_are_in_milliseconds_alone_and_in_ratios_together():
     """A column for each; what failed is left out, with its reason."""
     rows = [
-        {"pieces": ["load"], "seconds": 1e-3},
-        {"pieces": ["product"], "seconds": 2e-3},
-        {"pieces": ["load", "product"], "seconds": 3e-3},
+        {"pieces": pieces, "seconds": 1e-3 * len(pieces)} for pieces in overlap.TOGETHER
     ]
     parts = {
         "overlap": {
@@ -149,8 +147,8 @@ def test_pieces_of_a_turn_are_in_milliseconds_alone_and_in_ratios_together():
         }
     }
     text = page.text([{**HEAD, "parts": parts}])
-    assert "| form | load, ms | product | load + product |" in text
-    assert "| slices, as compiled | 1.00 | 2.00 | 1.50 / 1.00 |" in text
+    assert "| form | load, ms | store | product | load + store | load + product" in text
+    assert "| slices, as compiled | 1.00 | 1.00 | 1.00 | 2.00 / 1.00 |" in text
     assert "- slices, no graphs: failed: `no such option`" in text
 
 

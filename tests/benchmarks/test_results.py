@@ -4,11 +4,16 @@ import json
 import pathlib
 import re
 import sys
+import types
 
 import pytest
 
 from benchmarks import results
+from benchmarks.common.steps import MODES
+from benchmarks.common.workloads import WORKLOADS
+from benchmarks.memory import host_update, peaks
 
+MIB = 2**20
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
@@ -20,10 +25,45 @@ def test_every_benchmark_is_a_table():
         for path in (ROOT / "benchmarks").glob("*/*.py")
         if "__main__" in path.read_text()
     }
-    pages = [ROOT / "README.md", ROOT / "BUILD_NOTES.md", *(ROOT / "docs").glob("*.md")]
-    text = "\n".join(page.read_text() for page in pages)
-    named = set(re.findall(r"python -m (benchmarks\.\w+\.\w+)", text))
+    named = set(re.findall(r"python -m (benchmarks\.\w+\.\w+)", of_pages()))
     assert programs | named <= listed
+
+
+def of_pages():
+    """The text of all pages that name commands, on one line."""
+    pages = [ROOT / "README.md", ROOT / "BUILD_NOTES.md", *(ROOT / "docs").glob("*.md")]
+    return " ".join(" ".join(page.read_text().split()) for page in pages)
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"),
+    [
+        ("find", peaks.FINDERS),
+        ("part", host_update.PARTS),
+        ("modes", MODES),
+        ("workloads", WORKLOADS),
+    ],
+)
+def test_what_a_page_asks_for_is_there(flag, known):
+    """What a command calls its parts, its modes and its workloads."""
+    values = re.findall(rf'--{flag}=("[^"]*"|[\w,]+)', of_pages())
+    asked = {name for value in values for name in value.strip('"').split(",")}
+    assert asked - {"W"} <= set(known)
+    assert asked
+
+
+def test_the_least_memory_is_bisected(monkeypatch):
+    """Of a step that needs 1000 MiB and takes 1500 where there is room."""
+    flags = types.SimpleNamespace(
+        workloads=["leaves"], targets=["h100"], modes=["ours"], tolerance=0.01
+    )
+    monkeypatch.setattr(peaks, "FLAGS", flags)
+
+    def prober(name, target, mode):
+        return {"fits": target.memory_bytes >= 1000 * MIB, "used_bytes": 1500 * MIB}
+
+    (row,) = peaks.find_least(prober)
+    assert row["too_little_bytes"] < 1000 * MIB <= row["fits_bytes"] <= 1010 * MIB
 
 
 def test_names_are_unique_and_what_is_run_unasked_fits_an_hour():
