@@ -58,7 +58,8 @@ def check_state(state: Any) -> None:
         raise ValueError(
             f"{_trees.listed(paths)}: state of parameters that are encoded, so frozen. "
             "Give the optimizer adapters alone, in init and in update, or have it "
-            "leave the others out: optax.masked(tx, mask)"
+            "leave the others out: optax.masked(tx, mask). Apply updates to the "
+            "adapters alone, too"
         )
 
 

@@ -323,7 +323,12 @@ class FusedStep(Printed):
         )
 
     def __str__(self) -> str:
-        lines = [*taken.misplaced(self.step), *taken.at_rest(self.step, self.rest)]
+        segments = self.chain.segments if self.chain else ()
+        turns = {v for s in segments for v in s.loads}
+        lines = [
+            *taken.misplaced(self.step),
+            *taken.at_rest(self.step, self.rest, turns),
+        ]
         lines += self.chain.lines() if self.chain else ()
         for each in self.streaming:
             found = list(_of_turns(self, each, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -24,12 +24,15 @@ def misplaced(step: Step) -> Iterator[str]:
         )
 
 
-def at_rest(step: Step, nodes: Sequence[Outer]) -> Iterator[str]:
+def at_rest(
+    step: Step, nodes: Sequence[Outer], by_turns: Collection[jex.Var]
+) -> Iterator[str]:
     """Lines on the ways in which arguments at rest, other than state, are taken.
 
     Args:
       step: The step.
       nodes: What is evaluated outside of scans that have updates.
+      by_turns: The arguments that turns of layers that no scan runs load.
     """
     rest, program = step.at_rest, step.program
     if rest is None:
@@ -38,12 +41,13 @@ def at_rest(step: Step, nodes: Sequence[Outer]) -> Iterator[str]:
     taken: dict[tuple[Any, ...], list[Resting]] = {}
     for x in rest.arguments:
         v = program.invars[x.position]
-        whole = _loaded_whole(program, nodes, v, x.whole)
+        in_turns = v in by_turns
+        whole = () if in_turns else _loaded_whole(program, nodes, v, x.whole)
         with_state = v in updated and not x.is_state
-        if x.scans or whole or with_state:
-            key = x.scans, x.again, whole, with_state, x.returns
+        if x.scans or whole or in_turns or with_state:
+            key = x.scans, x.again, whole, in_turns, with_state, x.returns
             taken.setdefault(key, []).append(x)
-    for (scans, again, whole, with_state, returns), some in taken.items():
+    for (scans, again, whole, in_turns, with_state, returns), some in taken.items():
         nbytes = sum(x.nbytes for x in some)
         how: list[str] = []
         if scans:
@@ -55,6 +59,8 @@ def at_rest(step: Step, nodes: Sequence[Outer]) -> Iterator[str]:
                 + f", again in each of {again} iterations around"
                 * (again > 1)
             )
+        if in_turns:
+            how.append("loaded by the turns that take them")
         if whole:
             # Codes are named, and then decoded.
             names = ["decoding" if name == "name" else name for name in whole]

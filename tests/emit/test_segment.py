@@ -332,8 +332,9 @@ def test_what_is_looked_up_is_looked_up_again(monkeypatch):
     at_rest = oo.set_memory_kind(codes, ".*", "pinned_host")
     args = scales, tx.init(scales), at_rest, jnp.ones((8, shape[0]))
     jitted = oo.jit(step)
-    cut: Any = jitted.schedule(*args).chain
-    planned = cut.segments
+    schedule: Any = jitted.schedule(*args)
+    planned = schedule.chain.segments
+    assert "at rest on the host: loaded by the turns that take them" in str(schedule)
     jitted.trace(*args).lower(lowering_platforms=("cuda",))
     assert len(carried_out) % len(planned) == 0
     for segment, other in zip(carried_out, planned, strict=False):
