@@ -216,6 +216,7 @@ def test_state_that_is_replicated_beside_sharded_parameters(jitted):
         oo.OffloadWarning, match=r": '0/mu/w', '0/nu/w'\. .*place"
     ) as told:
         run(params, state, x)
+    told = [w for w in told if "donates nothing" not in str(w.message)]
     assert len(told) == 1
     placed = oo.place(state, oo.eval_shape(tx.init, params))
     assert placed[0].mu["w"].sharding.spec == specs["w"]
