@@ -384,7 +384,8 @@ def test_no_pinned_host():
         ("NVIDIA A100 80GB PCIe", "a100-80:4", "note"),
         ("NVIDIA H100 PCIe", "h100:4", "note"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx4090:4", "note"),
-        ("NVIDIA L40S", None, "note"),
+        ("NVIDIA L40S", "l40s:4", "good"),
+        ("NVIDIA TITAN V", None, "note"),
         ("NVIDIA GB200", None, "note"),
     ],
 )

@@ -61,7 +61,7 @@ def test_devices_are_for_doctor(option, monkeypatch):
 def test_a_machine_that_gains_nothing(doctor):
     """An exit code for scripts; lines to paste are not wrapped."""
     printed = doctor("--machine", CAPTURED / "dgx_spark.txt", code=5).stdout
-    assert "offload gains nothing here, or does not work: see memories" in printed
+    assert "offloading gains nothing here, or doesn't work: see memories" in printed
     assert "$ export XLA_PYTHON_CLIENT_PREALLOCATE=false\n" in printed
 
 
