@@ -95,13 +95,13 @@ def replaced(results: Sequence[_At], arguments: Sequence[_At]) -> list[_trees.Ke
     """
     places: dict[str, Any] = {}
     for keys, x in results:
-        if not keys:
-            places["0"] = x
         for inside in [keys[i:] for i in range(min(len(keys), 3))]:
             places.setdefault(_trees.path_string(inside), x)
+    whole = {_trees.path_string(keys) or "0": x for keys, x in results}
     found: list[_trees.KeyPath] = []
     for keys, value in arguments:
-        new = places.get(_trees.path_string(keys[1:] or keys))
+        path = _trees.path_string(keys[1:])
+        new = places.get(path) if path else whole.get(_trees.path_string(keys))
         if new is not None and new is not value and _is_like(new, value):
             found.append(keys)
     return found
