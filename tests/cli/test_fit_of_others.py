@@ -225,7 +225,7 @@ def test_fit(others, name, budget, tmp_path):
         command.app,
         [
             *("fit", f"other_models:{name}", "--target", "h100"),
-            *("--budget", str(budget), "--out", "rules.toml", "--no-cache", "--json"),
+            *("--budget", f"{budget}B", "--out", "rules.toml", "--no-cache", "--json"),
         ],
     )
     assert ran.exit_code == 0, ran.output
