@@ -20,9 +20,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.core
 
-from optax_offload import _compat, _trees
+from optax_offload import _commitment, _compat, _trees
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -248,36 +247,13 @@ def in_place(fun: F) -> F:
 
 
 def _committed(tree: Any) -> Any:
-    """The values of split objects, on a device for good where others there are so.
-
-    A step with any committed argument returns all results committed, and is compiled
-    again for them (F36). A number on a mesh is on all of its devices.
-    """
-    arrays = [x for x in jax.tree.leaves(_values(tree)) if isinstance(x, jax.Array)]
-    loose = {id(x) for x in arrays if not (_is_traced(x) or x.committed)}
-    if not loose:
+    """The values of split objects, on a device for good where others there are so."""
+    put = _commitment.committing(jax.tree.leaves(_values(tree)))
+    if put is None:
         return tree
-    homes = {x.sharding for x in arrays if not _is_traced(x) and x.committed}
-    meshes = {s.mesh for s in homes if isinstance(s, jax.NamedSharding)}
-    devices = {d for s in homes for d in s.device_set}
-    if len(devices) == 1:
-        home = jax.sharding.SingleDeviceSharding(devices.pop())
-    elif len(meshes) == 1:
-        home = jax.NamedSharding(meshes.pop(), jax.sharding.PartitionSpec())
-    else:
-        return tree
-
-    def put(x: Any) -> Any:
-        stays = id(x) not in loose or (home.num_devices > 1 and x.size > 1)
-        return x if stays else jax.device_put(x, home)
-
     return jax.tree.map(
         lambda x: jax.tree.map(put, x) if _is_split(x) else x, tree, is_leaf=_is_split
     )
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)
 
 
 class _Paths(tuple[str, ...]):

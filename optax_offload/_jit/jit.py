@@ -33,7 +33,7 @@ from optax_offload._jit.kinds import (
     types_at_rest,
     warn_of_types,
 )
-from optax_offload._jit.objects import GivenObjects, OfObjects
+from optax_offload._jit.objects import Commitment, GivenObjects, OfObjects
 from optax_offload._low_bit import decoding, has_frozen
 from optax_offload._schedule import FusedStep
 from optax_offload._step_options import (
@@ -165,8 +165,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
     Raises:
       TypeError: an argument has a name that neither `jax.jit` nor this has.
-      ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` has an unknown
-        value.
+      ValueError: ``late_gradients``, ``residuals`` or ``latency_hiding`` is unknown.
       TypeError: when called within a transformation of JAX, as `jax.jit`, the function
         changes objects of Flax NNX in place, and does not return them: JAX gives it
         copies, so that it would train nothing.
@@ -226,6 +225,7 @@ class Jitted(Generic[P, R]):
         functools.update_wrapper(self, fun)
         self._fun, self._options, self._asked = fun, dict(options), asked
         of_values = functools.partial(Jitted, asked=asked)
+        self._committed = Commitment(fun, options)
         self._objects = OfObjects(fun, self._options, of_values)
         variants = functools.partial(_Variants, fun, objects=self._objects, asked=asked)
         # What is called at top level, and what while something is being traced: there
@@ -249,6 +249,7 @@ class Jitted(Generic[P, R]):
         return self._objects(*args, **kwargs)
 
     def _of_values(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._committed(args, kwargs)
         variants = self._nested if _compat.tracing() else self._outermost
         before = variants.planned
         results = self._called(variants, args, kwargs)

@@ -1,4 +1,4 @@
-"""Calls of a jitted function that are given objects of Flax NNX."""
+"""Arguments of a call before it is one of values: NNX objects, loose arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from optax_offload import _nnx
+from optax_offload import _commitment, _compat, _nnx
 
 
 class GivenObjects(Exception):  # noqa: N818 (it is caught where it belongs)
@@ -119,6 +119,36 @@ class _Stage:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls what was compiled, and changes the objects."""
         return self._pure.call(self._stage, args, kwargs)
+
+
+class Commitment:
+    """Commits what a step donates, until a call has nothing to commit.
+
+    Such as parameters beside state in host memory: that is always committed.
+    """
+
+    def __init__(self, fun: Callable[..., Any], options: Mapping[str, Any]):
+        """Reads what is donated. Shardings that are given say where all is."""
+        self._donated = _chosen(fun, options, "donate")
+        fixed = ("in_shardings", "device", "backend")
+        self._expects = not any(options.get(name) is not None for name in fixed)
+
+    def __call__(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a call, which no transformation of JAX is tracing."""
+        if not self._expects or _compat.tracing():
+            return args, kwargs
+        named = [*enumerate(args), *kwargs.items()]
+        donated = {name for name, _ in named if self._donated(name)}
+        loose = jax.tree.leaves([x for name, x in named if name in donated])
+        loose = any(isinstance(x, jax.Array) and not x.committed for x in loose)
+        put = None
+        if loose:
+            put = _commitment.committing(jax.tree.leaves((args, kwargs)))
+        if put is None:
+            self._expects = False
+            return args, kwargs
+        made = {k: jax.tree.map(put, x) if k in donated else x for k, x in named}
+        return tuple(made[i] for i in range(len(args))), {k: made[k] for k in kwargs}
 
 
 def _check_shardings(options: Mapping[str, Any]) -> None:

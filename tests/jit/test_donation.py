@@ -365,3 +365,49 @@ def test_pairs_on_several_devices():
     assert pairs_by_kind(rows, columns, True).donors == {0}
     assert pairs_by_kind(rows, buffers("h"), True).donors == {0}
     assert pairs_by_kind(rows, buffers("d"), True).unusable == {0}
+
+
+def uncommitted_step(spec=None):
+    """A step, and a call of parameters that JAX may move and state that it may not."""
+    tx = oo.offload(optax.sgd(0.1, momentum=0.9))
+    params = {"w": jnp.ones((256, 128)), "scale": jnp.float32(1)}
+    where = jax.device_put(params, jax.devices()[0] if spec is None else spec)
+
+    def step(params, state, x):
+        def loss_fn(params):
+            return jnp.mean((x @ params["w"] * params["scale"]) ** 2)
+
+        updates, state = tx.update(jax.grad(loss_fn)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step, params, tx.init(where), jnp.ones((8, 256))
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_parameters_that_are_on_no_device_for_good(named):
+    """Are committed in the first call, so that a step is compiled once (F36)."""
+    step, params, state, x = uncommitted_step()
+    given = {"params": params, "state": state} if named else {}
+    before, values = jax.tree.leaves(params), () if named else (params, state)
+    jitted = oo.jit(step, donate_argnums=(0, 1))
+    params, state = jitted(*values, x=x, **given) if named else jitted(*values, x)
+    assert named or all(x.is_deleted() for x in before)
+    for _ in range(2):
+        given = {"params": params, "state": state, "x": x}
+        params, state = jitted(**given) if named else jitted(params, state, x)
+    assert jitted._cache_size() == 1
+
+
+def test_what_is_not_donated_is_not_committed():
+    """Nor what has nothing beside it that is, nor anything on a mesh but numbers."""
+    step, params, state, x = uncommitted_step()
+    jitted = oo.jit(step)
+    for _ in range(2):
+        params, state = jitted(params, state, x)
+    assert jitted._cache_size() == 2
+    double = oo.jit(lambda x: 2 * x, donate_argnums=0)
+    assert not double(jnp.ones(3)).committed
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    step, params, state, x = uncommitted_step(NamedSharding(mesh, P()))
+    params, state = oo.jit(step, donate_argnums=(0, 1))(params, state, x)
+    assert params["w"].sharding.num_devices == 2
