@@ -200,6 +200,8 @@ def nearest(pattern: str, paths: list[str], most: int = 5) -> str:
         )
 
     ranked = sorted(dict.fromkeys(paths), key=lambda p: (-likeness(p), p))
-    shown = ", ".join(map(repr, ranked[:most]))
-    rest = len(ranked) - most
+    # Of layers in a list the first is enough; the position in a chain says more.
+    alike = {re.sub(r"(?<=[/_])\d+", "", p): p for p in reversed(ranked)}
+    near = [p for p in ranked if p in {*alike.values()}][:most]
+    shown, rest = ", ".join(map(repr, near)), len(ranked) - len(near)
     return f"Nearest paths: {shown}" + (f" ({rest} more)" if rest > 0 else "")

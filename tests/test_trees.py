@@ -164,3 +164,14 @@ def test_arrays_are_leaves():
     ((path, leaf),) = _trees.leaves_with_paths({"x": x})
     assert path == "x"
     assert leaf is x
+
+
+def test_nearest_paths_of_a_list_of_layers():
+    """Each name once, not five leaves of the first layer; of chains each position."""
+    names = ["key/bias", "key/kernel", "up/kernel"]
+    paths = [f"0/mu/layers/{i}/{name}" for i in range(3) for name in names]
+    shown = _trees.nearest("layer/kernl", [*paths, "2/mu/layers/0/up/kernel"], 4)
+    assert shown == (
+        "Nearest paths: '0/mu/layers/0/key/kernel', '0/mu/layers/0/up/kernel', "
+        "'2/mu/layers/0/up/kernel', '0/mu/layers/0/key/bias' (6 more)"
+    )
