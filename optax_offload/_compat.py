@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval
 # compiler takes their bodies for row-major, and copies on the host what is not (F25).
 LOOPS_RUN_ONCE = jax.__version_info__ >= (0, 11)
 # Whether rows that the next iteration stores are worth their memory. With JAX 0.10.2 a
-# GPU's compiler hardly overlaps transfers at all (an H100's step of `gated` is modelled
+# GPU's compiler hardly overlaps transfers at all (an H100's step of `gated` is modeled
 # at 432 ms without such rows, 423 with them), and a TPU's keeps more beside the loop.
 STORES_OVERLAP = jax.__version_info__ >= (0, 11)
 # Whether a GPU's compiler reads the positions of slices of host memory right. Before

@@ -93,7 +93,8 @@ _CAUSES = {
     "restored": (
         "a checkpoint restored without memory kinds, or NumPy arrays",
         "state = optax_offload.place(state, optax_offload.eval_shape(tx.init, "
-        "params)), or restore with that template",
+        "params)), or restore with that template; with Flax NNX "
+        "optax_offload.place(optimizer, rules, under='opt_state')",
     ),
     "another": (
         "state that the init of another optimizer made",

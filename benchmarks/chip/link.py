@@ -2,7 +2,7 @@
 
 As programs move: rows of an array in host memory, in a loop whose counter says which
 row it is, are moved by a GPU's copy engines; at positions that are constants, by
-kernels. Which it was is read from the compiled program. The constants of a modelled
+kernels. Which it was is read from the compiled program. The constants of a modeled
 step (`aot.step_time`) are fitted to what was measured.
 """
 

@@ -37,7 +37,7 @@ class Alternative:
       used_bytes: The peak on each device.
       host_bytes: The host memory that it needs of each host.
       link_bytes: The bytes that cross each device's link in a step, both ways together.
-      step_seconds: The modelled time of a step; None where the compiler refused.
+      step_seconds: The modeled time of a step; None where the compiler refused.
       over_plain: That over the time of the step as given; None where one is not known.
       fits: Whether it is within both budgets.
       why: ``"chosen"``, or why it is not.
@@ -65,7 +65,7 @@ class Alternatives(Printed):
     Attributes:
       rows: The ways that were compiled.
       not_compiled: Lines on the others, and why they were not compiled.
-      assumptions: The assumptions of modelled times, each with its source.
+      assumptions: The assumptions of modeled times, each with its source.
       outside: The reasons why gradients are left outside of the backward pass.
     """
 
@@ -117,7 +117,7 @@ class Alternatives(Printed):
         lines = [
             ("-> " if row.chosen else "   ")
             + f"{peak} on each device, {host} on each host, {link} over the link, "
-            f"modelled step {step}, {ratio} times plain: {what}"
+            f"modeled step {step}, {ratio} times plain: {what}"
             + ("" if row.chosen else f" ({why})")
             for row, (what, peak, host, link, step, ratio, why) in zip(
                 self.rows, self.cells(), strict=True
@@ -131,7 +131,7 @@ HEADERS = (
     "peak ",
     "each host ",
     "over the link ",
-    "modelled step ",
+    "modeled step ",
     "times plain ",
     "what is moved",
 )

@@ -46,7 +46,7 @@ class CompiledCandidate:
       parts: The bytes that the peak is made of, by name: see `Plan`.
       parameter_bytes: The bytes of each device's parameters that are in host memory.
       host_bytes: The host memory that a step needs for each device.
-      time: The modelled time of a step; None where the compiler refused.
+      time: The modeled time of a step; None where the compiler refused.
       outside: The reasons why gradients are left outside of the backward pass; nothing
         where fusing was not tried.
       was_kept: Whether it was compiled before, and read from disk.
@@ -73,7 +73,7 @@ class CompiledCandidate:
 
     @property
     def step_seconds(self) -> float:
-        """The modelled time of a step; endless where the compiler refused."""
+        """The modeled time of a step; endless where the compiler refused."""
         return float("inf") if self.time is None else self.time.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class CompiledCandidate:
         fits = "fits" if self.fits else "does not fit"
         step = ""
         if self.time is not None:
-            step = f", modelled step {milliseconds(self.time.seconds)}"
+            step = f", modeled step {milliseconds(self.time.seconds)}"
         how = "cached" if self.was_kept else seconds_text(self.seconds)
         return (
             f"{self.what}: peak {size_text(self.used_bytes)}, "

@@ -83,7 +83,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     treat gradients (`stream`), and the codecs that are allowed. Tracing tells the least
     memory that each combination needs. Combinations are compiled in the order of the
     time that is expected, until no other can be faster than the best one that fits.
-    Then less of the state is moved if that is faster. Peaks and modelled times
+    Then less of the state is moved if that is faster. Peaks and modeled times
     (`aot.step_time`) are those of compiled programs.
 
     Args:

@@ -50,7 +50,7 @@ class Plan(Printed):
       placed: The names of the trees that rules of parameters are for.
       before: The step as the given rules have it: the plain one if there are none.
       after: The step with the plan; the same if nothing is to be done. Its ``time`` is
-        the modelled one, and ``parts`` what fills the device: parameters, state,
+        the modeled one, and ``parts`` what fills the device: parameters, state,
         gradients (as much as parameters, less those that never exist), residuals (what
         scans keep for their backward pass), state loaded at once (of the host's, where
         something joins all of it), other temporaries, and other arguments
@@ -179,11 +179,11 @@ class Plan(Printed):
         return [f"{line} (set a limit with --host-memory or host_memory_bytes)"]
 
     def timing(self) -> list[str]:
-        """Lines on the modelled time of a step; none where the compiler tells none."""
+        """Lines on the modeled time of a step; none where the compiler tells none."""
         time, plain = self.after.time, self.before.time
         if time is None:
             return []
-        line = f"modelled step: {milliseconds(time.seconds)}"
+        line = f"modeled step: {milliseconds(time.seconds)}"
         if plain is not None and self.after is not self.before and plain.seconds:
             line += f", {time.seconds / plain.seconds:.2f} times the step as given"
         line += f", {time.waiting_share:.0%} of it waiting for the link"
@@ -331,9 +331,9 @@ _NUMBERS = {
 
 def _comment(pattern: LeafPattern) -> list[str]:
     why = {
-        (True, True): "stacked layers, updated in slices, so all of it leaves the peak",
+        (True, True): "updated in slices, so all of it leaves the peak",
         (True, False): "updated in slices, so all of it leaves the peak",
-        (False, True): "stacked layers, but sharded along every axis, so updated whole",
+        (False, True): "sharded along every axis, so updated whole",
         (False, False): "updated whole, so the largest leaf visits the device",
     }[pattern.slice_axis is not None, pattern.stacked]
     size = size_text(pattern.nbytes_per_device)
@@ -379,7 +379,7 @@ def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Draws a plan, as PNG or whatever the path's ending says.
 
     On the left the peaks before and after as stacked bars, beside the budget; on the
-    right all that was compiled, the modelled time of a step against its peak.
+    right all that was compiled, the modeled time of a step against its peak.
 
     Args:
       plan: The plan.
@@ -418,7 +418,7 @@ def _draw_parts(plan: Plan, axes: Any) -> None:
 
 
 def _draw_times(plan: Plan, axes: Any) -> None:
-    """A point for each way that has a modelled time; the chosen one is filled."""
+    """A point for each way that has a modeled time; the chosen one is filled."""
     rows = [row for row in plan.alternatives.rows if row.step_seconds is not None]
     for row in rows:
         peak, seconds = row.used_bytes / GIB, row.step_seconds or 0.0
@@ -433,6 +433,6 @@ def _draw_times(plan: Plan, axes: Any) -> None:
             textcoords="offset points",
         )
     axes.axvline(plan.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)
-    axes.set(xlabel="peak of each device (GiB)", ylabel="modelled step (ms)")
+    axes.set(xlabel="peak of each device (GiB)", ylabel="modeled step (ms)")
     axes.set(title="filled: chosen; green: fits", ylim=(0, None))
     axes.margins(x=0.2)

@@ -38,7 +38,7 @@ class Step(NamedTuple):
       donate_argnums: The arguments to donate, as in `jax.jit`.
       out_shardings: The shardings of the results, as in `jax.jit`.
       tokens: The number of tokens that a step trains on, on all devices; a plan uses it
-        to tell how many a second are modelled.
+        to tell how many a second are modeled.
     """
 
     fn: Callable[..., Any]

@@ -112,9 +112,9 @@ def _is_integer(v: jex.Var) -> bool:
 def too_few() -> str:
     """Why a step of few turns is not cut."""
     return (
-        "layers that no scan runs are cut into turns where these are at least "
-        f"{LEAST_SEGMENTS}, each of {size_text(cutting.SEGMENT_BYTES)} of gradients "
-        "or of what rests on the host"
+        "layers that no scan runs are not cut into turns: that takes "
+        f"{LEAST_SEGMENTS} turns or more, each with "
+        f"{size_text(cutting.SEGMENT_BYTES)} of gradients or of arrays on the host"
     )
 
 

@@ -178,7 +178,10 @@ class FusedStep(Printed):
         if self.scans or self.streaming or self.step.moves_rows:
             return "it has scans"
         if not _compat.SEGMENTS_ARE_FREED:
-            return "layers that no scan runs are cut into turns with JAX 0.12 or newer"
+            return (
+                "layers that no scan runs are not cut into turns: that takes JAX 0.12 "
+                "or newer"
+            )
         if is_small(self.step, self.asked):
             return too_few()
         nodes, reduced = self._to_cut, self.reduced
@@ -339,7 +342,8 @@ class FusedStep(Printed):
             for number in (0, *again):
                 lines += _of_turns(self, each, number)
         lines += [line for each in self.inside.values() for line in each.lines()]
-        if not self.scans and not self.chain and not self.inside:
+        is_fused = bool(self.scans or self.chain or self.inside)
+        if not is_fused:
             lines += ["nothing is fused into a backward pass"]
         if self.whole_on_tpu:
             lines += [f"on a TPU {_whole_text(self)}"]
@@ -350,7 +354,7 @@ class FusedStep(Printed):
         for each in self.schedules():
             if not any(straight.groups for straight in each.straights()):
                 continue
-            lines += ["what is left of an offloaded update:"]
+            lines += ["what is left of " * is_fused + "an offloaded update:"]
             lines += [f"  {line}" for line in str(each).splitlines()]
         return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""A modelled device carries out the schedule of a compiled program.
+"""A modeled device carries out the schedule of a compiled program.
 
 The model is deliberately simple:
 
@@ -37,7 +37,7 @@ Span = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """The rates from which times are modelled.
+    """The rates from which times are modeled.
 
     Attributes:
       link: The link to the host.
@@ -145,13 +145,13 @@ class Place:
       name: The instruction that runs it.
       kind: `"top level"`, `"loop"` or `"branch"`.
       trip_count: The number of times that a loop runs; None if the text does not tell
-        (then 1 is modelled).
+        (then 1 is modeled).
       steps: Its schedule: seconds of computation, transfers, other places.
       taken: False of a branch that is not carried out.
       runs: The number of its runs in a step; 0 for a branch that is not taken.
       most_in_flight: Loads, stores, and both together while there are some of both,
         between their starts and dones.
-      seconds: The modelled time of all its runs together.
+      seconds: The modeled time of all its runs together.
     """
 
     name: str
@@ -282,10 +282,10 @@ def _one_of(places: Iterable[Place]) -> Iterator[Step]:
 
 
 class Timeline:
-    """A step as the modelled device carries it out.
+    """A step as the modeled device carries it out.
 
     Attributes:
-      model: The rates from which times are modelled.
+      model: The rates from which times are modeled.
       places: The computations that have transfers.
       seconds: The time of the step.
       compute_seconds: The time of the step with transfers that take none.

@@ -41,7 +41,7 @@ class Measured:
       used_bytes: Device memory that it needs, on each device; where the compiler
         refused the program, its own number.
       peak: The memory in parts; None where the compiler refused the program.
-      time: The modelled time of a run; None where the compiler refused the program.
+      time: The modeled time of a run; None where the compiler refused the program.
       was_kept: Whether this was read from disk, and nothing was compiled.
     """
 
@@ -62,7 +62,7 @@ def measure(  # noqa: PLR0913
     link_bytes_per_second: float | None = None,
     folder: str | os.PathLike[str] | None = None,
 ) -> Measured:
-    """Compiles a function, and reads its peak and its modelled time.
+    """Compiles a function, and reads its peak and its modeled time.
 
     A program that needs more than its target has is no error here.
 

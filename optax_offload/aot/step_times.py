@@ -14,7 +14,7 @@ from optax_offload.aot.targets import Target
 
 
 class Assumption(NamedTuple):
-    """A figure that modelled times are made of.
+    """A figure that modeled times are made of.
 
     Attributes:
       what: The subject of the figure, such as ``"link, each way"``.
@@ -32,7 +32,7 @@ class Assumption(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The modelled time of one run of a compiled program. Nothing was run or timed.
+    """The modeled time of one run of a compiled program. Nothing was run or timed.
 
     Attributes:
       seconds: Time of the step.
@@ -78,7 +78,7 @@ class StepTime:
 
         return "\n".join(
             [
-                f"modelled, not measured: a step of {milliseconds(self.seconds)}, of "
+                f"modeled, not measured: a step of {milliseconds(self.seconds)}, of "
                 f"which {milliseconds(self.compute_seconds)} are computation and "
                 f"{self.waiting_share:.0%} waiting for the link",
                 f"loads {moved(self.load_bytes, self.load_seconds)}, stores "
@@ -97,7 +97,7 @@ def step_time(
 ) -> StepTime:
     """The time that a compiled program takes, by a model: no program is run.
 
-    The schedule that the compiler chose is carried out against the clock of a modelled
+    The schedule that the compiler chose is carried out against the clock of a modeled
     device: matrix products at the chip's peak rate or bytes at its memory's bandwidth,
     whichever takes longer, and beside them loads and stores over the link, as far as
     the schedule has them in flight together. Real steps take longer: no program attains
@@ -123,7 +123,7 @@ def step_time(
       >>> target = aot.Target("h100")
       >>> compiled = aot.compile(jnp.dot, x, x, target=target)  # doctest: +SKIP
       >>> print(aot.step_time(compiled, target))  # doctest: +SKIP
-      modelled, not measured: a step of 0.28 ms, of which 0.28 ms are computation ...
+      modeled, not measured: a step of 0.28 ms, of which 0.28 ms are computation ...
     """
     target = Target(target) if isinstance(target, str) else target
     if link_bytes_per_second is not None and not link_bytes_per_second > 0:

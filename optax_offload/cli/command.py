@@ -427,7 +427,7 @@ def _progress() -> Generator[_plan.Progress, None, None]:
             if isinstance(what, str):
                 status.update(what)
             else:
-                say(_err, f"compiled: {what}")
+                say(_err, f"tried: {what}")
 
         yield show
 

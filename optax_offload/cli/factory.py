@@ -54,7 +54,8 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
         raise ValueError(
             f"{name} is called with (offload, target"
             + "".join(f", {k}={v!r}" for k, v in arguments.items())
-            + f"), but takes {inspect.signature(found)}: {error}"
+            + f"), but takes {inspect.signature(found)}: {error}. A step factory takes "
+            "offload and target, and returns an optax_offload.Step of your train step"
         ) from error
     return functools.partial(found, **arguments)
 

@@ -57,10 +57,12 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     say(console, head, "bold")
     for line in (*plan.host(), *plan.timing(), *plan.numerics()):
         say(console, line)
-    for p in plan.moved:
-        leaves = "1 leaf" if len(p.leaves) == 1 else f"{len(p.leaves)} leaves"
-        size = size_text(p.nbytes_per_device)
+    if plan.moved:
+        count = sum(len(p.leaves) for p in plan.moved)
+        leaves = "1 leaf" if count == 1 else f"{count} leaves"
+        size = size_text(sum(p.nbytes_per_device for p in plan.moved))
         say(console, f"state moved to host memory, {leaves}, {size} of each device:")
+    for p in plan.moved:
         paste(console, p.pattern)
     for rule in plan.config.parameters:
         where = " moved to host memory" * (rule.memory_kind != "device")
@@ -86,7 +88,7 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
 
 
 def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
-    """Prints the ways that were compiled, and what modelled times assume."""
+    """Prints the ways that were compiled, and what modeled times assume."""
     # What is moved takes a line of its own: beside five numbers it has no room.
     *numbers, what = _plan.HEADERS
     rows = [[n.strip() for n in numbers], *(cells[1:-1] for cells in found.cells())]
@@ -105,7 +107,7 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
     for line in found.not_compiled:
         say(console, line)
     if found.assumptions:
-        say(console, "times are modelled, not measured, and assume:")
+        say(console, "times are modeled, not measured, and assume:")
     for assumption in found.assumptions:
         say(console, f"- {assumption}")
 

@@ -1,4 +1,4 @@
-"""The modelled time of a compiled program, and what it says of itself."""
+"""The modeled time of a compiled program, and what it says of itself."""
 
 import dataclasses
 
@@ -85,7 +85,7 @@ def test_text_says_that_it_is_a_model():
     """And all that it assumes, each with its source."""
     found = aot.step_time(Program(BRANCHES), aot.Target("h100"))
     lines = str(found).splitlines()
-    assert lines[0].startswith("modelled, not measured: a step of ")
+    assert lines[0].startswith("modeled, not measured: a step of ")
     assert lines[2:] == [f"assumed {a}" for a in found.assumptions]
     assert all(a.source for a in found.assumptions)
 

@@ -1,4 +1,4 @@
-"""A modelled device, by schedules of a few transfers: a byte takes a second."""
+"""A modeled device, by schedules of a few transfers: a byte takes a second."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Programs on a modelled device: their transfers, and the time that these take."""
+"""Programs on a modeled device: their transfers, and the time that these take."""
 
 import dataclasses
 import re
@@ -94,7 +94,7 @@ def test_trip_count_that_the_compiler_noted():
 
 
 def test_trip_count_that_the_text_does_not_tell():
-    """It is modelled as one, and says so."""
+    """It is modeled as one, and says so."""
     text = LOOP.replace("direction=LT", "direction=NE")
     found = Timeline.of(text, MODEL)
     assert found.places[0].trip_count is None
@@ -145,7 +145,7 @@ def test_model_of_a_target():
 
 
 def test_conditional():
-    """The branch that moves more is modelled, both are listed."""
+    """The branch that moves more is modeled, both are listed."""
     found = Timeline.of(BRANCHES, MODEL)
     assert {p.name: p.runs for p in found.places} == {"out/twin": 0, "out/move": 1}
     assert found.count("host copy") == 0

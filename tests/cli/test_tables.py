@@ -153,7 +153,7 @@ def test_a_plan(tmp_path):
     assert "parameters moved to host memory: layers/.*" in text
     assert "-> way 5" in text
     assert "2.00 GiB more than each device has" in text
-    assert "modelled, not measured" in text
+    assert "modeled, not measured" in text
     assert "- a: b (c)" in text
     assert "left outside: the step returns it" in text
     assert plan.as_dict()["outside"] == list(plan.outside)

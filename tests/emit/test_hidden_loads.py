@@ -55,7 +55,7 @@ def lora(target):
 
 
 def over_floor(jitted, args, target):
-    """The modelled step over the longer of its computation and its transfers."""
+    """The modeled step over the longer of its computation and its transfers."""
     compiled = aot.compile(jitted, *args, target=target)
     return aot.step_time(compiled, target).over_floor
 

@@ -93,7 +93,7 @@ class Machine:
 
 
 def time_of(seconds):
-    """A modelled time."""
+    """A modeled time."""
     return aot.StepTime(seconds, seconds, 0, 0, 0, 0, 0, 0, ())
 
 

@@ -26,7 +26,7 @@ MOST = Options(late_gradients="recompute", residuals="host")
 
 
 def time_of(seconds, compute_seconds):
-    """A modelled time."""
+    """A modeled time."""
     return aot.StepTime(seconds, compute_seconds, 0, 0, 0, 0, 0, 0, ())
 
 

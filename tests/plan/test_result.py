@@ -359,7 +359,7 @@ def test_a_plan_is_told():
         "peak as given: 150.00 GiB",
         "chosen: 70 GiB",
         "host memory: 640.00 GiB on each host for its 8 devices (set a limit with",
-        "modelled step: 2500 ms, 1.25 times the step as given, 0% of it waiting",
+        "modeled step: 2500 ms, 1.25 times the step as given, 0% of it waiting",
         "2,000 tokens a second",
         "set NAME=1",
         "-> 70.00 GiB on each device",
@@ -396,7 +396,7 @@ def test_the_picture_has_parts_peaks_times_and_the_budget(tmp_path):
     drawn = (tmp_path / "peak.svg").read_text()
     for text in (*PARTS, "budget", "as given", "with the plan", "150.0", "70.0"):
         assert text in drawn, text
-    for text in ("modelled step (ms)", "150 GiB", "70 GiB", "h100:8"):
+    for text in ("modeled step (ms)", "150 GiB", "70 GiB", "h100:8"):
         assert text in drawn, text
     _plan.save_plot(planned(), tmp_path / "peak.png")
     assert (tmp_path / "peak.png").read_bytes().startswith(b"\x89PNG")

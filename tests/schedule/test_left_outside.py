@@ -434,7 +434,7 @@ def test_a_reason_where_nothing_is_fused():
         return reasons[0]
 
     reason = said(step_of(tx, nothing, jax.grad(unrolled)))
-    assert reason.startswith("layers that no scan runs are cut into turns")
+    assert reason.startswith("layers that no scan runs are not cut into turns: that")
     step = step_of(tx, nothing)
     assert said(step, fuse=False) == ("it was asked not to: fuse=False")
 
