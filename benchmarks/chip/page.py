@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chip.machine import ROOT
 from benchmarks.chip.record import done
+from benchmarks.common.alone import ROOT
 
 PAGE = ROOT / "docs" / "on-a-chip.md"
 TOP, PARTS = Path(__file__).with_suffix(".md").read_text().split("\n## Parts\n")

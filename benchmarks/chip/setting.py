@@ -14,6 +14,7 @@ import jax
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import Workload
 from optax_offload import aot
+from optax_offload._units import GIB
 
 Figures = dict[str, Any]
 Case = Callable[[], Figures]
@@ -75,6 +76,18 @@ class Setting:
         """
         if self.on_paper:
             raise SkippedError("nothing is run on paper")
+
+    def check_host(self, peak: aot.Peak) -> None:
+        """Says that a case is about to make arrays.
+
+        Raises:
+          SkippedError: They need more of the host than it has.
+        """
+        if peak.host_peak_bytes > self.host_bytes:
+            raise SkippedError(
+                f"it needs {peak.host_peak_bytes / GIB:.0f} GiB of the host, which has "
+                f"{self.host_bytes / GIB:.0f} GiB for it"
+            )
 
     def compiled(self, work: Workload, mode: str) -> jax.stages.Compiled:
         """A step, compiled for the chip that is not here."""

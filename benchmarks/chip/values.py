@@ -19,9 +19,9 @@ from jax import lax
 from jax.experimental import io_callback
 
 import optax_offload as oo
-from benchmarks.chip.machine import ROOT
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import Training, halved, random_params
+from benchmarks.common.alone import ROOT
 from benchmarks.common.steps import MODES, MOMENTS, Mode, as_it_is
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 

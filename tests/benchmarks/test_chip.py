@@ -200,23 +200,18 @@ def test_environment(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
+        ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
+        ("NVIDIA H100 PCIe", "h100"),
         ("cpu", None),
     ],
 )
 def test_target_of(kind, target):
     """JAX's names of devices."""
     assert machine.target_of(kind) == target
-
-
-def test_cpus_of():
-    """As the kernel writes them; a node may have none."""
-    assert machine.cpus_of("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
-    assert machine.cpus_of("") == []
 
 
 def test_a_link_is_fitted():
@@ -268,8 +263,8 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     """From a prediction of 100 layers: what is found took a step, and is near."""
     tried = []
 
-    def process(setting, function, options):
-        if function == "compiled_peaks":
+    def process(function, setting, **options):
+        if function is largest.compiled_peaks:
             few, many = options["layers"]
             return {"device_bytes": [few, many], "host_bytes": [0, 0]}
         tried.append(options["layers"])
@@ -291,7 +286,7 @@ def test_what_does_not_grow_with_layers_has_no_largest_on_paper(monkeypatch):
     """The device has room for any number of them."""
     paper = Setting(**{**vars(SETTING), "on_paper": True, "target": "h200"})
     peaks = {"device_bytes": [5, 5], "host_bytes": [1, 2]}
-    monkeypatch.setattr(largest, "compiled_peaks", lambda *_, **__: peaks)
+    monkeypatch.setattr(largest, "in_a_process", lambda *_, **__: peaks)
     assert largest.search(paper, "six bytes")["predicted_layers"] is None
 
 
