@@ -27,6 +27,8 @@ MODELS = {
 }
 # Of the device: less than the environment below gives, for programs and their buffers.
 DEVICE_SHARE = 0.9
+# What takes a few KiB of the device for a layer has no end there.
+MOST_LAYERS = 10_000
 # Trials before one took a step and one did not; and how close to each other is enough.
 FARTHER, NEARER = 1.06, 0.8
 CLOSE = 0.02
@@ -107,8 +109,9 @@ def predict(setting: Setting, name: str) -> Figures:
     for where, limit in limits.items():
         one, two = found[where]
         slope = (two - one) / few
-        if slope > 0:
-            counts[where] = int((limit - one) / slope) + few
+        most = int((limit - one) / slope) + few if slope > 0 else MOST_LAYERS
+        if most < MOST_LAYERS:
+            counts[where] = most
     if not counts:  # On paper, where the host has no end.
         return {"predicted_layers": None, "predicted_parameters": None}
     where = min(counts, key=lambda x: counts[x])

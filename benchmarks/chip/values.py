@@ -182,6 +182,7 @@ def compare(setting: Setting, name: str) -> Figures:
         within = away <= CLOSE_DRIFT or far <= ULPS
     close = f"{ULPS} ulps, or mean {CLOSE_DRIFT}"
     schedule = training.schedule()
+    as_called = re.search(form.said, schedule) is not None
     return {
         "steps": form.steps,
         "ulps": far,
@@ -189,8 +190,8 @@ def compare(setting: Setting, name: str) -> Figures:
         "bound": f"mean {DRIFT}" if form.by_drift else close,
         "moved": moved,
         # Of steps that train nothing a difference would say nothing.
-        "within": bool(within) and moved > 1,
-        "as_called": re.search(form.said, schedule) is not None,
+        "within": bool(within) and moved > 1 and as_called,
+        "as_called": as_called,
         "schedule": schedule,
     }
 
