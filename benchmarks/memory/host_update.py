@@ -31,7 +31,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,8 +48,6 @@ from benchmarks.common.steps import OURS, Mode, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
 from optax_offload._units import MIB
-from optax_offload.aot import _hlo
-from optax_offload.aot._dataflow import accesses, trip_count
 
 FLAGS = flags.FLAGS
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -146,50 +144,6 @@ def is_large(x: Any) -> bool:
     return x.size * x.dtype.itemsize >= SMALL_BYTES
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What a program moves, in bytes on each device.
-
-    Attributes:
-      down: From device to host memory.
-      up: From host to device memory.
-      within_host: From host to host memory, by an instruction of the device.
-    """
-
-    down: int
-    up: int
-    within_host: int
-
-
-def traffic(compiled: jax.stages.Compiled) -> Traffic:
-    """What a program moves, with what its host computations read and return.
-
-    `aot.transfers` counts what a host computation reads in host memory as loaded.
-    """
-    found = [t for t in aot.transfers(compiled) if t.form != "HostExecute"]
-    sums = {
-        way: sum(t.total_bytes for t in found if t.direction == way)
-        for way in ("store", "load", "host copy")
-    }
-    module = _hlo.parse(compiled.as_text() or "")
-    down, up = map(sum, zip(*_of_host(module, module.entry, 1), (0, 0), strict=True))
-    return Traffic(sums["store"] + down, sums["load"] + up, sums["host copy"])
-
-
-def _of_host(module: Any, computation: Any, times: int) -> Iterator[tuple[int, int]]:
-    """What host computations take from device memory, and return to it."""
-    for i in computation:
-        if i.opcode == "while" and (body := module.called(i, "body")):
-            trips = trip_count(module, computation, i) or 1
-            yield from _of_host(module, body, times * trips)
-        elif i.named("custom_call_target") == "HostExecute":
-            reads, writes = accesses(module, computation, i)
-            yield (
-                times * sum(n for a, n in reads if not a.on_host),
-                times * sum(n for a, n in writes if not a.on_host),
-            )
-
-
 FORMS = {
     "offload": Mode(OURS),
     "leaf": Mode(functools.partial(on_host, leaf)),
@@ -199,16 +153,12 @@ FORMS = {
 
 def print_peaks() -> None:
     """Compiles each workload in each form; MiB on each device, nothing clipped."""
-    figures = ("peak", "host state", "host temp", "down", "up", "in host")
+    figures = ("peak", "host state", "host temp")
     command.print_header(("workload", "target", "form"), figures)
     for name, target, form in itertools.product(FLAGS.workloads, FLAGS.targets, FORMS):
         work = dataclasses.replace(WORKLOADS[name](), optimizer=optax.adam(1e-3))
-        compiled = compile_step(work, aot.Target(target), FORMS[form])
-        peak, moved = aot.peak(compiled), traffic(compiled)
-        sizes = (
-            *(peak.peak_bytes, peak.host_argument_bytes, peak.host_temporary_bytes),
-            *(moved.down, moved.up, moved.within_host),
-        )
+        peak = aot.peak(compile_step(work, aot.Target(target), FORMS[form]))
+        sizes = [peak.peak_bytes, peak.host_argument_bytes, peak.host_temporary_bytes]
         command.print_row((name, target, form), [size / MIB for size in sizes])
 
 
