@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import signal
 import sys
@@ -14,7 +13,7 @@ from typing import Any
 
 from benchmarks.chip import machine, page, record, running
 from benchmarks.chip.largest import LARGEST
-from benchmarks.chip.link import LINK, bytes_per_second, constants
+from benchmarks.chip.link import LINK, constants
 from benchmarks.chip.others import OTHERS
 from benchmarks.chip.overlap import OVERLAP
 from benchmarks.chip.peaks import PEAKS
@@ -48,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
     add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
-    add("--again", action="store_true", help="run what is done already, too")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
     add("--list", action="store_true", help="list the parts and their cases")
     add("--page", action="store_true", help="only make the page from what was measured")
@@ -107,16 +105,10 @@ def run(asked: argparse.Namespace) -> int:
             print(f"{part.name}: {', '.join(part.cases(setting))}")
         return 0
     began = time.monotonic()
-    if asked.again:
-        for part in parts:
-            kept.forget(part.name)
     try:
         for part in parts:
             left = 60 * asked.minutes - (time.monotonic() - began)
             started = time.monotonic()
-            setting = dataclasses.replace(
-                setting, link_bytes_per_second=bytes_per_second(kept.figures("link"))
-            )
             running.run_part(part, setting, kept, left)
             kept.save(PARTS)
             told(part, setting, kept, time.monotonic() - started)
@@ -179,7 +171,6 @@ def setting_of(
         target=head["target"],
         memory_bytes=TOY_BYTES if asked.dry else head["memory_bytes"],
         host_bytes=TOY_BYTES if asked.dry else int(machine.HOST_SHARE * free),
-        link_bytes_per_second=None,
         scratch=str(kept.folder / "scratch"),
     )
 

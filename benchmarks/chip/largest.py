@@ -157,7 +157,6 @@ def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
         "making_seconds": made,
         "finite": training.is_finite(),
         "device_bytes": counted_peak(),
-        "made_by": training.made_by,
     }
 
 

@@ -193,12 +193,6 @@ def cases(setting: Setting) -> Mapping[str, Case]:
     return {f"node {n}": functools.partial(measure, setting, n) for n in nodes}
 
 
-def bytes_per_second(figures: Mapping[str, Figures]) -> float | None:
-    """What each way has when both are used, on the best node; None if not measured."""
-    rates = [each_way(f["fit"])["bytes_per_second"] for f in figures.values()]
-    return max(rates, default=None)
-
-
 def each_way(fits: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:
     """What the link has each way.
 

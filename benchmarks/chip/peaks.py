@@ -85,7 +85,6 @@ def measure(setting: Setting, name: str, mode: str) -> Figures:
         "measured_host_bytes": free - free_bytes(),
         "seconds": seconds,
         "finite": training.is_finite(),
-        "made_by": training.made_by,
     }
 
 

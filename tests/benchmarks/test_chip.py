@@ -22,7 +22,6 @@ SETTING = Setting(
     target=None,
     memory_bytes=2**30,
     host_bytes=2**30,
-    link_bytes_per_second=None,
     scratch="",
 )
 
@@ -92,8 +91,6 @@ def test_what_failed_or_did_not_end_is_missing(tmp_path):
     table = json.loads(kept.path.read_text())
     assert table["parts"].keys() == {"toy"}
     assert table["parts"]["toy"]["two"]["figures"] == {"figure": 3}
-    kept.forget("toy")
-    assert kept.missing("toy", CASES) == list(CASES)
 
 
 class Process:
@@ -225,9 +222,6 @@ def test_a_link_is_fitted():
     for way in link.WAYS:
         assert found[way]["bytes_per_second"] == pytest.approx(50e9)
         assert found[way]["latency_seconds"] == pytest.approx(2e-5)
-    figures = {"node 0": {"fit": found}, "node 1": {"fit": link.fit(rows)}}
-    assert link.bytes_per_second(figures) == pytest.approx(50e9)
-    assert link.bytes_per_second({}) is None
 
 
 @pytest.mark.parametrize(("both", "each"), [(27e9, 53e9), (40e9, 40e9), (52e9, 52e9)])
@@ -235,7 +229,7 @@ def test_ways_that_take_turns_say_nothing_of_a_link(both, each):
     """Before JAX 0.12 a turn's copies are a chain, and share what one way has (F79)."""
     rates = {"load": 55e9, "store": 53e9, "both": both}
     fits = {way: {"bytes_per_second": rate} for way, rate in rates.items()}
-    assert link.bytes_per_second({"any node": {"fit": fits}}) == each
+    assert link.each_way(fits)["bytes_per_second"] == each
 
 
 def test_pieces_together_are_beside_their_longest_and_their_sum():
