@@ -73,9 +73,9 @@ class Form(NamedTuple):
 def in_windows(states: float) -> Mode:
     """Updates in windows of so many matrices' states."""
     mode = MODES["ours"]
+    wrap: Any = mode.optimizer
     window_bytes = int(states * STATE_BYTES)
-    wrap = functools.partial(mode.optimizer, window_bytes=window_bytes)
-    return mode._replace(optimizer=wrap)
+    return mode._replace(optimizer=functools.partial(wrap, window_bytes=window_bytes))
 
 
 def in_codec(name: Any) -> Form:
@@ -141,8 +141,8 @@ def small_gated() -> Workload:
 
 def small_decoder() -> Workload:
     """Three layers under a scan, with attention."""
-    shape = {"heads": 4, "vocabulary": 256, "batch": 4, "context": 64}
-    return trained(decoder(True, 3, WIDTH, **shape), clipped=True)
+    work = decoder(True, 3, WIDTH, 4, vocabulary=256, batch=4, context=64)
+    return trained(work, clipped=True)
 
 
 WORKS: dict[str, Callable[[], Workload]] = {

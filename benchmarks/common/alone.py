@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -12,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
+# If the host's memory is short, this process is killed, and not its parent.
 CODE = """\
-import importlib, json, sys
+import contextlib, importlib, json, pathlib, sys
+with contextlib.suppress(OSError):
+    pathlib.Path("/proc/self/oom_score_adj").write_text("1000")
 module, name, options = sys.argv[1:]
 function = getattr(importlib.import_module(module), name)
 print(json.dumps(function(**json.loads(options))))
@@ -50,7 +52,6 @@ def call(
             [sys.executable, "-c", CODE, *arguments],
             cwd=ROOT,
             env={**os.environ, **(environment or {})},
-            preexec_fn=_first_to_go,
             capture_output=True,
             text=True,
             check=False,
@@ -61,9 +62,3 @@ def call(
     if done.returncode:
         raise AloneError(f"code {done.returncode}: ...{done.stderr[-1500:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _first_to_go() -> None:
-    """If the host's memory is short, this process is killed, and not its parent."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
