@@ -4,39 +4,32 @@ What a command prints goes to `benchmarks/results/NAME.txt`, below the date, the
 versions, the command and how long it took; what it writes as JSON to `NAME.json` there,
 with the same.
 
-Run (the first: all that fit an hour on two idle cores; the last: with an accelerator):
+What is measured on an attached GPU or TPU is `benchmarks.chip`'s.
+
+Run (the first: all that fit an hour on two idle cores):
     python -m benchmarks.results
     python -m benchmarks.results --list
     python -m benchmarks.results peak_memory census
-    JAX_PLATFORMS=cuda python -m benchmarks.results chip
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import datetime
 import functools
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chip import machine
+
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = {
-    "JAX": "jax",
-    "libtpu": "libtpu",
-    "CUDA plugin": "jax-cuda13-pjrt",
-    "optax": "optax",
-    "optax-offload": "optax-offload",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +41,6 @@ class Table:
       command: What follows `python -m`.
       minutes: Expected, on two idle cores.
       unasked: Whether it is one of those that are made if none is named.
-      needs_accelerator: Whether it is timed on an attached GPU or TPU.
       writes_json: Whether the command has a flag `--out`, for JSON.
     """
 
@@ -56,7 +48,6 @@ class Table:
     command: str
     minutes: int
     unasked: bool = True
-    needs_accelerator: bool = False
     writes_json: bool = True
 
     @property
@@ -88,47 +79,25 @@ TABLES = (
     Large("fit_models", f"{PEAKS} --find=target", 180),
     Large("low_bit", "benchmarks.training.low_bit", 60, writes_json=False),
     Large("largest_step", "benchmarks.training.largest_step", 5, writes_json=False),
-    # A JSON for each chip and commit, in `benchmarks/results/chips`.
-    Table("chip", "benchmarks.chip", 25, needs_accelerator=True, writes_json=False),
 )
 
 
-def chosen(names: Sequence[str], accelerator: bool) -> list[Table]:
-    """The tables of these names; without any, those made unasked on this machine."""
+def chosen(names: Sequence[str]) -> list[Table]:
+    """The tables of these names; without any, those made unasked."""
     known = {table.name: table for table in TABLES}
     for name in names:
         if name not in known:
             raise SystemExit(f"no table {name!r}; there are {', '.join(known)}")
-    if names:
-        return [known[name] for name in names]
-    return [
-        table
-        for table in TABLES
-        if table.unasked and (accelerator or not table.needs_accelerator)
-    ]
-
-
-def has_accelerator() -> bool:
-    """Whether JAX finds one, asked in a process that gives it back."""
-    question = "import jax; print(jax.default_backend())"
-    answer = subprocess.run(
-        [sys.executable, "-c", question], capture_output=True, text=True, check=False
-    )
-    return answer.stdout.strip() in ("gpu", "tpu")
+    return [known[name] for name in names] or [t for t in TABLES if t.unasked]
 
 
 def origin(table: Table, seconds: float) -> dict[str, Any]:
     """How figures were made."""
-    versions = {}
-    for name, package in PACKAGES.items():
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(package)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": f"python -m {table.command}",
         "seconds": round(seconds),
-        **versions,
-        "Python": platform.python_version(),
+        **machine.versions(),
         "cores": os.cpu_count(),
     }
 
@@ -141,15 +110,12 @@ def run(table: Table, folder: Path) -> bool:
     command = [sys.executable, "-m", *table.command.split()]
     if table.writes_json:
         command.append(f"--out={out}")
-    environment = dict(os.environ)
-    if not table.needs_accelerator:
-        environment["JAX_PLATFORMS"] = "cpu"
     print(f"{table.name}: some {table.minutes} minutes ...", flush=True)
     start = time.perf_counter()
     with (scratch / f"{table.name}.log").open("w") as log:
         result = subprocess.run(
             command,
-            env=environment,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
@@ -180,10 +146,10 @@ def main() -> None:
     if arguments.list:
         print(f"{'name':18s} minutes unasked  command")
         for table in TABLES:
-            where = "device" if table.needs_accelerator else str(table.unasked)
-            print(f"{table.name:18s} {table.minutes:7d} {where:7s}  {table.command}")
+            unasked = str(table.unasked)
+            print(f"{table.name:18s} {table.minutes:7d} {unasked:7s}  {table.command}")
         return
-    tables = chosen(arguments.names, bool(arguments.names) or has_accelerator())
+    tables = chosen(arguments.names)
     print(f"{len(tables)} tables, some {sum(t.minutes for t in tables)} minutes")
     failed = [table.name for table in tables if not run(table, RESULTS)]
     if failed:

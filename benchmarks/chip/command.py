@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,14 +13,15 @@ from typing import Any
 
 from benchmarks.chip import machine, page, record, running
 from benchmarks.chip.largest import LARGEST
-from benchmarks.chip.link import LINK, bytes_per_second, constants
-from benchmarks.chip.machine import ROOT
+from benchmarks.chip.link import LINK, constants
 from benchmarks.chip.others import OTHERS
 from benchmarks.chip.overlap import OVERLAP
 from benchmarks.chip.peaks import PEAKS
 from benchmarks.chip.setting import Part, Setting
 from benchmarks.chip.time import TIME
 from benchmarks.chip.values import VALUES
+from benchmarks.common import alone
+from benchmarks.common.alone import ROOT
 from optax_offload import aot
 
 # Most valuable first.
@@ -49,14 +47,12 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
     add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
-    add("--again", action="store_true", help="run what is done already, too")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
     add("--list", action="store_true", help="list the parts and their cases")
     add("--page", action="store_true", help="only make the page from what was measured")
     add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
     add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
-    add("--facts", action="store_true", help=argparse.SUPPRESS)
     for hidden in ("--cases", "--setting", "--lines"):
         add(hidden, help=argparse.SUPPRESS)
     add("names", nargs="*", help=argparse.SUPPRESS)
@@ -66,9 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Does what is asked for."""
     asked = parser().parse_args(argv)
-    if asked.facts:
-        print(json.dumps(machine.describe()))
-    elif asked.cases:
+    if asked.cases:
         setting = Setting.read(asked.setting)
         running.run_cases(PARTS[asked.cases], setting, asked.names, Path(asked.lines))
     elif asked.page:
@@ -111,16 +105,10 @@ def run(asked: argparse.Namespace) -> int:
             print(f"{part.name}: {', '.join(part.cases(setting))}")
         return 0
     began = time.monotonic()
-    if asked.again:
-        for part in parts:
-            kept.forget(part.name)
     try:
         for part in parts:
             left = 60 * asked.minutes - (time.monotonic() - began)
             started = time.monotonic()
-            setting = dataclasses.replace(
-                setting, link_bytes_per_second=bytes_per_second(kept.figures("link"))
-            )
             running.run_part(part, setting, kept, left)
             kept.save(PARTS)
             told(part, setting, kept, time.monotonic() - started)
@@ -158,20 +146,11 @@ def head_of(asked: argparse.Namespace) -> dict[str, Any]:
 
 def facts_of_this_machine(dry: bool) -> dict[str, Any]:
     """Asked in a process of its own, which gives the device back."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if dry:
-        environment["JAX_PLATFORMS"] = "cpu"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chip", "--facts"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"JAX cannot use this machine's device: {done.stderr[-2000:]}")
-    facts = json.loads(done.stdout.splitlines()[-1])
+    environment = {"JAX_PLATFORMS": "cpu"} if dry else {}
+    try:
+        facts = alone.call(machine.describe, {}, environment)
+    except alone.AloneError as error:
+        raise SystemExit(f"JAX cannot use this machine's device: {error}") from error
     if facts["platform"] == "cpu" and not dry:
         raise SystemExit(
             "JAX finds no accelerator here (jax.default_backend() is 'cpu'). Install "
@@ -192,7 +171,6 @@ def setting_of(
         target=head["target"],
         memory_bytes=TOY_BYTES if asked.dry else head["memory_bytes"],
         host_bytes=TOY_BYTES if asked.dry else int(machine.HOST_SHARE * free),
-        link_bytes_per_second=None,
         scratch=str(kept.folder / "scratch"),
     )
 

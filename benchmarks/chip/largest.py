@@ -6,27 +6,16 @@ own, which makes the model and takes two steps; so is what predicts, by compilin
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import functools
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
-
-import optax_offload as oo
-from benchmarks.chip.machine import ROOT
-from benchmarks.chip.peaks import predicted
 from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import Training, count, counted_peak, halved
+from benchmarks.common import alone
 from benchmarks.common.workloads import Workload, gated
-from examples import models
 from optax_offload import aot
 
 # From plain to what takes least, and whether parameters are in bfloat16.
@@ -36,9 +25,10 @@ MODELS = {
     "parameters and residuals": ("residuals", False),
     "fused": ("fused", False),
 }
-LLAMA = "the shape of Llama 3 8B"
 # Of the device: less than the environment below gives, for programs and their buffers.
 DEVICE_SHARE = 0.9
+# What takes a few KiB of the device for a layer has no end there.
+MOST_LAYERS = 10_000
 # Trials before one took a step and one did not; and how close to each other is enough.
 FARTHER, NEARER = 1.06, 0.8
 CLOSE = 0.02
@@ -58,15 +48,9 @@ def workload(layers: int, half: bool, dry: bool) -> Workload:
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
-    """One for each kind of step, and a model people know."""
-    found: dict[str, Case] = {}
-    for name in MODELS:
-        found[name] = functools.partial(search, setting, name)
-        if name == "six bytes":
-            found[LLAMA] = functools.partial(llama, setting)
-    if setting.dry:
-        return {name: found[name] for name in ("six bytes", LLAMA)}
-    return found
+    """One for each kind of step."""
+    names = ["six bytes"] if setting.dry else [*MODELS]
+    return {name: functools.partial(search, setting, name) for name in names}
 
 
 def search(setting: Setting, name: str) -> Figures:
@@ -80,7 +64,7 @@ def search(setting: Setting, name: str) -> Figures:
     while layers is not None and len(trials) < (1 if setting.dry else TRIALS):
         if trials and time.monotonic() - began > SEARCH_SECONDS:
             break
-        found = in_a_process(setting, "take_a_step", {"name": name, "layers": layers})
+        found = in_a_process(take_a_step, setting, name=name, layers=layers)
         trials.append({"layers": layers, **found})
         if "seconds" in found:
             most = layers
@@ -114,11 +98,8 @@ def following(most: int, least: int | None) -> int | None:
 def predict(setting: Setting, name: str) -> Figures:
     """By the peaks of a few layers and of twice as many, on the device and the host."""
     few = 4
-    options = {"name": name, "layers": (few, 2 * few)}
-    if setting.on_paper:
-        found = compiled_peaks(setting, **options)
-    else:
-        found = in_a_process(setting, "compiled_peaks", options)
+    layers = (few, 2 * few)
+    found = in_a_process(compiled_peaks, setting, name=name, layers=layers)
     if "failed" in found:
         raise RuntimeError(f"a few layers do not compile: {found['failed']}")
     limits = {"device_bytes": DEVICE_SHARE * setting.memory_bytes}
@@ -128,29 +109,33 @@ def predict(setting: Setting, name: str) -> Figures:
     for where, limit in limits.items():
         one, two = found[where]
         slope = (two - one) / few
-        if slope > 0:
-            counts[where] = int((limit - one) / slope) + few
+        most = int((limit - one) / slope) + few if slope > 0 else MOST_LAYERS
+        if most < MOST_LAYERS:
+            counts[where] = most
     if not counts:  # On paper, where the host has no end.
         return {"predicted_layers": None, "predicted_parameters": None}
     where = min(counts, key=lambda x: counts[x])
-    layers = max(1, counts[where])
+    most = max(1, counts[where])
     if setting.dry:
-        layers = min(layers, 8)
-    work = workload(layers, MODELS[name][1], setting.dry)
+        most = min(most, 8)
+    work = workload(most, MODELS[name][1], setting.dry)
     return {
-        "predicted_layers": layers,
+        "predicted_layers": most,
         "predicted_parameters": count(work),
         "predicted_limit": where.removesuffix("_bytes"),
     }
 
 
-def compiled_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figures:
+def compiled_peaks(
+    setting: dict[str, Any], name: str, layers: Sequence[int]
+) -> Figures:
     """Compiled for the device that is here, or on paper; nothing is made."""
+    where = Setting(**setting)
     mode, half = MODELS[name]
     peaks = []
-    for work in (workload(n, half, setting.dry) for n in layers):
-        if setting.on_paper:
-            peaks.append(aot.peak(setting.compiled(work, mode)))
+    for work in (workload(n, half, where.dry) for n in layers):
+        if where.on_paper:
+            peaks.append(aot.peak(where.compiled(work, mode)))
         else:
             peaks.append(Training(work, mode).peak())
     return {
@@ -159,14 +144,10 @@ def compiled_peaks(setting: Setting, name: str, layers: Sequence[int]) -> Figure
     }
 
 
-def take_a_step(setting: Setting, name: str, layers: int) -> Figures:
+def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
     """Makes a model of so many layers, and takes two steps."""
     mode, half = MODELS[name]
-    return stepped(Training(workload(layers, half, setting.dry), mode))
-
-
-def stepped(training: Training) -> Figures:
-    """Makes the model, and takes two steps."""
+    training = Training(workload(layers, half, setting["dry"]), mode)
     began = time.perf_counter()
     training.make()
     made = time.perf_counter() - began
@@ -176,85 +157,18 @@ def stepped(training: Training) -> Figures:
         "making_seconds": made,
         "finite": training.is_finite(),
         "device_bytes": counted_peak(),
-        "made_by": training.made_by,
     }
 
 
-def llama(setting: Setting) -> Figures:
-    """All parameters of an 8B model, in six bytes each, with random weights."""
-    if setting.on_paper:
-        compiled = setting.compiled(llama_workload(setting), "six bytes")
-        return predicted(aot.peak(compiled)) | setting.seconds_of(compiled)
-    found = in_a_process(setting, "llama_step", {})
-    if "failed" in found:
-        raise RuntimeError(found["failed"])
-    return found
-
-
-def llama_step(setting: Setting) -> Figures:
-    """Here, if the host has the memory."""
-    training = Training(llama_workload(setting), "six bytes")
-    peak = training.peak()
-    figures = {**predicted(peak), "parameters": count(training.work)}
-    if not setting.dry:
-        figures |= setting.seconds_of(training.compiled)
-    if peak.host_peak_bytes > setting.host_bytes:
-        return figures | {
-            "failed": f"it needs {peak.host_peak_bytes / 2**30:.0f} GiB of the host, "
-            f"which has {setting.host_bytes / 2**30:.0f} GiB for it"
-        }
-    return figures | stepped(training)
-
-
-def llama_workload(setting: Setting) -> Workload:
-    """The model of `examples/models.py`, in bfloat16; or a toy of it."""
-    shape = models.Shape(3, 64, 4, 2, 16, 128, 256) if setting.dry else models.LLAMA3_8B
-    context = 32 if setting.dry else 4096
-    tokens = jax.ShapeDtypeStruct((1, context + 1), jnp.int32)
-    module: Any = models.Decoder(shape)
-    params = models.parameter_shapes(module, (tokens,))
-    optimizer: Any = optax.chain(
-        optax.clip_by_global_norm(1.0), oo.master_weights(optax.adamw(3e-4))
-    )
-    return Workload(
-        lambda params, tokens: module.apply({"params": params}, tokens),
-        params,
-        tokens,
-        optimizer,
-    )
-
-
-def in_a_process(setting: Setting, function: str, options: dict[str, Any]) -> Figures:
-    """What a function of this module finds, in a process that may die of it."""
-    code = (
-        "import json, sys; from benchmarks.chip import largest; "
-        "from benchmarks.chip.setting import Setting; "
-        "found = getattr(largest, sys.argv[1])"
-        "(Setting.read(sys.argv[2]), **json.loads(sys.argv[3])); "
-        "print(json.dumps(found))"
-    )
-    arguments = [function, setting.written(), json.dumps(options)]
+def in_a_process(
+    function: Callable[..., Figures], setting: Setting, **options: Any
+) -> Figures:
+    """What one of these functions finds, or how its process ended."""
+    options["setting"] = dataclasses.asdict(setting)
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *arguments],
-            cwd=ROOT,
-            preexec_fn=_first_to_go,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=TRIAL_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took longer than {TRIAL_SECONDS} s"}
-    if done.returncode:
-        return {"failed": f"code {done.returncode}: ...{done.stderr[-600:]}"}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _first_to_go() -> None:
-    """If the host's memory is short, this process is killed, and not its parent."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        return alone.call(function, options, seconds=TRIAL_SECONDS)
+    except alone.AloneError as error:
+        return {"failed": str(error)}
 
 
 LARGEST = Part(

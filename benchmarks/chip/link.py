@@ -178,7 +178,7 @@ def fit(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def _stay_on(node: int) -> None:
     """Has all threads of this process, and so what they allocate, on a node."""
-    cpus = machine.numa_nodes()[node]
+    cpus = machine.processors_of_nodes()[node]
     try:
         os.sched_setaffinity(0, cpus)
     except OSError as error:
@@ -187,16 +187,10 @@ def _stay_on(node: int) -> None:
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each NUMA node that has processors."""
-    nodes = [node for node, cpus in machine.numa_nodes().items() if cpus]
+    nodes = [node for node, cpus in machine.processors_of_nodes().items() if cpus]
     if setting.on_paper or len(nodes) < 2:
         return {"any node": functools.partial(measure, setting, None)}
     return {f"node {n}": functools.partial(measure, setting, n) for n in nodes}
-
-
-def bytes_per_second(figures: Mapping[str, Figures]) -> float | None:
-    """What each way has when both are used, on the best node; None if not measured."""
-    rates = [each_way(f["fit"])["bytes_per_second"] for f in figures.values()]
-    return max(rates, default=None)
 
 
 def each_way(fits: Mapping[str, Mapping[str, float]]) -> Mapping[str, float]:

@@ -1,140 +1,96 @@
-"""What a figure was measured on: device, driver, versions, commit, host."""
+"""What a figure was measured on: device, driver, versions, commit, host.
+
+The machine is read as `optax-offload doctor` reads it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import platform
-import re
 import shutil
 import subprocess
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from optax_offload import _host_memory, aot
+from benchmarks.common.alone import ROOT
+from benchmarks.common.steps import digest_of
+from optax_offload import aot
+from optax_offload._machine import Here
+from optax_offload._machine.devices import chip_of
+from optax_offload._machine.findings import Facts
 
-ROOT = Path(__file__).parent.parent.parent
 PACKAGES = [
     *("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "libtpu"),
-    *("optax", "flax", "numpy", "torch", "torchao", "bitsandbytes", "deepspeed"),
+    *(
+        "optax",
+        "optax-offload",
+        "flax",
+        "numpy",
+        "torch",
+        "torchao",
+        "bitsandbytes",
+        "deepspeed",
+    ),
 ]
-# What `device_kind` says of the chips that `optax_offload.aot` knows.
-CHIPS = {
-    r"TPU v4": "v4",
-    r"TPU v5 ?(lite|e)": "v5e",
-    r"TPU v5p?$": "v5p",
-    r"TPU v6": "v6e",
-    r"TPU ?7x|TPU v7": "tpu7x",
-    r"A100.*40": "a100-40",
-    r"A100": "a100-80",
-    r"H200": "h200",
-    r"H100": "h100",
-    r"B200": "b200",
-    r"NVIDIA L4$": "l4",
-    r"RTX 4090": "rtx4090",
-}
-DRIVER_FIELDS = "name,driver_version,memory.total,pcie.link.gen.max,power.limit"
 # Of what the host has free, for pinned memory and all else.
 HOST_SHARE = 0.85
-NODES = Path("/sys/devices/system/node")
 
 
 def describe() -> dict[str, Any]:
     """All of it but the commit; takes the device, so it is asked in a process alone."""
     device = jax.devices()[0]
-    driver = nvidia_smi(DRIVER_FIELDS)
+    facts = Facts(Here())
+    driver = facts.accelerators[0].driver if facts.accelerators else ""
+    limits = facts.limits.values()
     return {
         "device": device.device_kind,
         "platform": device.platform,
         "devices": jax.device_count(),
         "target": target_of(device.device_kind),
-        "memory_bytes": memory_bytes(device, driver),
-        "driver": driver,
-        "host": host(),
+        "memory_bytes": memory_bytes(device, facts),
+        "driver": {"driver_version": driver} if driver else {},
+        "host": {
+            "processor": facts.processor or platform.machine(),
+            "cores": os.cpu_count(),
+            "free_bytes": free_bytes(),
+            "total_bytes": min((limit.total_bytes for limit in limits), default=0),
+            "numa_nodes": {
+                str(number): len(node.processors)
+                for number, node in facts.nodes.items()
+            },
+        },
         "versions": versions(),
     }
 
 
 def target_of(device_kind: str) -> str | None:
     """The name of a chip in `optax_offload.aot`, given JAX's; None if it has none."""
-    for pattern, name in CHIPS.items():
-        if re.search(pattern, device_kind, re.IGNORECASE):
-            return name
-    return None
+    chip, _ = chip_of(device_kind)
+    return None if chip is None else chip.name
 
 
-def memory_bytes(device: Any, driver: dict[str, str]) -> int:
+def memory_bytes(device: Any, facts: Facts) -> int:
     """What the device has; of a CPU, which does not say, what a toy may have."""
-    if "memory.total" in driver:
-        return int(driver["memory.total"].split()[0]) * 2**20
+    if facts.accelerators and facts.accelerators[0].memory_bytes:
+        return facts.accelerators[0].memory_bytes
     name = target_of(device.device_kind)
     if name is not None:
         return aot.CHIPS[name].memory_bytes
     return (device.memory_stats() or {}).get("bytes_limit", 2**30)
 
 
-def nvidia_smi(fields: str) -> dict[str, str]:
-    """What NVIDIA's tool says of the first GPU; nothing where there is no such tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    command = [tool, f"--query-gpu={fields}", "--format=csv,noheader", "--id=0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    values = done.stdout.strip().split(", ")
-    names = fields.split(",")
-    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
+def free_bytes() -> int:
+    """What is left of the host's memory."""
+    return Facts(Here()).free_bytes or 0
 
 
-def host() -> dict[str, Any]:
-    """Processor, memory and NUMA nodes of the machine."""
-    free, total = host_memory()
-    return {
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "free_bytes": free,
-        "total_bytes": total,
-        "numa_nodes": {str(node): len(cpus) for node, cpus in numa_nodes().items()},
-    }
-
-
-def host_memory() -> tuple[int, int]:
-    """What is left of it, and all of it."""
-    found = _host_memory.limits(gpu=False, pinned_bytes=0)
-    free = min((limit.free_bytes for limit in found), default=0)
-    return free, min((limit.total_bytes for limit in found), default=0)
-
-
-def processor() -> str:
-    """Its name, as Linux has it."""
-    with contextlib.suppress(OSError):
-        names = re.findall(
-            r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        if names:
-            return names[0]
-    return platform.processor() or platform.machine()
-
-
-def numa_nodes() -> dict[int, list[int]]:
+def processors_of_nodes() -> dict[int, list[int]]:
     """The processors of each NUMA node; a node may have none."""
-    found = {}
-    for path in sorted(NODES.glob("node[0-9]*")):
-        text = (path / "cpulist").read_text().strip()
-        found[int(path.name.removeprefix("node"))] = cpus_of(text)
-    return found
-
-
-def cpus_of(text: str) -> list[int]:
-    """The numbers of a list as the kernel writes it, such as ``0-3,8``."""
-    found: list[int] = []
-    for item in filter(None, text.split(",")):
-        first, _, last = item.partition("-")
-        found.extend(range(int(first), int(last or first) + 1))
-    return found
+    nodes = Facts(Here()).nodes
+    return {number: sorted(node.processors) for number, node in nodes.items()}
 
 
 def versions() -> dict[str, str]:
@@ -151,7 +107,7 @@ def commit() -> str:
 
     Where there is no repository, as in a copy of its files, the digest alone.
     """
-    digest = files_digest()
+    digest = digest_of("optax_offload", "benchmarks")
     git = shutil.which("git")
     if git is None:
         return f"files-{digest}"
@@ -166,13 +122,3 @@ def commit() -> str:
         return f"files-{digest}"
     changes = [x for x in changed.stdout.splitlines() if x.endswith(".py")]
     return head.stdout.strip()[:10] + (f"-{digest}" if changes else "")
-
-
-def files_digest() -> str:
-    """A digest of the package and of the benchmarks."""
-    digest = hashlib.sha256()
-    for folder in ("optax_offload", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(path.relative_to(ROOT).as_posix().encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:10]

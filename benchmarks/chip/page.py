@@ -1,48 +1,47 @@
 """The page `docs/on-a-chip.md`, made of all JSONs: predicted beside measured.
 
-Its words and the rows of its tables stand in `page.md`, with a figure's key, format and
-unit in braces.
+Its words and the rows of its tables stand in `page.md`. A figure in braces there is
+"{key:format*unit|text}", with the text that stands for it where there is none.
 """
 
 from __future__ import annotations
 
 import json
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chip.machine import ROOT
 from benchmarks.chip.record import done
+from benchmarks.common.alone import ROOT
+from optax_offload._units import GIB
 
 PAGE = ROOT / "docs" / "on-a-chip.md"
 TOP, PARTS = Path(__file__).with_suffix(".md").read_text().split("\n## Parts\n")
 NOT_RUN = "not run yet"
-# What takes a few KiB of the device for a layer has no end there.
-MOST_LAYERS = 10_000
 # In these units a figure is so many times as large; without one it is as it is.
 UNITS = {"": 1, "MiB": 2**-20, "giga": 1e-9, "ms": 1e3, "us": 1e6}
 Table = dict[str, Any]
-Figures = Mapping[str, Table]
 
 
 class Fill(string.Formatter):
-    """Fills in a row: "{seconds:.0f*ms}" is a figure, its format and its unit.
+    """Fills in a row of `page.md` from the parts of a case's name and its figures."""
 
-    What is missing was not run, or is left empty where the format begins with "?".
-    """
-
-    def get_value(self, key: Any, args: Any, kwargs: Any) -> Any:
-        """A part of the case's name, or a figure."""
-        return args[key] if isinstance(key, int) else kwargs.get(key, NOT_RUN)
+    def get_field(self, field_name: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A figure, which may be one of several: "profile[hidden_share]"."""
+        try:
+            return super().get_field(field_name, args, kwargs)
+        except (LookupError, TypeError):
+            return NOT_RUN, field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
         """The text of a figure."""
-        form, _, unit = format_spec.removeprefix("?").partition("*")
-        if value == NOT_RUN or (value is None and unit != "MiB"):
-            return "" if format_spec.startswith("?") else NOT_RUN
-        if value is None:
-            return "not counted"
+        form, has_text, text = format_spec.partition("|")
+        form, _, unit = form.partition("*")
+        if value is None or value == NOT_RUN:
+            return text if has_text else value or "not counted"
+        if isinstance(value, bool):
+            return "yes" if value else "**no**"
         return value if isinstance(value, str) else format(value * UNITS[unit], form)
 
 
@@ -58,17 +57,12 @@ def read(folder: Path) -> list[Table]:
 
 
 def text(tables: Iterable[Table]) -> str:
-    """The page."""
+    """The page: of a chip that was measured nothing that is on paper."""
     tables = list(tables)
     measured = {t["target"] for t in tables if not t["on_paper"]}
-    sections = [TOP]
-    for table in tables:
-        if table["on_paper"] and table["target"] in measured:
-            continue
-        sections.append(section(table))
-    if not tables:
-        sections.append(f"No chip: {NOT_RUN}.\n")
-    return "\n".join(sections)
+    shown = [t for t in tables if not (t["on_paper"] and t["target"] in measured)]
+    sections = [section(table) for table in shown] or [f"No chip: {NOT_RUN}.\n"]
+    return "\n".join([TOP, *sections])
 
 
 def section(table: Table) -> str:
@@ -77,18 +71,18 @@ def section(table: Table) -> str:
     lines = [f"## {device.upper() if table['on_paper'] else device}", ""]
     lines += [origin(table), ""]
     for part in PARTS.split("\n### ")[1:]:
-        heading, *shown = part.strip().splitlines()
+        heading, _, shown = part.strip().partition("\n\n")
         name, title = heading.split(": ")
         lines += [f"### {title} on {device}", ""]
         cases = table["parts"].get(name)
-        if cases:
-            rows = ROWS.get(name, dict)(done(cases))
-            *above, pattern = shown[1:]
-            lines += above
-            lines += [fill.format(pattern, *n.split("/"), **f) for n, f in rows.items()]
-            lines += ["", *left_out(cases)]
-        else:
+        if not cases:
             lines += [f"{NOT_RUN.capitalize()}.", ""]
+            continue
+        above, _, pattern = shown.rpartition("\n")
+        lines.append(above)
+        for case, figures in done(cases).items():
+            lines.append(fill.format(pattern, *case.split("/"), **figures))
+        lines += ["", *left_out(cases)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -129,87 +123,6 @@ def short(reason: str) -> str:
     return "`" + words.replace("`", "'") + "`"
 
 
-def gib(value: Any) -> str:
+def gib(value: int) -> str:
     """Bytes in GiB, with the unit."""
-    return f"{value / 2**30:.1f} GiB"
-
-
-def values(cases: Figures) -> Figures:
-    """Whether a form is within its bound, and what it is called."""
-    words = {True: "yes", False: "**no**"}
-    return {
-        name: {**f, "verdict": words[f["within"] and f.get("as_called", True)]}
-        for name, f in cases.items()
-    }
-
-
-def link(cases: Figures) -> Figures:
-    """What was fitted to each way on a node, and what a program's text says of it."""
-    return {
-        f"{node}, {way}": {
-            **fit,
-            "by": ", ".join(
-                sorted({by for r in f["rows"] if r["way"] == way for by in r["done"]})
-            ),
-        }
-        for node, f in cases.items()
-        for way, fit in f["fit"].items()
-    }
-
-
-def overlap(cases: Figures) -> Figures:
-    """Pieces of a turn: the seconds of each alone, and ratios of several together."""
-    return {
-        name: {
-            **{r["pieces"][0]: r["seconds"] for r in f["rows"] if len(r["pieces"]) < 2},
-            **{
-                pieces: f"{over['over_longest']:.2f} / {over['over_sum']:.2f}"
-                for pieces, over in f["together"].items()
-            },
-        }
-        for name, f in cases.items()
-    }
-
-
-def time(cases: Figures) -> Figures:
-    """Steps; what was timed alone has no ratio, and plain steps hide nothing."""
-    found = {}
-    for name, f in cases.items():
-        measured = {"ratio": "", "hidden_share": ""} if "seconds" in f else {}
-        found[name] = measured | f
-        found[name] |= f.get("profile") or {}
-    return found
-
-
-def largest(cases: Figures) -> Figures:
-    """Parameters of the largest model, or the memory of a model people know."""
-    found = {}
-    for name, f in cases.items():
-        if "predicted_layers" not in f:
-            predicted = gib(f["predicted_bytes"])
-            predicted += f", host {gib(f['predicted_host_bytes'])}"
-            measured = "took a step" if "seconds" in f else NOT_RUN
-            if f.get("device_bytes"):
-                measured = gib(f["device_bytes"])
-            seconds = f.get("seconds")
-        else:
-            predicted, seconds = "as many as the host holds", ""
-            if (f["predicted_layers"] or MOST_LAYERS) < MOST_LAYERS:
-                limit = f["predicted_limit"].removesuffix("_bytes")
-                predicted = f"{f['predicted_parameters'] / 1e9:.2f} (by the {limit})"
-            measured = NOT_RUN
-            if f.get("parameters") is not None:
-                measured = f"{f['parameters'] / 1e9:.2f}"
-        found[name] = {"predicted": predicted, "measured": measured}
-        found[name] |= {"step_seconds": seconds}
-    return found
-
-
-# What is made of the figures of a part before they are filled in.
-ROWS: dict[str, Callable[[Figures], Figures]] = {
-    "values": values,
-    "link": link,
-    "overlap": overlap,
-    "time": time,
-    "largest": largest,
-}
+    return f"{value / GIB:.1f} GiB"

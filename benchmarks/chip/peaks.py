@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from pathlib import Path
+from typing import Any
 
-from benchmarks.chip.machine import host_memory
+import jax
+import optax
+
+import optax_offload as oo
+from benchmarks.chip.machine import free_bytes
 from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import Training, counted_peak, halved
-from benchmarks.common.workloads import WORKLOADS, Workload, decoder, gated
+from benchmarks.common.workloads import WORKLOADS, Workload, gated
+from examples import models
 from optax_offload import aot
 
+LLAMA = "the shape of Llama 3 8B"
 # Modes by the workload they are measured in, most valuable first.
 MEASURED = {
     "decoder_scanned": [
@@ -19,51 +25,66 @@ MEASURED = {
         *("fused twice", "fused stored", "int8 fused", "least"),
     ],
     "gated": ["no offload", "ours", "fused", "residuals", "six bytes"],
+    LLAMA: ["six bytes"],
 }
+# Of toys not all, as each is a process.
+TOYS = {"gated": ["no offload", "residuals"], LLAMA: ["six bytes"]}
 
 
-def workload(name: str, dry: bool) -> Workload:
-    """One of the benchmarks' workloads, or a toy of its kind."""
-    if not dry:
-        return WORKLOADS[name]()
-    if name == "gated":
-        return gated(tokens=32, layers=3, width=64, inner=256, vocabulary=128)
-    return decoder(True, 3, width=64, heads=2, vocabulary=128, batch=2, context=32)
+def workload(name: str, mode: str, dry: bool) -> Workload:
+    """One of the benchmarks' workloads, or a model people know; or a toy of it."""
+    if name == LLAMA:
+        return llama(dry)
+    toy = {"tokens": 32, "layers": 3, "width": 64, "inner": 256, "vocabulary": 128}
+    work = gated(**toy) if dry else WORKLOADS[name]()
+    return halved(work) if mode == "six bytes" else work
+
+
+def llama(dry: bool) -> Workload:
+    """The model of `examples/models.py`, with random weights in bfloat16."""
+    shape = models.Shape(3, 64, 4, 2, 16, 128, 256) if dry else models.LLAMA3_8B
+    tokens = jax.ShapeDtypeStruct((1, (32 if dry else 4096) + 1), "int32")
+    module: Any = models.Decoder(shape)
+    optimizer: Any = optax.chain(
+        optax.clip_by_global_norm(1.0), oo.master_weights(optax.adamw(3e-4))
+    )
+    return Workload(
+        lambda params, tokens: module.apply({"params": params}, tokens),
+        models.parameter_shapes(module, (tokens,)),
+        tokens,
+        optimizer,
+    )
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
-    """One for each workload and mode; of toys not all, as each is a process."""
-    modes = MEASURED
-    if setting.dry:
-        modes = {"gated": ["no offload", "residuals"]}
+    """One for each workload and mode."""
     return {
         f"{name}/{mode}": functools.partial(measure, setting, name, mode)
-        for name in modes
-        for mode in modes[name]
+        for name, modes in (TOYS if setting.dry else MEASURED).items()
+        for mode in modes
     }
 
 
 def measure(setting: Setting, name: str, mode: str) -> Figures:
     """Two steps in a fresh process: what is counted since it began."""
-    work = workload(name, setting.dry)
-    if mode.startswith("six bytes"):
-        work = halved(work)
+    work = workload(name, mode, setting.dry)
     if setting.on_paper:
         return predicted(aot.peak(setting.compiled(work, mode)))
-    resident, free = resident_bytes("VmRSS"), host_memory()[0]
+    free = free_bytes()
     training = Training(work, mode)
+    setting.check_host(training.peak())
     training.make()
     making = counted_peak()
-    training.run(2)
+    training.run(1)
+    seconds = training.run(1)
     counted = counted_peak()
     return {
         **predicted(training.peak()),
         "measured_bytes": counted,
         "making_bytes": making,
-        "measured_host_bytes": free - host_memory()[0],
-        "resident_bytes": resident_bytes("VmHWM") - resident,
+        "measured_host_bytes": free - free_bytes(),
+        "seconds": seconds,
         "finite": training.is_finite(),
-        "made_by": training.made_by,
     }
 
 
@@ -73,14 +94,6 @@ def predicted(peak: aot.Peak) -> Figures:
         "predicted_bytes": peak.peak_bytes,
         "predicted_host_bytes": peak.host_peak_bytes,
     }
-
-
-def resident_bytes(name: str) -> int:
-    """A size of this process by the kernel, without what a driver pinned for it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 PEAKS = Part(

@@ -87,14 +87,6 @@ class Record:
         known = entries(self.lines(part))
         return [x for x in cases if known.get(x, {}).get("outcome") not in ENDED]
 
-    def forget(self, part: str) -> None:
-        """Has all cases of a part be missing."""
-        self.lines(part).unlink(missing_ok=True)
-
-    def figures(self, part: str) -> dict[str, dict[str, Any]]:
-        """The figures of each case of a part that is done."""
-        return done(entries(self.lines(part)))
-
     def save(self, parts: Iterable[str]) -> None:
         """Writes the JSON."""
         found = {part: entries(self.lines(part)) for part in parts}

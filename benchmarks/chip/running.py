@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.chip import record
-from benchmarks.chip.machine import ROOT
 from benchmarks.chip.setting import Part, Setting, SkippedError
+from benchmarks.common.alone import ROOT
 
 # A process that is asked to end has so long to do it.
 GRACE_SECONDS = 5.0

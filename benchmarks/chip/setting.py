@@ -14,6 +14,7 @@ import jax
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import Workload
 from optax_offload import aot
+from optax_offload._units import GIB
 
 Figures = dict[str, Any]
 Case = Callable[[], Figures]
@@ -33,7 +34,6 @@ class Setting:
       target: The name of the chip in `optax_offload.aot`; None if it has none there.
       memory_bytes: Memory of the device.
       host_bytes: Memory of the host that parts may take.
-      link_bytes_per_second: What the part `link` measured; None before it ran.
       scratch: A folder for what a part writes beside its figures.
     """
 
@@ -42,7 +42,6 @@ class Setting:
     target: str | None
     memory_bytes: int
     host_bytes: int
-    link_bytes_per_second: float | None
     scratch: str
 
     @classmethod
@@ -76,33 +75,35 @@ class Setting:
         if self.on_paper:
             raise SkippedError("nothing is run on paper")
 
+    def check_host(self, peak: aot.Peak) -> None:
+        """Says that a case is about to make arrays.
+
+        Raises:
+          SkippedError: They need more of the host than it has.
+        """
+        if peak.host_peak_bytes > self.host_bytes:
+            raise SkippedError(
+                f"it needs {peak.host_peak_bytes / GIB:.0f} GiB of the host, which has "
+                f"{self.host_bytes / GIB:.0f} GiB for it"
+            )
+
     def compiled(self, work: Workload, mode: str) -> jax.stages.Compiled:
         """A step, compiled for the chip that is not here."""
         assert self.target
         return compile_step(work, aot.Target(self.target), MODES[mode])
 
     def seconds_of(self, compiled: jax.stages.Compiled) -> Figures:
-        """What `aot.step_time` says of a program, with the documented link or measured.
-
-        The link's figures are those of `aot.chips` and those of this machine.
-        """
+        """What `aot.step_time` says of a program."""
         if self.target is None:
             return {
                 "predicted_seconds": None,
                 "not_predicted": "no such chip in optax_offload/aot/chips.py",
             }
-        documented = aot.step_time(compiled, self.target)
-        found = {
-            "predicted_seconds": documented.seconds,
-            "predicted_compute_seconds": documented.compute_seconds,
+        found = aot.step_time(compiled, self.target)
+        return {
+            "predicted_seconds": found.seconds,
+            "predicted_compute_seconds": found.compute_seconds,
         }
-        if self.link_bytes_per_second is not None:
-            found["predicted_seconds_with_measured_link"] = aot.step_time(
-                compiled,
-                self.target,
-                link_bytes_per_second=self.link_bytes_per_second,
-            ).seconds
-        return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
+from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import Training, count
 from benchmarks.common.spans import of_profile
 from benchmarks.common.workloads import Workload, gated
@@ -98,12 +98,8 @@ def measure(setting: Setting, size: str, mode: str) -> Figures:
         return figures | prediction(setting, plain) | timed(plain, plain)
     training = Training(work, mode)
     figures |= prediction(setting, training)
-    needed = training.peak().host_peak_bytes
-    if plain is None and needed > setting.host_bytes:
-        raise SkippedError(
-            f"it needs {needed / 2**30:.0f} GiB of the host, which has "
-            f"{setting.host_bytes / 2**30:.0f} GiB for it"
-        )
+    if plain is None:
+        setting.check_host(training.peak())
     training.make()
     training.run(1)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 import time
 from typing import Any
@@ -94,12 +93,10 @@ class Training:
       work: What is trained.
       structs: What its parameters and state are, and where they rest.
       carry: Parameters and state; None before they are made.
-      made_by: How they were made.
     """
 
     def __init__(self, work: Workload, mode: str | Mode):
         self.work = work
-        self.made_by = ""
         self._mode = MODES[mode] if isinstance(mode, str) else mode
         self._tx: Any = self._mode.optimizer(work.optimizer)
         self._here = first_device()
@@ -131,25 +128,13 @@ class Training:
         return aot.peak(self.compiled)
 
     def make(self) -> None:
-        """Makes parameters, state and a batch, where each rests."""
-        try:
-            make = oo.jit(self.init, out_shardings=self._kinds)
-            carry = make(jax.random.key(0))
-            self.made_by = "oo.jit, row by row"
-        except Exception as error:
-            # Making a model is measured elsewhere; here it must not cost the rest.
-            params = jax.jit(functools.partial(random_params, self.work))(
-                jax.random.key(0)
-            )
-            params = jax.device_put(params, self._kinds[0])
-            carry = params, self._tx.init(params)
-            self.made_by = f"jax.jit and device_put, as oo.jit raised {error!r:.300}"
-        self._begin(carry)
+        """Makes parameters, state and a batch, where each rests, row by row."""
+        make = oo.jit(self.init, out_shardings=self._kinds)
+        self._begin(make(jax.random.key(0)))
 
     def begin(self, params: Any) -> None:
         """Takes copies of these parameters, and makes their state."""
         params = jax.device_put(jax.tree.map(np.array, params), self._kinds[0])
-        self.made_by = "device_put"
         self._begin((params, self._tx.init(params)))
 
     def _begin(self, carry: Any) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import optax
 
 import optax_offload as oo
+from benchmarks.common.alone import ROOT
 from benchmarks.common.workloads import Workload
 from optax_offload import _plan, aot
 
@@ -193,12 +193,16 @@ def digest(mode: str) -> str:
 
     Of modes in which the library has no part, results are good for all versions of it.
     """
-    root = Path(__file__).parent.parent.parent
-    folders = [root / "benchmarks" / "common", root / "examples"]
-    if MODES[mode].is_ours:
-        folders.append(Path(oo.__file__).parent)
+    return digest_of(
+        "benchmarks/common", "examples", *["optax_offload"] * MODES[mode].is_ours
+    )
+
+
+def digest_of(*folders: str) -> str:
+    """A digest of the Python files in folders of the repository."""
     found = hashlib.sha256()
     for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            found.update(path.relative_to(ROOT).as_posix().encode())
             found.update(path.read_bytes())
     return found.hexdigest()[:16]

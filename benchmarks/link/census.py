@@ -58,43 +58,32 @@ def print_census(names: tuple[str, str, str], found: Timeline) -> None:
         *(1e3 * found.exposed_seconds, 1e3 * found.seconds, found.over_floor),
     )
     command.print_row(names, figures)
-    for place in found.places:
-        forms = Counter(move.how for move in place.moves)
-        listed = ", ".join(f"{n} {form}" for form, n in forms.items())
-        times = "?" if place.trip_count is None else place.trip_count
-        inside = "" if place.kind == "top level" else f" {place.name}, {times} times"
-        flight = "/".join(map(str, place.most_in_flight))
+    for place in summary(found)["places"]:
+        listed = ", ".join(f"{n} {form}" for form, n in place["transfers"].items())
+        inside = f"{place['name']}, {place['trip_count'] or '?'} times"
+        flight = "/".join(map(str, place["most_in_flight"]))
         print(
-            f"    {place.kind}{inside}: {listed}; loads/stores/both in flight {flight};"
-            f" {place.seconds * 1e3:.2f} ms, of which the least link time is "
-            f"{place.efficiency(found.model):.2f}"
-            + ("" if place.runs else " (not taken)"),
+            f"    {place['kind']} ({inside}): {listed}; in flight {flight}; "
+            f"{place['seconds'] * 1e3:.2f} ms, of which the least link time is "
+            f"{place['efficiency']:.2f}",
             flush=True,
         )
 
 
 def summary(found: Timeline) -> dict[str, Any]:
     """The values of a row of the table, for JSON."""
-    row: dict[str, Any] = {"model": dataclasses.asdict(found.model)}
-    for direction in found.spans:
-        sizes = found.sizes(direction)
-        row[direction] = {
-            "count": len(sizes),
-            "bytes": sum(sizes),
-            "median_bytes": statistics.median(sizes) if sizes else None,
-            "forms": dict(Counter(move.how for move in found.moves(direction))),
-        }
     figures = ["most_in_flight", "synchronous", "copies", "kernels", "efficiency"]
     figures += ["both_ways", "over_floor", "seconds", "compute_seconds"]
     figures += ["exposed_seconds", "least_seconds", "link_seconds"]
-    row |= {name: getattr(found, name) for name in figures}
+    row: dict[str, Any] = {name: getattr(found, name) for name in figures}
+    row["model"] = dataclasses.asdict(found.model)
+    for direction in found.spans:
+        sizes = found.sizes(direction)
+        row[direction] = {"count": len(sizes), "bytes": sum(sizes)}
+    of_place = ("name", "kind", "trip_count", "most_in_flight", "seconds", "runs")
     row["places"] = [
         {
-            "name": place.name,
-            "kind": place.kind,
-            "trip_count": place.trip_count,
-            "most_in_flight": place.most_in_flight,
-            "seconds": place.seconds,
+            **{name: getattr(place, name) for name in of_place},
             "efficiency": place.efficiency(found.model),
             "transfers": dict(Counter(move.how for move in place.moves)),
         }

@@ -2,11 +2,10 @@
 
 Why not is in docs/how-it-works.md. `--part`:
 
-- `peaks`: two forms of Adam under `compute_on("device_host")` inside the step, beside
-  what `offload` compiles to, for chips that need not be here. In "leaf" each leaf's
-  update is one host computation, and the next leaf's gradient waits, on the device, for
-  the update of the one before. In "rows" a loop goes over blocks of rows; the host
-  computation reads and writes its rows of the state, which it is given whole.
+- `peaks`: Adam under `compute_on("device_host")` inside the step, beside what `offload`
+  compiles to, for chips that need not be here. Each leaf's update is one host
+  computation, and the next leaf's gradient waits, on the device, for the update of the
+  one before. (By blocks of rows it is worse: F72.)
 - `times`: the update of 16 matrices by XLA on this machine's CPU: as optax does it in
   a jit; as a host computation of a program; and as a second program, on another device
   of the CPU backend, to which gradients are copied and from which updates come back.
@@ -31,7 +30,7 @@ import itertools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,13 +47,10 @@ from benchmarks.common.steps import OURS, Mode, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
 from optax_offload._units import MIB
-from optax_offload.aot import _hlo
-from optax_offload.aot._dataflow import accesses, trip_count
 
 FLAGS = flags.FLAGS
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 SMALL_BYTES = 64 * 1024
-BLOCKS = 8
 _ON: Any = functools.partial(  # Until JAX 0.11 it has another name.
     getattr(compute_on, "compute_on2", None) or compute_on.compute_on,
     compute_type="device_host",
@@ -81,38 +77,7 @@ def to_host(g: jax.Array) -> jax.Array:
     return jax.device_put(with_layout_constraint(g, Layout(tuple(range(g.ndim)))), HOST)
 
 
-def leaf(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[Any, Any, Any]:
-    """The update of a leaf as one host computation."""
-    return ON_HOST(adam)(to_host(g), mu, nu)
-
-
-def rows(g: jax.Array, mu: jax.Array, nu: jax.Array) -> tuple[Any, Any, Any]:
-    """The update of a leaf by blocks of rows, each a host computation."""
-    blocks = g.shape[0] if g.ndim > 2 else BLOCKS
-    size = g.shape[0] // blocks
-
-    def cut(x: jax.Array, i: jax.Array) -> jax.Array:
-        return lax.dynamic_slice_in_dim(x, i * size, size)
-
-    def paste(x: jax.Array, row: jax.Array, i: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(x, row, i * size, 0)
-
-    def on_host(g: Any, mu: Any, nu: Any, i: Any) -> tuple[Any, Any, Any]:
-        u, new_mu, new_nu = adam(g, cut(mu, i), cut(nu, i))
-        return u, paste(mu, new_mu, i), paste(nu, new_nu, i)
-
-    def body(i: jax.Array, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
-        u, mu, nu = carry
-        position = jax.device_put(i, HOST)
-        new, mu, nu = ON_HOST(on_host)(to_host(cut(g, i)), mu, nu, position)
-        return paste(u, new, i), mu, nu
-
-    return lax.fori_loop(0, blocks, body, (jnp.zeros_like(g), mu, nu))
-
-
-def on_host(
-    update_leaf: Callable[..., tuple[Any, Any, Any]], inner: Any
-) -> optax.GradientTransformation:
+def on_host(inner: Any) -> optax.GradientTransformation:
     """Adam with its moments in host memory, updated there, a leaf after the other."""
     del inner  # It is Adam.
 
@@ -133,7 +98,7 @@ def on_host(
                 continue
             if done is not None:
                 g, _ = lax.optimization_barrier((g, done))
-            results.append(update_leaf(g, mu, nu))
+            results.append(ON_HOST(adam)(to_host(g), mu, nu))
             done = results[-1][0]
         u, mu, nu = (structure.unflatten(r) for r in zip(*results, strict=True))
         return u, Moments(mu, nu)
@@ -146,69 +111,20 @@ def is_large(x: Any) -> bool:
     return x.size * x.dtype.itemsize >= SMALL_BYTES
 
 
-@dataclasses.dataclass(frozen=True)
-class Traffic:
-    """What a program moves, in bytes on each device.
-
-    Attributes:
-      down: From device to host memory.
-      up: From host to device memory.
-      within_host: From host to host memory, by an instruction of the device.
-    """
-
-    down: int
-    up: int
-    within_host: int
-
-
-def traffic(compiled: jax.stages.Compiled) -> Traffic:
-    """What a program moves, with what its host computations read and return.
-
-    `aot.transfers` counts what a host computation reads in host memory as loaded.
-    """
-    found = [t for t in aot.transfers(compiled) if t.form != "HostExecute"]
-    sums = {
-        way: sum(t.total_bytes for t in found if t.direction == way)
-        for way in ("store", "load", "host copy")
-    }
-    module = _hlo.parse(compiled.as_text() or "")
-    down, up = map(sum, zip(*_of_host(module, module.entry, 1), (0, 0), strict=True))
-    return Traffic(sums["store"] + down, sums["load"] + up, sums["host copy"])
-
-
-def _of_host(module: Any, computation: Any, times: int) -> Iterator[tuple[int, int]]:
-    """What host computations take from device memory, and return to it."""
-    for i in computation:
-        if i.opcode == "while" and (body := module.called(i, "body")):
-            trips = trip_count(module, computation, i) or 1
-            yield from _of_host(module, body, times * trips)
-        elif i.named("custom_call_target") == "HostExecute":
-            reads, writes = accesses(module, computation, i)
-            yield (
-                times * sum(n for a, n in reads if not a.on_host),
-                times * sum(n for a, n in writes if not a.on_host),
-            )
-
-
 FORMS = {
     "offload": Mode(OURS),
-    "leaf": Mode(functools.partial(on_host, leaf)),
-    "rows": Mode(functools.partial(on_host, rows)),
+    "on the host": Mode(on_host),
 }
 
 
 def print_peaks() -> None:
     """Compiles each workload in each form; MiB on each device, nothing clipped."""
-    figures = ("peak", "host state", "host temp", "down", "up", "in host")
+    figures = ("peak", "host state", "host temp")
     command.print_header(("workload", "target", "form"), figures)
     for name, target, form in itertools.product(FLAGS.workloads, FLAGS.targets, FORMS):
         work = dataclasses.replace(WORKLOADS[name](), optimizer=optax.adam(1e-3))
-        compiled = compile_step(work, aot.Target(target), FORMS[form])
-        peak, moved = aot.peak(compiled), traffic(compiled)
-        sizes = (
-            *(peak.peak_bytes, peak.host_argument_bytes, peak.host_temporary_bytes),
-            *(moved.down, moved.up, moved.within_host),
-        )
+        peak = aot.peak(compile_step(work, aot.Target(target), FORMS[form]))
+        sizes = [peak.peak_bytes, peak.host_argument_bytes, peak.host_temporary_bytes]
         command.print_row((name, target, form), [size / MIB for size in sizes])
 
 

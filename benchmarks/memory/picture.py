@@ -3,8 +3,7 @@
 The step of a workload is compiled for a chip that need not be here. Parameters and
 state are counted, the peak is that of the compiled program. Of its temporaries as many
 bytes are gradients as parameters have, less those that never exist; the others are
-activations and whatever else is temporary, as in `oo.plan`. What was compiled is kept
-in the results, and is not compiled again while JAX and the library are the same.
+activations and whatever else is temporary, as in `oo.plan`.
 
 Run:
     python -m benchmarks.memory.picture
@@ -25,7 +24,6 @@ from benchmarks.common.steps import (
     MODES,
     bytes_on_device,
     compile_step,
-    digest,
     of_workload,
 )
 from benchmarks.common.workloads import WORKLOADS
@@ -75,19 +73,15 @@ def measure(mode: str) -> dict:
 
 
 def results() -> dict:
-    """What is measured, or was by this library and this JAX."""
-    path = Path(FLAGS.kept)
-    of = {
+    """What is measured, and of what; kept for the pages that tell it."""
+    found = {
         "workload": WORKLOAD,
         "target": CHIP,
         "jax": jax.__version__,
-        "library": digest("ours"),
+        "date": date.today().isoformat(),
+        "modes": {mode: measure(mode) for mode in BARS},
     }
-    kept = json.loads(path.read_text()) if path.exists() else {}
-    if all(kept.get(key) == value for key, value in of.items()):
-        return kept
-    modes = {mode: measure(mode) for mode in BARS}
-    found = of | {"date": date.today().isoformat(), "modes": modes}
+    path = Path(FLAGS.kept)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n")
     return found

@@ -14,12 +14,9 @@ Run:
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -33,7 +30,7 @@ import numpy as np
 from absl import flags, logging
 
 import optax_offload as oo
-from benchmarks.common import command
+from benchmarks.common import alone, command
 from optax_offload._units import MIB
 
 FLAGS = flags.FLAGS
@@ -64,7 +61,7 @@ def status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def measure(case: str, directory: str) -> dict[str, Any]:
+def measure(case: str, directory: str, mib: int) -> dict[str, Any]:
     """Moves a state there and back, with nothing else in the process."""
     options = {"block": True, "donate": True, **CASES[case]}
     if options["memory_kind"] == "disk":
@@ -72,7 +69,7 @@ def measure(case: str, directory: str) -> dict[str, Any]:
     back = {"donate": options["donate"], "block": True}
     oo.reload_states(oo.offload_states({"x": jnp.ones(8)}, **options), **back)
     empty = status_bytes("VmRSS")
-    state: Any = jax.block_until_ready(make_state(FLAGS.state_mib))
+    state: Any = jax.block_until_ready(make_state(mib))
     row: dict[str, Any] = {"case": case}
     for name, call in (
         ("offload", functools.partial(oo.offload_states, **options)),
@@ -107,15 +104,8 @@ def memory_table(directory: Path) -> list[dict[str, Any]]:
     command.print_header(("to", "MiB"), (*sizes, "seconds"))
     rows = []
     for case in CASES:
-        arguments = [f"--case={case}", f"--directory={directory / 'peak'}"]
-        arguments.append(f"--state_mib={FLAGS.state_mib}")
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.memory.states", *arguments],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        options = {"case": case, "directory": str(directory), "mib": FLAGS.state_mib}
+        rows.append(alone.call(measure, options))
         for name in ("offload", "reload"):
             found = rows[-1][name]
             mib = [found[f"{size}_bytes"] / MIB for size in sizes]
@@ -242,9 +232,6 @@ def print_ratios(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Measures memory and disk, and prints how we compare."""
-    if FLAGS.case:
-        print(json.dumps(measure(FLAGS.case, FLAGS.directory)))
-        return
     logging.set_verbosity(logging.WARNING)  # Orbax says much.
     with tempfile.TemporaryDirectory(dir=FLAGS.directory) as temporary:
         memory = memory_table(Path(temporary))
@@ -258,5 +245,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("disk_mib", 512, "Size of the state that goes to disk.")
     flags.DEFINE_integer("rounds", 5, "Turns of each way to disk.")
     flags.DEFINE_string("directory", None, "On the disk to measure.")
-    flags.DEFINE_string("case", None, "Measures one case. For this program.")
     command.run(main, out="out/states")

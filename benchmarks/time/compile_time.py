@@ -1,10 +1,9 @@
 """What offloading costs before the first step: tracing, lowering and compiling.
 
-`--parts`: an update of many leaves, with clipping and adamw, on the CPU; the same, only
-traced, with more and more leaves; a step of as many layers in a Python loop; and the
-whole step of a scanned decoder, for chips that need not be here, with and without the
-updates in its backward pass. The modes take turns, so that a machine that is busy for a
-while is busy for all of them.
+`--parts`: an update of many leaves, with clipping and adamw, on the CPU; a step of as
+many layers in a Python loop; and the whole step of a scanned decoder, for chips that
+need not be here, with and without the updates in its backward pass. The modes take
+turns, so that a machine that is busy for a while is busy for all of them.
 
 Run (the second is the step alone):
     JAX_PLATFORMS=cpu python -m benchmarks.time.compile_time
@@ -21,7 +20,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import flags
 
@@ -33,7 +31,6 @@ from optax_offload import aot
 
 FLAGS = flags.FLAGS
 PHASES = ("trace", "lower", "compile")
-TRACED_LEAVES = (150, 300, 600, 1200)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 Seconds = dict[str, float]
 
@@ -44,7 +41,7 @@ def on_device(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
 
 
-def timed_update(mode: str, count: int, phases: Sequence[str] = PHASES) -> Seconds:
+def timed_update(mode: str, count: int) -> Seconds:
     """An update of so many matrices of 128 KiB: above `Rule.min_bytes`, so all move."""
     params = {f"layer_{i}": on_device(128, 256) for i in range(count)}
     tx = MODES[mode].optimizer(CLIPPED)
@@ -56,7 +53,7 @@ def timed_update(mode: str, count: int, phases: Sequence[str] = PHASES) -> Secon
 
     shardings = jax.tree.map(lambda s: s.sharding, (params, state))
     stage = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-    return seconds_of(stage, (params, state, params), phases)
+    return seconds_of(stage, (params, state, params))
 
 
 def timed_unrolled(mode: str, count: int) -> Seconds:
@@ -77,7 +74,7 @@ def timed_unrolled(mode: str, count: int) -> Seconds:
 
     state = oo.eval_shape(tx.init, params)
     stage = jit(step, donate_argnums=(0, 1))
-    return seconds_of(stage, (params, state, x), PHASES)
+    return seconds_of(stage, (params, state, x))
 
 
 def timed_step(mode: str, target: str) -> Seconds:
@@ -91,18 +88,18 @@ def timed_step(mode: str, target: str) -> Seconds:
     }
 
 
-def seconds_of(stage: Any, given: tuple[Any, ...], phases: Sequence[str]) -> Seconds:
+def seconds_of(stage: Any, given: tuple[Any, ...]) -> Seconds:
     """The seconds of each phase and of all of them, by the clock and of the CPU."""
     jax.clear_caches()  # Or only the first mode would trace optax's own jits.
     seconds: Seconds = {}
-    for phase in phases:
+    for phase in PHASES:
         args = given if phase == "trace" else ()
         started, started_cpu = time.perf_counter(), time.process_time()
         stage = getattr(stage, phase)(*args)
         seconds[phase] = time.perf_counter() - started
         seconds[f"cpu_{phase}"] = time.process_time() - started_cpu
     for prefix in ("", "cpu_"):
-        seconds[f"{prefix}total"] = sum(seconds[prefix + phase] for phase in phases)
+        seconds[f"{prefix}total"] = sum(seconds[prefix + phase] for phase in PHASES)
     return seconds
 
 
@@ -134,37 +131,15 @@ def in_turns(
     return rows
 
 
-def growth(rows: list[dict[str, Any]], mode: str) -> float:
-    """The exponent e of seconds = c * leaves ** e: 1 is linear, 2 is quadratic.
-
-    Of the CPU's seconds in the fastest round, which other processes disturb less.
-    """
-    fastest: dict[int, float] = {}
-    for row in rows:
-        if row["mode"] == mode:
-            count = int(row["of"].split()[0])
-            fastest[count] = min(fastest.get(count, np.inf), row["cpu_trace"])
-    logs = np.log([*fastest]), np.log([*fastest.values()])
-    return float(np.polyfit(*logs, 1)[0])
-
-
 def main() -> None:
     """Times each part."""
-    updates, count, rows = ("no offload", "recipe", "ours"), FLAGS.leaves, []
+    count, rows = FLAGS.leaves, []
     if "update" in FLAGS.parts:
         timed = functools.partial(timed_update, count=count)
-        rows += in_turns(f"{count} leaves", updates, timed)
+        rows += in_turns(f"{count} leaves", ("no offload", "recipe", "ours"), timed)
     if "unrolled" in FLAGS.parts:
         timed = functools.partial(timed_unrolled, count=count)
         rows += in_turns(f"{count} layers", ("no offload", "ours"), timed)
-    if "tracing" in FLAGS.parts:
-        traced = []
-        for n in TRACED_LEAVES:
-            timed = functools.partial(timed_update, count=n, phases=("trace",))
-            traced += in_turns(f"{n} leaves traced", updates, timed)
-        for mode in updates:
-            print(f"{mode}: seconds grow as leaves ** {growth(traced, mode):.2f}")
-        rows += traced
     for target in FLAGS.targets if "step" in FLAGS.parts else ():
         timed = functools.partial(timed_step, target=target)
         rows += in_turns(target, ("no offload", "ours", "fused"), timed)
@@ -172,7 +147,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    parts = ["update", "unrolled", "tracing", "step"]
+    parts = ["update", "unrolled", "step"]
     flags.DEFINE_list("parts", parts, "What is timed.")
     flags.DEFINE_integer("leaves", 600, "Leaves, and layers, that are compiled.")
     flags.DEFINE_integer("rounds", 3, "Turns of each mode.")

@@ -97,7 +97,7 @@ def about_fit(facts: Facts) -> Finding:
 
 def target_of(facts: Facts) -> tuple[Target | None, bool]:
     """The target that stands for this machine's devices, and whether it is theirs."""
-    chip, exact = _chip(facts.device_name)
+    chip, exact = chip_of(facts.device_name)
     if chip is None:
         return None, False
     if chip.platform == "gpu":
@@ -113,7 +113,7 @@ def target_of(facts: Facts) -> tuple[Target | None, bool]:
     return Target(f"{chip.name}:{'x'.join(map(str, grid))}"), exact
 
 
-def _chip(kind: str) -> tuple[Chip | None, bool]:
+def chip_of(kind: str) -> tuple[Chip | None, bool]:
     """The chip of that name, or else the most similar one."""
     if kind in _TPU_KINDS:
         return CHIPS[_TPU_KINDS[kind]], True
@@ -233,7 +233,7 @@ def _memories(facts: Facts) -> Finding:
         return Finding(topic, "good", seen, means, sources=(_C2C,))
     # nvidia-smi says of no GPU that shares its host's memory how much it has.
     has_own = any(x.memory_bytes for x in facts.accelerators)
-    if has_own or _chip(name)[0] is not None:
+    if has_own or chip_of(name)[0] is not None:
         seen = f"{name} has its own memory"
         return Finding(topic, "good", seen, "offloading frees it")
     seen = f"{name} may share the host's memory; this command does not know it"
@@ -243,7 +243,7 @@ def _memories(facts: Facts) -> Finding:
 
 def _link(facts: Facts) -> Finding:
     topic = "link"
-    chip, exact = _chip(facts.device_name)
+    chip, exact = chip_of(facts.device_name)
     documented = ""
     sources: tuple[str, ...] = ()
     if chip is not None:

@@ -22,7 +22,6 @@ SETTING = Setting(
     target=None,
     memory_bytes=2**30,
     host_bytes=2**30,
-    link_bytes_per_second=None,
     scratch="",
 )
 
@@ -92,8 +91,6 @@ def test_what_failed_or_did_not_end_is_missing(tmp_path):
     table = json.loads(kept.path.read_text())
     assert table["parts"].keys() == {"toy"}
     assert table["parts"]["toy"]["two"]["figures"] == {"figure": 3}
-    kept.forget("toy")
-    assert kept.missing("toy", CASES) == list(CASES)
 
 
 class Process:
@@ -200,23 +197,18 @@ def test_environment(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "a100-80"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA L4", "l4"),
-        ("NVIDIA L40S", None),
+        ("NVIDIA L40S", "l40s"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("TPU v5 lite", "v5e"),
         ("TPU v5", "v5p"),
         ("TPU v6 lite", "v6e"),
+        ("NVIDIA H100 PCIe", "h100"),
         ("cpu", None),
     ],
 )
 def test_target_of(kind, target):
     """JAX's names of devices."""
     assert machine.target_of(kind) == target
-
-
-def test_cpus_of():
-    """As the kernel writes them; a node may have none."""
-    assert machine.cpus_of("0-3,8,10-11") == [0, 1, 2, 3, 8, 10, 11]
-    assert machine.cpus_of("") == []
 
 
 def test_a_link_is_fitted():
@@ -230,9 +222,6 @@ def test_a_link_is_fitted():
     for way in link.WAYS:
         assert found[way]["bytes_per_second"] == pytest.approx(50e9)
         assert found[way]["latency_seconds"] == pytest.approx(2e-5)
-    figures = {"node 0": {"fit": found}, "node 1": {"fit": link.fit(rows)}}
-    assert link.bytes_per_second(figures) == pytest.approx(50e9)
-    assert link.bytes_per_second({}) is None
 
 
 @pytest.mark.parametrize(("both", "each"), [(27e9, 53e9), (40e9, 40e9), (52e9, 52e9)])
@@ -240,7 +229,7 @@ def test_ways_that_take_turns_say_nothing_of_a_link(both, each):
     """Before JAX 0.12 a turn's copies are a chain, and share what one way has (F79)."""
     rates = {"load": 55e9, "store": 53e9, "both": both}
     fits = {way: {"bytes_per_second": rate} for way, rate in rates.items()}
-    assert link.bytes_per_second({"any node": {"fit": fits}}) == each
+    assert link.each_way(fits)["bytes_per_second"] == each
 
 
 def test_pieces_together_are_beside_their_longest_and_their_sum():
@@ -268,8 +257,8 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     """From a prediction of 100 layers: what is found took a step, and is near."""
     tried = []
 
-    def process(setting, function, options):
-        if function == "compiled_peaks":
+    def process(function, setting, **options):
+        if function is largest.compiled_peaks:
             few, many = options["layers"]
             return {"device_bytes": [few, many], "host_bytes": [0, 0]}
         tried.append(options["layers"])
@@ -291,7 +280,7 @@ def test_what_does_not_grow_with_layers_has_no_largest_on_paper(monkeypatch):
     """The device has room for any number of them."""
     paper = Setting(**{**vars(SETTING), "on_paper": True, "target": "h200"})
     peaks = {"device_bytes": [5, 5], "host_bytes": [1, 2]}
-    monkeypatch.setattr(largest, "compiled_peaks", lambda *_, **__: peaks)
+    monkeypatch.setattr(largest, "in_a_process", lambda *_, **__: peaks)
     assert largest.search(paper, "six bytes")["predicted_layers"] is None
 
 

@@ -94,8 +94,8 @@ def test_what_was_not_run_says_so():
     assert "## H200\n" in text
     assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
     assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
-    assert "| plain | 8.10 (by the device) | not run yet |" in text
-    assert "| six bytes | as many as the host holds | not run yet |" in text
+    assert "| plain | 8.10 | device | not run yet |" in text
+    assert "| six bytes | as many as the host holds |  | not run yet |" in text
     assert text.count("\nNot run yet.\n") == 4
     assert page.text([]).endswith("No chip: not run yet.\n")
 

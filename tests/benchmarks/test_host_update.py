@@ -1,36 +1,9 @@
-"""What an update on the host would take: arithmetic, and the bytes of a program."""
-
-import types
+"""What an update on the host would take, by arithmetic."""
 
 import pytest
 
-from benchmarks.memory.host_update import HOSTS, Host, Traffic, costs, traffic
+from benchmarks.memory.host_update import HOSTS, Host, costs
 from optax_offload import aot
-
-# Two million floats a gradient and a moment; the one in device memory, and copied to
-# the host; an update in device memory; new state in a buffer of its own, and copied.
-PROGRAM = """HloModule jit_step, is_scheduled=true
-
-ENTRY %main (g: f32[2097152], mu: f32[2097152]) -> (f32[2097152], f32[2097152]) {
-  %g = f32[2097152]{0} parameter(0)
-  %mu = f32[2097152]{0:S(5)} parameter(1)
-  %start = (f32[2097152]{0:S(5)}, f32[2097152]{0}, u32[]) copy-start(%g)
-  %done = f32[2097152]{0:S(5)} copy-done(%start)
-  %call = ((f32[2097152]{0:S(5)}, f32[2097152]{0:S(5)}), (f32[2097152]{0:S(5)}, f32[2097152]{0}), u32[]) custom-call-start(%done, %mu), async_execution_thread="host", custom_call_target="HostExecute"
-  %called = (f32[2097152]{0:S(5)}, f32[2097152]{0}) custom-call-done(%call)
-  %new = f32[2097152]{0:S(5)} get-tuple-element(%called), index=0
-  %u = f32[2097152]{0} get-tuple-element(%called), index=1
-  %copy = f32[2097152]{0:S(5)} copy(%new)
-  ROOT %results = (f32[2097152]{0}, f32[2097152]{0:S(5)}) tuple(%u, %copy)
-}
-"""  # noqa: E501
-
-
-def test_what_a_host_computation_reads_is_not_moved():
-    """The gradient is, and the update; state only where a copy moves it."""
-    compiled = types.SimpleNamespace(as_text=lambda: PROGRAM)
-    size = 2**23
-    assert traffic(compiled) == Traffic(down=size, up=size, within_host=size)
 
 
 def machine(link_share, devices=1):

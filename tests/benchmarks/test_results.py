@@ -70,15 +70,14 @@ def test_names_are_unique_and_what_is_run_unasked_fits_an_hour():
     """By the minutes expected of each."""
     names = [table.name for table in results.TABLES]
     assert len(names) == len(set(names))
-    chosen = results.chosen([], accelerator=False)
+    chosen = results.chosen([])
     assert sum(table.minutes for table in chosen) <= 60
-    assert not any(table.needs_accelerator for table in chosen)
 
 
 def test_an_unknown_name_is_an_error():
     """It says which there are."""
     with pytest.raises(SystemExit, match=r"no table 'nothing'; there are .*states"):
-        results.chosen(["nothing"], accelerator=False)
+        results.chosen(["nothing"])
 
 
 def test_what_is_written_says_how_it_was_made(tmp_path, monkeypatch):
@@ -97,7 +96,7 @@ def test_what_is_written_says_how_it_was_made(tmp_path, monkeypatch):
     text = (tmp_path / "results" / "made.txt").read_text()
     head, figures = text.split("\n\n", 1)
     assert figures == "one 1.5\n"
-    for line in ("date: 20", "command: python -m made", "JAX: ", "seconds: "):
+    for line in ("date: 20", "command: python -m made", "jax: ", "seconds: "):
         assert f"\n{line}" in f"\n{head}"
     record = json.loads((tmp_path / "results" / "made.json").read_text())
     assert record["figures"] == {"one": 1.5}
