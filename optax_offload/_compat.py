@@ -153,6 +153,13 @@ def used_inputs(traced: jax.stages.Traced) -> list[bool]:
     return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
+def without_unused(jaxpr: Any) -> Any:
+    """A jaxpr of the same arguments, without what none of its results needs."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    wanted = [True] * len(jaxpr.outvars)
+    return partial_eval.dce_jaxpr(jaxpr, wanted, instantiate=True)[0]
+
+
 def forget_only_call(jitted: Any) -> None:
     """Takes a call that raised out of a jitted function's count of calls it knows."""
     if jitted._cache_size() == 1:

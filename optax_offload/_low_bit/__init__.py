@@ -18,6 +18,7 @@ from optax_offload._low_bit.frozen import (
     decoding,
     has_frozen,
     replaced,
+    warn_of_gradients,
 )
 from optax_offload._low_bit.in_rows import by_rows
 from optax_offload._low_bit.known_fields import moments
@@ -49,4 +50,5 @@ __all__ = [
     "replaced",
     "stochastic_round",
     "warn_of_blocks",
+    "warn_of_gradients",
 ]

@@ -10,8 +10,9 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from optax_offload import _nnx, _trees
+from optax_offload._errors import warn
 from optax_offload._low_bit.encoded import Encoded, is_encoded
-from optax_offload._program import CODES
+from optax_offload._program import CODES, gradients_of_codes
 
 _At = tuple[_trees.KeyPath, Any]
 
@@ -60,6 +61,27 @@ def check_state(state: Any) -> None:
             "Give the optimizer adapters alone, in init and in update, or have it "
             "leave the others out: optax.masked(tx, mask). Apply updates to the "
             "adapters alone, too"
+        )
+
+
+def warn_of_gradients(jaxpr: Any, paths: Sequence[str]) -> None:
+    """Warns where a step computes gradients of encoded parameters.
+
+    Args:
+      jaxpr: The step.
+      paths: Of its arguments, each below that which it is a leaf of.
+    """
+    # Codes and scales of a parameter are leaves below it.
+    found = [paths[i].rpartition("/")[0] or "." for i in gradients_of_codes(jaxpr)]
+    paths = [*dict.fromkeys(found)]
+    if paths:
+        warn(
+            "the step computes gradients of parameters that are encoded, so frozen: "
+            f"{_trees.listed(paths)}. They are right, and as large as the decoded "
+            "parameters. Differentiate with respect to adapters alone, as in "
+            "jax.grad(loss)(adapters, base), and leave others out of norms of "
+            "gradients. If instead this is of a trained parameter of the same size "
+            "beside it, on the same input, ignore this warning"
         )
 
 

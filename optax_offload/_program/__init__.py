@@ -26,6 +26,7 @@ from optax_offload._program.call import (
     transform_as,
 )
 from optax_offload._program.conds import selections
+from optax_offload._program.frozen_gradients import gradients_of_codes
 from optax_offload._program.graph import (
     Atom,
     Components,
@@ -109,6 +110,7 @@ __all__ = [
     "facts",
     "find_branches",
     "flatten",
+    "gradients_of_codes",
     "handed_on",
     "has_update",
     "in_equations",

@@ -14,23 +14,34 @@ from optax_offload._program import CODES as NAME
 
 LAYERS, WIDTH, BLOCK = 4, 16, 16
 BLOCKS = WIDTH * WIDTH // BLOCK
-KEY = jax.random.key(0)
+# By NumPy: every process imports this, and would compile what JAX draws them with.
+DRAWN = np.random.default_rng(0)
 # Not at the same distances.
 TABLE = np.sinh(np.linspace(-1, 1, 16)).astype(np.float32)
 
 
 def integers(shape, dtype, low=0, high=255):
     """Numbers of a narrow dtype."""
-    return jax.random.randint(KEY, shape, low, high, jnp.int32).astype(dtype)
+    return jnp.asarray(DRAWN.integers(low, high, shape)).astype(dtype)
+
+
+def normal(*shape, scale=1.0):
+    """Numbers in float32."""
+    return jnp.asarray(scale * DRAWN.standard_normal(shape), jnp.float32)
+
+
+def uniform(*shape, least=0.0):
+    """Numbers in float32."""
+    return jnp.asarray(DRAWN.uniform(least, 1, shape), jnp.float32)
 
 
 CODES = (
     integers((LAYERS, BLOCKS, BLOCK // 2), jnp.uint8),
-    jax.random.uniform(KEY, (LAYERS, BLOCKS), minval=0.5).astype(jnp.bfloat16),
+    uniform(LAYERS, BLOCKS, least=0.5).astype(jnp.bfloat16),
 )
 # As a `qwix.QArray` has them: codes of the same shape, and a scale for each tile.
-SCALE = jax.random.uniform(KEY, (LAYERS, 4, 1))
-MATRICES = jax.random.normal(KEY, (LAYERS, WIDTH, WIDTH))
+SCALE = uniform(LAYERS, 4, 1)
+MATRICES = normal(LAYERS, WIDTH, WIDTH)
 
 
 def scaled(numbers, scale):
@@ -117,10 +128,10 @@ FORMS = {
     "custom": (lambda w: lax.stop_gradient(doubled(w.mT)), MATRICES),
 }
 ADAPTERS = {
-    "a": 0.1 * jax.random.normal(KEY, (LAYERS, WIDTH, 2)),
-    "b": 0.1 * jax.random.normal(KEY, (LAYERS, 2, WIDTH)),
+    "a": normal(LAYERS, WIDTH, 2, scale=0.1),
+    "b": normal(LAYERS, 2, WIDTH, scale=0.1),
 }
-X = jax.random.normal(KEY, (8, WIDTH))
+X = normal(8, WIDTH)
 
 
 def layer(h, w):
@@ -328,7 +339,7 @@ def test_codes_on_the_device_are_decoded_by_rows(name):
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.int32])
 def test_images_and_tokens_are_no_codes(dtype):
     """What is made of them before a scan is made there, as it was written."""
-    table = jax.random.normal(KEY, (8, 32))
+    table = normal(8, 32)
 
     def fn(table, images):
         rows = table[images] * (images.astype(jnp.float32) / 255)[..., None]

@@ -151,7 +151,6 @@ def test_update_in_its_own_jit_has_the_same_bits(name):
         assert set(oo.memory_report(got[0]).totals) == {"device"}
 
 
-@pytest.mark.optimized
 @each(INSIDE, {"adamw"})
 def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     """Parameters, gradients and the state that follows their dtype in bfloat16.
@@ -164,7 +163,6 @@ def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     assert_same(name, got, plain_history(name, jnp.bfloat16)[0])
 
 
-@pytest.mark.optimized
 @each(
     ["adafactor", "adamw", "lamb", "multi_steps", *OTHER_FUSIONS, *DIFFERENCES],
     QUICK - {"muon"},
@@ -199,7 +197,6 @@ def test_init_has_the_same_bits_and_places_state(name):
     assert kinds == [x.sharding.memory_kind for x in jax.tree.leaves(got)]
 
 
-@pytest.mark.optimized
 @each(["adafactor", "adamw", "apply_if_finite", "backtracking", "multi_steps"], QUICK)
 def test_without_jit_is_with_jit(name):
     """Outside jit the update is in a jit of its own, so even the bits are the same."""
