@@ -77,7 +77,7 @@ class Evidence:
       on_mesh: Whether the state is on several devices.
       in_body: Whether it is in a loop or a branch, where only its type says where.
       mapped: Whether the update is mapped over a named axis, as by `jax.pmap`.
-      of_nnx: Whether it holds variables of Flax NNX.
+      of_nnx: Whether it is of Flax NNX.
     """
 
     was_on_host: bool = False
@@ -113,7 +113,8 @@ _CAUSES = {
         "an eager with_sharding_constraint, as in equinox.filter_shard and in Flax NNX "
         "on a mesh in Auto mode",
         "call it within jit, where it moves nothing, or bring the state back: "
-        "optax_offload.place(state, rules)",
+        "optax_offload.place(state, rules), or with an nnx.Optimizer "
+        "optax_offload.place(optimizer, rules, under='opt_state')",
     ),
     "pmap": (
         "jax.pmap or flax.jax_utils.replicate, whose results are on the device",
@@ -135,8 +136,10 @@ def causes(evidence: Evidence) -> str:
         first = ("out_shardings", "device_put")
     elif evidence.made == "traced" and evidence.on_mesh:
         first = ("out_shardings", "restored")
-    elif evidence.of_nnx and evidence.on_mesh:
+    elif evidence.of_nnx:
         first = ("constraint", "restored")
+        if not evidence.on_mesh:
+            first = first[::-1]
     elif evidence.made == "eagerly" and evidence.on_mesh:
         first = ("restored", "device_put")
     elif evidence.made:

@@ -51,7 +51,7 @@ class Placed:
       planned: The leaves that have to come from host memory, as positions.
       followed: The parameter that each leaf of host memory is sharded like.
       asked: The request to `offload`.
-      of_nnx: Whether the state holds variables of Flax NNX.
+      of_nnx: Whether the state is of Flax NNX.
     """
 
     paths: Mapping[int, str]
@@ -70,7 +70,7 @@ class Placed:
         state: Any,
     ) -> Placed:
         """As rules and the types of a call's arguments say."""
-        is_nnx = _trees.is_nnx_variable
+        is_nnx = _trees.is_of_nnx
         first = len(jax.tree.leaves(args[0]))
         leaves = dict(enumerate(_trees.leaves_with_paths(state), start=first))
         sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves.values()]

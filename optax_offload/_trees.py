@@ -16,6 +16,7 @@ KeyPath = tuple[Any, ...]
 # where its framework was imported, so they are looked up among the modules there are.
 _LINEN_BOX = ("flax.core.meta", "AxisMetadata")
 _NNX_VARIABLE = ("flax.nnx.variablelib", "Variable")
+_NNX_STATE = ("flax.nnx.statelib", "State")
 _HALIAX_ARRAY = ("haliax.core", "NamedArray")
 
 
@@ -33,6 +34,11 @@ def is_linen_box(x: Any) -> bool:
 def is_nnx_variable(x: Any) -> bool:
     """Returns whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
     return isinstance(x, classes(_NNX_VARIABLE))
+
+
+def is_of_nnx(x: Any) -> bool:
+    """Returns whether a node is of Flax NNX: a variable, or a state of arrays alone."""
+    return isinstance(x, classes(_NNX_VARIABLE, _NNX_STATE))
 
 
 def flatten_with_path(

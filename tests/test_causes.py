@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload._errors import Evidence, causes
@@ -20,6 +22,7 @@ SHARDINGS, PUT = "in_shardings or out_shardings", "a device_put in the trainer"
         ({"made": "traced", "on_mesh": True}, SHARDINGS, RESTORED),
         ({"made": "eagerly", "on_mesh": True}, RESTORED, PUT),
         ({"on_mesh": True, "of_nnx": True}, "an eager with_sharding", RESTORED),
+        ({"made": "eagerly", "of_nnx": True}, RESTORED, "an eager with_sharding"),
         ({"made": "traced", "was_on_host": True}, SHARDINGS, PUT),
         ({"made": "traced", "in_body": True}, "arrays in host memory", RESTORED),
         ({"mapped": True, "in_body": True}, "jax.pmap", RESTORED),
@@ -56,3 +59,18 @@ def test_evidence_of_an_optimizer():
     assert SHARDINGS in cause(tx, move(tx.init(params)), params)
     stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), (params, state))
     assert "pmap" in cause(tx, stacked[1], stacked[0], jax.pmap)
+
+
+def test_evidence_of_nnx():
+    """On a mesh in Auto mode, where NNX moves what its optimizer's init made."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    init = nnx.with_partitioning(nnx.initializers.ones, jax.NamedSharding(mesh, P("x")))
+    model = nnx.Linear(256, 128, kernel_init=init, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, oo.offload(optax.adam(1e-3)), wrt=nnx.Param)
+    with pytest.raises(oo.MemoryKindError) as error:
+        oo.jit(lambda model, optimizer: optimizer.update(model, model))(
+            model, optimizer
+        )
+    first = str(error.value).splitlines()[1]
+    assert "Flax NNX on a mesh in Auto mode" in first
+    assert "optax_offload.place(optimizer, rules, under='opt_state')" in first

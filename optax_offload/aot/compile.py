@@ -284,4 +284,5 @@ def _lower(
         # compiling for another client's devices with it crashes.
         with jax.default_device(target.devices[0]):
             platform = "cuda" if target.platform == "gpu" else target.platform
-            return traced.lower(lowering_platforms=(platform,))
+            lowered = traced.lower(lowering_platforms=(platform,))
+    return getattr(lowered, "lowered", lowered)  # `nnx.jit` has it around JAX's.

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_programs import BOTH, BOTH_FOUR_DEVICES, DEVICE, HOST, descend, struct
@@ -181,6 +182,14 @@ def test_jitted_function(name):
         static_argnums=1,
     )
     compiled = aot.compile(step, struct((1024, 1024)), "descend", target=target)
+    assert aot.peak(compiled).peak_bytes == 4 * MIB
+
+
+@pytest.mark.aot
+def test_jitted_by_flax():
+    """Flax wraps JAX's stages."""
+    step = nnx.jit(descend, donate_argnums=0)
+    compiled = aot.compile(step, struct((1024, 1024)), target=aot.Target("h100"))
     assert aot.peak(compiled).peak_bytes == 4 * MIB
 
 

@@ -64,9 +64,7 @@ class Trainer(pattern.Trainer):
             nnx.update(model, checkpoint["model"])
             nnx.update(optimizer, checkpoint["optimizer"])
         if setup.second_line:
-            nnx.update(
-                optimizer, oo.place(nnx.state(optimizer), rules, under="opt_state")
-            )
+            oo.place(optimizer, rules, under="opt_state")
         self._model, self._optimizer = model, optimizer
         self._step = jax.jit(train_step, donate_argnames=("model", "optimizer"))
 

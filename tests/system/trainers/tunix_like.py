@@ -175,10 +175,7 @@ class Trainer(pattern.Trainer):
                 trainer = PeftTrainer(model, tx, mesh, setup.directory / "checkpoint")
             if setup.second_line:
                 trainer.jit_train_and_eval_step(cache_nnx_graph=True)
-                opt_state = nnx.state(trainer.optimizer, nnx.optimizer.OptState)
-                nnx.update(
-                    trainer.optimizer, oo.place(opt_state, rules, under="opt_state")
-                )
+                oo.place(trainer.optimizer, rules, under="opt_state")
         self._trainer, self._mesh = trainer, mesh
 
     def step(self, x: jax.Array) -> jax.Array:
