@@ -116,5 +116,6 @@ def _multiply(
             size = math.prod(other.aval.shape)
             products[a].append(_Product(known[other], frozenset(kept), size))
         else:
-            size = math.prod(e.outvars[0].aval.shape)
+            result: Any = e.outvars[0]
+            size = math.prod(result.aval.shape)
             others.append((a, frozenset(summed), size))
