@@ -3,6 +3,7 @@
 import functools
 import re
 import warnings
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -389,7 +390,7 @@ def test_parameters_that_are_on_no_device_for_good(named):
     step, params, state, x = uncommitted_step()
     given = {"params": params, "state": state} if named else {}
     before, values = jax.tree.leaves(params), () if named else (params, state)
-    jitted = oo.jit(step, donate_argnums=(0, 1))
+    jitted: Any = oo.jit(step, donate_argnums=(0, 1))
     params, state = jitted(*values, x=x, **given) if named else jitted(*values, x)
     assert named or all(x.is_deleted() for x in before)
     for _ in range(2):

@@ -129,8 +129,9 @@ def delayed(tx, length):
     """The shapes of the rows that are delayed, and what is updated, in order."""
     params, step = make_params(length), make_step(tx, make_loss())
     state = tx.init(params)
-    closed = jax.make_jaxpr(step)(params, state, BATCH)
-    (each,) = plan_of(closed, Options(), None).scans
+    args = params, state, BATCH
+    closed = jax.make_jaxpr(step)(*args)
+    (each,) = plan_of(closed, Options(), None, (args, {})).scans
     ordered = order.by_gradients(each.scan, each.now)
     found = order.delayed_rows(each.scan, ordered)
     on_host = [
