@@ -1,5 +1,6 @@
 """What every test runs under: several CPU devices or an accelerator, strict ranks."""
 
+import collections
 import gc
 import os
 import re
@@ -14,6 +15,30 @@ ANY_JAX = re.compile(
     r"|tests/low_bit/test_(by_parts|codecs|forms|in_rows|low_bit|low_bit_checkpoints"
     r"|master_weights|stochastic_round|weights)\.py"
 )
+
+# Tests of many cases, of which one in so many is quick. The others are slow: CI runs
+# them with the default Python alone.
+ONE_IN = {
+    "emit/test_init.py::test_state_is_where_its_parameter_is": 3,
+    "emit/test_steps_in_bodies.py::test_layers_of_a_python_loop_at_rest_in_bodies": 2,
+    "emit/test_steps_in_bodies.py::test_updates_are_fused_in_bodies": 2,
+    "jit/test_donation.py::test_bytes_of_compiled_programs": 4,
+    "jit/test_donation.py::test_same_numbers_where_the_step_left_them": 3,
+    "jit/test_functions_of_steps.py::test_functions_of_a_step": 3,
+    "low_bit/test_weights.py::test_there_and_back": 3,
+    "program/test_at_rest.py::test_losses": 2,
+    "program/test_branches.py::test_values_are_those_of_the_plain_one": 2,
+    "rows/test_refused_rows.py::test_right_because_refused": 3,
+    "rows/test_slicing_rules.py::test_rows_are_those_of_vmap": 4,
+    "schedule/test_chosen_state.py::test_what_is_made_of_state": 3,
+    "schedule/test_delayed_rows.py::test_a_tpu_moves_rows_in_turn": 2,
+    "schedule/test_left_outside.py::test_what_else_a_step_does": 2,
+    "schedule/test_passes.py::test_values_and_passes": 2,
+    "schedule/test_replacements.py::test_what_makes_new_parameters": 2,
+    "system/test_compiled_steps.py::test_peak_falls_in_a_whole_step": 2,
+    "system/test_fine_tune.py::test_a_program_trains_adapters_alone": 2,
+    "system/test_fused_models.py::test_three_steps": 3,
+}
 
 
 def asks_for_accelerator(config):
@@ -38,6 +63,13 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """What is slow comes first, so that no process waits for the other at the end."""
+    counts = collections.Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0].removeprefix("tests/")
+        if name in ONE_IN and not item.get_closest_marker("slow"):
+            if counts[name] % ONE_IN[name]:
+                item.add_marker(pytest.mark.slow)
+            counts[name] += 1
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if ANY_JAX.search(item.path.as_posix()):

@@ -38,9 +38,8 @@ def plain():
     return jax.jit(step)(*args)[0]
 
 
-@pytest.mark.parametrize(
-    "mode", [pytest.param("fused", marks=pytest.mark.slow), "fused alone"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fused", "fused alone"])
 def test_fused_modes_train_the_same(mode, plain):
     """All six stacked gradients are gone, and parameters differ in roundings."""
     step, args = step_of(mode)

@@ -164,7 +164,7 @@ def test_a_step_that_donates_nothing_says_so_once(given):
 
 
 @orders
-def test_same_numbers_as_without_donation_where_the_step_left_them(order):
+def test_same_numbers_where_the_step_left_them(order):
     """Three steps, and what was donated is gone."""
     step = oo.jit(order.step, donate_argnums=order.donate_argnums)
     with warnings.catch_warnings():
