@@ -93,7 +93,8 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         the codec of its rule can hold, as NaN. Or a large leaf cannot have the codec of
         frozen parameters that its rule names: it has no floating numbers, or 64 does
         not divide its last axis on each device.
-      TypeError: A leaf is traced, or ``like`` has a `PartitionSpec`.
+      TypeError: A leaf is traced, or ``like`` has a `PartitionSpec` or a string where
+        ``state`` has none.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
@@ -120,6 +121,7 @@ def place(state: T, like: Any, *, under: str = "") -> T:
             "rules: give them too"
         )
     else:
+        _check_no_names(leaves, like)
         belongs = _by_example(state, leaves, like)
     placed = [
         x if at is None else _placed(path, x, at)
@@ -141,6 +143,19 @@ def _check_values(leaves: Sequence[tuple[str, Any]]) -> None:
             f"{_trees.listed(on_disk)}: on disk. Bring them back first, with "
             "optax_offload.reload_states"
         )
+
+
+def _check_no_names(leaves: Sequence[tuple[str, Any]], like: Any) -> None:
+    """Raises where memory kinds are given by leaf, or in pairs, and are no rules."""
+    own = {path for path, x in leaves if isinstance(x, str)}
+    named = [(p, x) for p, x in _trees.leaves_with_paths(like) if isinstance(x, str)]
+    for path, x in named:
+        if path not in own:
+            raise TypeError(
+                f"like has {x!r} at {path!r}, which is no place. Give rules, each a "
+                "regex or as optax_offload.Rule('head/.*', 'pinned_host'); or a tree "
+                "like state, of arrays, jax.ShapeDtypeStruct or shardings"
+            )
 
 
 def _are_rules(like: Any) -> bool:

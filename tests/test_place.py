@@ -304,3 +304,10 @@ def test_under():
         oo.place(state_of(1), RULES, under="opt")
     with pytest.raises(ValueError, match="matches no leaf"):
         oo.place(state_of(1), ".*/trace/.*")
+
+
+@pytest.mark.parametrize("like", [{"head": "pinned_host"}, [("head", "cpu")]])
+def test_memory_kinds_by_leaf_are_no_rules(like):
+    """Not left undone."""
+    with pytest.raises(TypeError, match=r"which is no place\. Give rules"):
+        oo.place({"head": jnp.ones(4)}, like)

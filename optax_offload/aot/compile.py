@@ -36,7 +36,7 @@ from optax_offload.aot.targets import Target
 def compile(  # noqa: PLR0913
     fn: Callable[..., Any],
     *args: Any,
-    target: Target,
+    target: Target | str,
     mesh: Mesh | AbstractMesh | None = None,
     out_shardings: Any = None,
     donate_argnums: int | Sequence[int] | None = None,
@@ -57,7 +57,7 @@ def compile(  # noqa: PLR0913
       fn: A function, or a jitted one, which brings its own options, as those of
         compilers.
       *args: Its arguments.
-      target: The chips to compile for.
+      target: The chips to compile for, or their name.
       mesh: The mesh of arguments without a sharding; by default that of the first
         argument that has one, else `target.mesh()`.
       out_shardings: As of `jax.jit`, on a mesh of the target or of this process. As
@@ -80,6 +80,7 @@ def compile(  # noqa: PLR0913
       ValueError: Options of `jax.jit` for a function that is jitted; an argument on a
         mesh of another size than the target; an unknown slice.
     """
+    target = Target(target) if isinstance(target, str) else target
     options = {
         "out_shardings": out_shardings,
         "donate_argnums": donate_argnums,

@@ -195,8 +195,10 @@ def test_jitted_by_flax():
 
 @pytest.mark.aot
 def test_static_arguments():
-    """Static arguments of a plain function reach it as they are, from the end too."""
-    target = aot.Target("h100")
+    """Static arguments of a plain function reach it as they are, from the end too.
+
+    A target's name is enough.
+    """
 
     def fn(w, config, times):
         assert (config, type(times)) == ({"scale": 2.0}, np.float32)
@@ -208,7 +210,7 @@ def test_static_arguments():
     w = struct((8, 128))
     config = Config(scale=2.0)
     times = np.float32(3)
-    aot.compile(fn, w, config, times, target=target, static_argnums=(1, -1))
+    aot.compile(fn, w, config, times, target="h100", static_argnums=(1, -1))
 
 
 @pytest.mark.aot
