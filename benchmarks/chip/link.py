@@ -124,7 +124,6 @@ def compiled(way: str, nbytes: int, sharding: Any) -> jax.stages.Compiled:
 
 def measure(setting: Setting, node: int | None) -> Figures:
     """Pins memory on a NUMA node, and moves rows of all sizes in all ways."""
-    setting.attached()
     if node is not None:
         _stay_on(node)
     here = first_device()
@@ -188,7 +187,7 @@ def _stay_on(node: int) -> None:
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each NUMA node that has processors."""
     nodes = [node for node, cpus in machine.processors_of_nodes().items() if cpus]
-    if setting.on_paper or len(nodes) < 2:
+    if len(nodes) < 2:
         return {"any node": functools.partial(measure, setting, None)}
     return {f"node {n}": functools.partial(measure, setting, n) for n in nodes}
 
@@ -216,7 +215,7 @@ def constants(tables: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for table in tables:
         figures = done(table["parts"].get("link", {}))
-        if table["on_paper"] or table["target"] is None or not figures:
+        if table["target"] is None or not figures:
             continue
         best = max((each_way(f["fit"]) for f in figures.values()), key=_rate)
         source = f"measured on {table['date']}, docs/on-a-chip.md"

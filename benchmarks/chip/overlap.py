@@ -118,7 +118,6 @@ def jitted(form: Form, pieces: Collection[str]) -> Any:
 
 def measure(setting: Setting, form: Form, options: Mapping[str, str]) -> Figures:
     """Times the pieces alone and together."""
-    setting.attached()
     width = TOY_WIDTH if setting.dry else WIDTH
     types = arguments(form, width, first_device())
     # A product with this matrix is itself.

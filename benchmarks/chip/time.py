@@ -52,8 +52,6 @@ def filling_layers(setting: Setting) -> int:
     residual = 4 * tokens * 2048
     outside = 16 * (count(one) - layer) + 4 * tokens * 16384 * 2
     on_device = (FILLED * setting.memory_bytes - outside) / (16 * layer + residual)
-    if setting.on_paper:
-        return max(1, int(on_device))
     on_host = 0.9 * setting.host_bytes / (12 * layer + residual)
     return max(1, int(min(on_device, on_host)))
 
@@ -91,8 +89,6 @@ def measure(setting: Setting, size: str, mode: str) -> Figures:
     """Compiles a form of the step, and times it in turns with the plain one."""
     work = sizes(setting)[size]
     figures: Figures = {"tokens": work.x.shape[0], "parameters": count(work)}
-    if setting.on_paper:
-        return figures | setting.seconds_of(setting.compiled(work, mode))
     plain = plain_of(setting, size)
     if plain is not None and mode == PLAIN:
         return figures | prediction(setting, plain) | timed(plain, plain)
@@ -161,5 +157,4 @@ TIME = Part(
     case_seconds=150,
     cases=cases,
     environment={"XLA_CLIENT_MEM_FRACTION": "0.92"},
-    compiles=True,
 )
