@@ -94,7 +94,7 @@ def run(asked: argparse.Namespace) -> int:
     head = head_of(asked)
     name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
     kept = record.Record(folder.resolve() / name, results / f"{name}.json", head)
-    setting = setting_of(asked, head, kept)
+    setting = setting_of(asked.dry, head)
     if asked.list:
         for part in parts:
             print(f"{part.name}: {', '.join(part.cases(setting))}")
@@ -143,18 +143,12 @@ def facts_of_this_machine(dry: bool) -> dict[str, Any]:
     return facts
 
 
-def setting_of(
-    asked: argparse.Namespace, head: dict[str, Any], kept: record.Record
-) -> Setting:
+def setting_of(dry: bool, head: dict[str, Any]) -> Setting:
     """For all parts."""
-    free = head["host"]["free_bytes"]
-    return Setting(
-        dry=asked.dry,
-        target=head["target"],
-        memory_bytes=TOY_BYTES if asked.dry else head["memory_bytes"],
-        host_bytes=TOY_BYTES if asked.dry else int(machine.HOST_SHARE * free),
-        scratch=str(kept.folder / "scratch"),
-    )
+    if dry:
+        return Setting(True, None, TOY_BYTES, TOY_BYTES)
+    free = int(machine.HOST_SHARE * head["host"]["free_bytes"])
+    return Setting(False, head["target"], head["memory_bytes"], free)
 
 
 def told(part: Part, setting: Setting, kept: record.Record, seconds: float) -> None:

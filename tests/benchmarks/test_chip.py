@@ -21,7 +21,6 @@ SETTING = Setting(
     target=None,
     memory_bytes=2**30,
     host_bytes=2**30,
-    scratch="",
 )
 
 
