@@ -20,7 +20,7 @@ import optax_offload as oo
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import Training, halved, random_params
 from benchmarks.common.alone import ROOT
-from benchmarks.common.steps import MODES, MOMENTS, Mode, as_it_is
+from benchmarks.common.steps import MODES, MOMENTS, OURS, SIX_BYTES, Mode, as_it_is
 from benchmarks.common.workloads import Workload, decoder, gated, leaves, stacked
 
 # In units of the last place of each leaf's maximum, as `tests/system` has it for five
@@ -62,19 +62,10 @@ class Form(NamedTuple):
     codecs: tuple[oo.Rule, ...] = ()
     steps: int = STEPS
 
-    def training(self) -> Training:
-        """A training of it, begun."""
-        training = Training(WORKS[self.work](), self.mode)
-        training.begin(begun(self.work))
-        return training
-
 
 def in_windows(states: float) -> Mode:
     """Updates in windows of so many matrices' states."""
-    mode = MODES["ours"]
-    wrap: Any = mode.optimizer
-    window_bytes = int(states * STATE_BYTES)
-    return mode._replace(optimizer=functools.partial(wrap, window_bytes=window_bytes))
+    return Mode(functools.partial(OURS, window_bytes=int(states * STATE_BYTES)))
 
 
 def in_codec(name: Any) -> Form:
@@ -87,7 +78,6 @@ def in_codec(name: Any) -> Form:
 MIXED = functools.partial(
     oo.offload, rules=(oo.Rule(".*/mu/.*"), oo.Rule(".*", "device"))
 )
-SIX_BYTES: Any = MODES["six bytes"].optimizer
 FORMS: dict[str, Form] = {
     "offload, whole": Form("leaves", in_windows(64)),
     "offload, in slices": Form("stacked", in_windows(0.5), "slices"),
@@ -98,7 +88,7 @@ FORMS: dict[str, Form] = {
     ),
     "late gradients recomputed": Form("decoder", MODES["fused twice"], "runs twice"),
     "late gradients on the device": Form(
-        "decoder", MODES["ours"]._replace(streamed={"late_gradients": "device"})
+        "decoder", Mode(OURS, {"late_gradients": "device"})
     ),
     "parameters on the host": Form(
         "gated", MODES["parameters"], "of rows in each iteration"
@@ -133,24 +123,16 @@ def trained(work: Workload, clipped: bool = False, scale: float = 1.0) -> Worklo
     return dataclasses.replace(work, loss=loss, optimizer=optimizer)
 
 
-def small_gated() -> Workload:
-    """Four layers under a scan."""
-    return trained(gated(256, 4, WIDTH, 2 * WIDTH, vocabulary=256))
-
-
-def small_decoder() -> Workload:
-    """Three layers under a scan, with attention."""
-    work = decoder(True, 3, WIDTH, 4, vocabulary=256, batch=4, context=64)
-    return trained(work, clipped=True)
-
-
+# Layers under a scan; those of the decoder have attention.
+GATED = functools.partial(gated, 256, 4, WIDTH, 2 * WIDTH, vocabulary=256)
+DECODER = functools.partial(decoder, True, 3, WIDTH, 4, vocabulary=256, batch=4)
 WORKS: dict[str, Callable[[], Workload]] = {
     "leaves": lambda: trained(leaves(4, WIDTH, 64), scale=1e4),
     "clipped leaves": lambda: trained(leaves(4, WIDTH, 64), clipped=True, scale=1e4),
     "stacked": lambda: trained(stacked(4, WIDTH, 64), scale=1e4),
-    "gated": small_gated,
-    "half gated": lambda: halved(small_gated()),
-    "decoder": small_decoder,
+    "gated": lambda: trained(GATED()),
+    "half gated": lambda: halved(trained(GATED())),
+    "decoder": lambda: trained(DECODER(context=64), clipped=True),
 }
 
 
@@ -166,10 +148,8 @@ def cases(setting: Setting) -> Mapping[str, Case]:
 def compare(name: str) -> Figures:
     """A form after some steps, and how far it is from plain."""
     form = FORMS[name]
-    training = form.training()
-    training.run(form.steps)
+    training, got = after(form)
     want = plain_results(form.work, form.codecs, form.steps)
-    got = on_numpy(training.carry)
     moved, away = drift(want[0], begun(form.work)), drift(got[0], want[0])
     if form.codecs or form.steps > STEPS:
         # Of state in codes it is the parameters that count.
@@ -193,11 +173,19 @@ def compare(name: str) -> Figures:
     }
 
 
+def after(form: Form) -> tuple[Training, Any]:
+    """The training of a form, and its parameters and state after its steps."""
+    training = Training(WORKS[form.work](), form.mode)
+    training.begin(begun(form.work))
+    training.run(form.steps)
+    return training, jax.tree.map(np.array, training.carry)
+
+
 @functools.lru_cache
 def begun(name: str) -> Any:
     """The parameters that all forms begin with."""
     make = functools.partial(random_params, WORKS[name]())
-    return on_numpy(jax.jit(make)(jax.random.key(0)))
+    return jax.tree.map(np.array, jax.jit(make)(jax.random.key(0)))
 
 
 @functools.lru_cache
@@ -205,17 +193,9 @@ def plain_results(name: str, codecs: tuple[oo.Rule, ...], steps: int) -> Any:
     """Parameters and state after plain steps, with state of these rules' codecs."""
     wrap = functools.partial(oo.low_bit, rules=codecs, codec=None)
     mode = Mode(wrap if codecs else as_it_is, is_ours=False)
-    training = Training(WORKS[name](), mode)
-    training.begin(begun(name))
-    training.run(steps)
-    found = on_numpy(training.carry)
+    training, found = after(Form(name, mode, steps=steps))
     training.free()
     return found
-
-
-def on_numpy(tree: Any) -> Any:
-    """Copies."""
-    return jax.tree.map(np.array, tree)
 
 
 def ulps(got: Any, want: Any) -> float:
