@@ -47,7 +47,6 @@ def parser() -> argparse.ArgumentParser:
     add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
     add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
-    add("--list", action="store_true", help="list the parts and their cases")
     add("--page", action="store_true", help="only make the page from what was measured")
     add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
@@ -95,10 +94,6 @@ def run(asked: argparse.Namespace) -> int:
     name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
     kept = record.Record(folder.resolve() / name, results / f"{name}.json", head)
     setting = setting_of(asked.dry, head)
-    if asked.list:
-        for part in parts:
-            print(f"{part.name}: {', '.join(part.cases(setting))}")
-        return 0
     began = time.monotonic()
     try:
         for part in parts:
