@@ -6,7 +6,6 @@ own, which makes the model and takes two steps; so is what predicts, by compilin
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +58,7 @@ def search(setting: Setting, name: str) -> Figures:
     while layers and len(trials) < (1 if setting.dry else TRIALS):
         if trials and time.monotonic() - began > SEARCH_SECONDS:
             break
-        found = in_a_process(take_a_step, setting, name=name, layers=layers)
+        found = in_a_process(take_a_step, name=name, dry=setting.dry, layers=layers)
         trials.append({"layers": layers, **found})
         if "seconds" in found:
             most = layers
@@ -93,8 +92,8 @@ def following(most: int, least: int | None) -> int | None:
 def predict(setting: Setting, name: str) -> Figures:
     """By the peaks of a few layers and of twice as many, on the device and the host."""
     few = 4
-    layers = (few, 2 * few)
-    found = in_a_process(compiled_peaks, setting, name=name, layers=layers)
+    asked: dict[str, Any] = {"name": name, "dry": setting.dry}
+    found = in_a_process(compiled_peaks, **asked, layers=(few, 2 * few))
     if "failed" in found:
         raise RuntimeError(f"a few layers do not compile: {found['failed']}")
     counts = {}
@@ -109,31 +108,27 @@ def predict(setting: Setting, name: str) -> Figures:
     most = max(1, counts[where])
     if setting.dry:
         most = min(most, 8)
-    work = workload(most, MODELS[name][1], setting.dry)
     return {
         "predicted_layers": most,
-        "predicted_parameters": count(work),
+        "predicted_parameters": count(workload(most, MODELS[name][1], setting.dry)),
         "predicted_limit": where,
     }
 
 
-def compiled_peaks(
-    setting: dict[str, Any], name: str, layers: Sequence[int]
-) -> Figures:
+def compiled_peaks(name: str, dry: bool, layers: Sequence[int]) -> Figures:
     """Of the compiled steps, in bytes; nothing is made."""
     mode, half = MODELS[name]
-    works = [workload(n, half, setting["dry"]) for n in layers]
-    peaks = [Training(work, mode).peak() for work in works]
+    peaks = [Training(workload(n, half, dry), mode).peak() for n in layers]
     return {
         "device": [peak.peak_bytes for peak in peaks],
         "host": [peak.host_peak_bytes for peak in peaks],
     }
 
 
-def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
+def take_a_step(name: str, dry: bool, layers: int) -> Figures:
     """Makes a model of so many layers, and takes two steps."""
     mode, half = MODELS[name]
-    training = Training(workload(layers, half, setting["dry"]), mode)
+    training = Training(workload(layers, half, dry), mode)
     began = time.perf_counter()
     training.make()
     made = time.perf_counter() - began
@@ -146,11 +141,8 @@ def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
     }
 
 
-def in_a_process(
-    function: Callable[..., Figures], setting: Setting, **options: Any
-) -> Figures:
+def in_a_process(function: Callable[..., Figures], **options: Any) -> Figures:
     """What one of these functions finds, or how its process ended."""
-    options["setting"] = dataclasses.asdict(setting)
     try:
         return alone.call(function, options, seconds=TRIAL_SECONDS)
     except alone.AloneError as error:

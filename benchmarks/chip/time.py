@@ -87,21 +87,21 @@ def plain_of(setting: Setting, size: str) -> Training | None:
 
 def measure(setting: Setting, size: str, mode: str) -> Figures:
     """Compiles a form of the step, and times it in turns with the plain one."""
-    work = sizes(setting)[size]
-    figures: Figures = {"tokens": work.x.shape[0], "parameters": count(work)}
     plain = plain_of(setting, size)
-    if plain is not None and mode == PLAIN:
-        return figures | prediction(setting, plain) | timed(plain, plain)
-    training = Training(work, mode)
-    figures |= prediction(setting, training)
-    if plain is None:
-        setting.check_host(training.peak())
-    training.make()
-    training.run(1)
+    work = sizes(setting)[size]
+    training = plain if plain and mode == PLAIN else Training(work, mode)
     try:
+        figures: Figures = {"tokens": work.x.shape[0], "parameters": count(work)}
+        figures |= prediction(setting, training)
+        if plain is None:
+            setting.check_host(training.peak())
+        if training.carry is None:
+            training.make()
+            training.run(1)
         return figures | timed(training, plain)
     finally:
-        training.free()
+        if training is not plain:
+            training.free()
 
 
 def prediction(setting: Setting, training: Training) -> Figures:

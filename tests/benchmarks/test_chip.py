@@ -255,7 +255,7 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     """From a prediction of 100 layers: what is found took a step, and is near."""
     tried = []
 
-    def process(function, setting, **options):
+    def process(function, **options):
         if function is largest.compiled_peaks:
             few, many = options["layers"]
             return {"device": [few, many], "host": [0, 0]}
