@@ -40,7 +40,8 @@ results: $(VENV)/installed
 	$(BIN)/python -m benchmarks.results
 
 # On a machine with a GPU or a TPU: needs JAX, optax and Flax in the environment that is
-# there, or in the interpreter. make accelerator ARGS=--dry tries it at toy size.
+# there, or in the interpreter; with pytest, the tests marked accelerator are a part of it.
+# make accelerator ARGS=--dry tries it at toy size.
 accelerator:
 	env -u JAX_PLATFORMS $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.chip $(ARGS)
 

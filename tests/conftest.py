@@ -48,7 +48,10 @@ def asks_for_accelerator(config):
 
 def pytest_configure(config):
     """Chooses the devices before JAX is imported: it reads both when it starts."""
-    if not asks_for_accelerator(config):
+    if asks_for_accelerator(config):
+        # A difference is to be that of programs, not of a GPU's short products.
+        os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+    else:
         flags = os.environ.get("XLA_FLAGS", "")
         flags += " --xla_force_host_platform_device_count=8"
         # Programs of tests are small: to compile one in 32 parts costs a tenth more.

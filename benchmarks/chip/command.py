@@ -22,7 +22,6 @@ from benchmarks.chip.time import TIME
 from benchmarks.chip.values import VALUES
 from benchmarks.common import alone
 from benchmarks.common.alone import ROOT
-from optax_offload import aot
 
 # Most valuable first.
 PARTS = {
@@ -48,9 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--only", help=f"parts to run, such as values,peaks; of {', '.join(PARTS)}")
     add("--dry", action="store_true", help="toy sizes on the CPU; nothing is kept")
     add("--minutes", type=float, default=MINUTES, help="at most [default: %(default)s]")
-    add("--list", action="store_true", help="list the parts and their cases")
     add("--page", action="store_true", help="only make the page from what was measured")
-    add("--paper", metavar="CHIP", help="only compile for a chip, such as h200")
     add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
     for hidden in ("--cases", "--setting", "--lines"):
@@ -75,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(run(asked))
 
 
-def chosen(names: str | None, on_paper: bool) -> list[Part]:
+def chosen(names: str | None) -> list[Part]:
     """The parts of these names, or all, in their order."""
     asked = names.split(",") if names else [*PARTS]
     unknown = [name for name in asked if name not in PARTS]
@@ -84,26 +81,19 @@ def chosen(names: str | None, on_paper: bool) -> list[Part]:
             f"--only={names}: no part {', '.join(unknown)}; "
             f"there are {', '.join(PARTS)}"
         )
-    found = [part for part in PARTS.values() if part.name in asked]
-    return [part for part in found if part.compiles or not on_paper]
+    return [part for part in PARTS.values() if part.name in asked]
 
 
 def run(asked: argparse.Namespace) -> int:
     """Runs parts; the number of cases that did not end well."""
-    parts = chosen(asked.only, bool(asked.paper))
+    parts = chosen(asked.only)
     folder = asked.out or ROOT / "out" / ("chip-dry" if asked.dry else "chip")
     # What is of toy size is not for the page.
     results = folder if asked.dry else RESULTS
     head = head_of(asked)
     name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
-    # On paper the newest counts.
-    file = results / f"{f'paper-{asked.paper}' if asked.paper else name}.json"
-    kept = record.Record(folder.resolve() / name, file, head)
-    setting = setting_of(asked, head, kept)
-    if asked.list:
-        for part in parts:
-            print(f"{part.name}: {', '.join(part.cases(setting))}")
-        return 0
+    kept = record.Record(folder.resolve() / name, results / f"{name}.json", head)
+    setting = setting_of(asked.dry, head)
     began = time.monotonic()
     try:
         for part in parts:
@@ -124,23 +114,11 @@ def run(asked: argparse.Namespace) -> int:
 
 def head_of(asked: argparse.Namespace) -> dict[str, Any]:
     """What stands at the top of the JSON."""
-    if asked.paper:
-        target = aot.Target(asked.paper)
-        facts: dict[str, Any] = {
-            "device": asked.paper,
-            "target": target.name,
-            "memory_bytes": target.memory_bytes,
-            "host": {},
-            "versions": machine.versions(),
-        }
-    else:
-        facts = facts_of_this_machine(asked.dry)
     return {
-        **facts,
+        **facts_of_this_machine(asked.dry),
         "commit": asked.commit or machine.commit(),
         "date": record.now()[:10],
         "dry": asked.dry,
-        "on_paper": bool(asked.paper),
     }
 
 
@@ -160,19 +138,12 @@ def facts_of_this_machine(dry: bool) -> dict[str, Any]:
     return facts
 
 
-def setting_of(
-    asked: argparse.Namespace, head: dict[str, Any], kept: record.Record
-) -> Setting:
+def setting_of(dry: bool, head: dict[str, Any]) -> Setting:
     """For all parts."""
-    free = head["host"].get("free_bytes", 0)
-    return Setting(
-        dry=asked.dry,
-        on_paper=bool(asked.paper),
-        target=head["target"],
-        memory_bytes=TOY_BYTES if asked.dry else head["memory_bytes"],
-        host_bytes=TOY_BYTES if asked.dry else int(machine.HOST_SHARE * free),
-        scratch=str(kept.folder / "scratch"),
-    )
+    if dry:
+        return Setting(True, None, TOY_BYTES, TOY_BYTES)
+    free = int(machine.HOST_SHARE * head["host"]["free_bytes"])
+    return Setting(False, head["target"], head["memory_bytes"], free)
 
 
 def told(part: Part, setting: Setting, kept: record.Record, seconds: float) -> None:

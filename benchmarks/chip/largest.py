@@ -6,7 +6,6 @@ own, which makes the model and takes two steps; so is what predicts, by compilin
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import Training, count, counted_peak, halved
 from benchmarks.common import alone
 from benchmarks.common.workloads import Workload, gated
-from optax_offload import aot
 
 # From plain to what takes least, and whether parameters are in bfloat16.
 MODELS = {
@@ -27,8 +25,6 @@ MODELS = {
 }
 # Of the device: less than the environment below gives, for programs and their buffers.
 DEVICE_SHARE = 0.9
-# What takes a few KiB of the device for a layer has no end there.
-MOST_LAYERS = 10_000
 # Trials before one took a step and one did not; and how close to each other is enough.
 FARTHER, NEARER = 1.06, 0.8
 CLOSE = 0.02
@@ -57,14 +53,12 @@ def search(setting: Setting, name: str) -> Figures:
     """Predicts the largest number of layers, tries it, and bisects from there."""
     began = time.monotonic()
     figures = predict(setting, name)
-    if setting.on_paper:
-        return figures
     layers, most, least = figures["predicted_layers"], 0, None
     trials = []
-    while layers is not None and len(trials) < (1 if setting.dry else TRIALS):
+    while layers and len(trials) < (1 if setting.dry else TRIALS):
         if trials and time.monotonic() - began > SEARCH_SECONDS:
             break
-        found = in_a_process(take_a_step, setting, name=name, layers=layers)
+        found = in_a_process(take_a_step, name=name, dry=setting.dry, layers=layers)
         trials.append({"layers": layers, **found})
         if "seconds" in found:
             most = layers
@@ -98,56 +92,43 @@ def following(most: int, least: int | None) -> int | None:
 def predict(setting: Setting, name: str) -> Figures:
     """By the peaks of a few layers and of twice as many, on the device and the host."""
     few = 4
-    layers = (few, 2 * few)
-    found = in_a_process(compiled_peaks, setting, name=name, layers=layers)
+    asked: dict[str, Any] = {"name": name, "dry": setting.dry}
+    found = in_a_process(compiled_peaks, **asked, layers=(few, 2 * few))
     if "failed" in found:
         raise RuntimeError(f"a few layers do not compile: {found['failed']}")
-    limits = {"device_bytes": DEVICE_SHARE * setting.memory_bytes}
-    if not setting.on_paper:
-        limits["host_bytes"] = setting.host_bytes
     counts = {}
-    for where, limit in limits.items():
+    for where, limit in (
+        ("device", DEVICE_SHARE * setting.memory_bytes),
+        ("host", setting.host_bytes),
+    ):
         one, two = found[where]
-        slope = (two - one) / few
-        most = int((limit - one) / slope) + few if slope > 0 else MOST_LAYERS
-        if most < MOST_LAYERS:
-            counts[where] = most
-    if not counts:  # On paper, where the host has no end.
-        return {"predicted_layers": None, "predicted_parameters": None}
+        if two > one:
+            counts[where] = few + int((limit - one) * few / (two - one))
     where = min(counts, key=lambda x: counts[x])
     most = max(1, counts[where])
     if setting.dry:
         most = min(most, 8)
-    work = workload(most, MODELS[name][1], setting.dry)
     return {
         "predicted_layers": most,
-        "predicted_parameters": count(work),
-        "predicted_limit": where.removesuffix("_bytes"),
+        "predicted_parameters": count(workload(most, MODELS[name][1], setting.dry)),
+        "predicted_limit": where,
     }
 
 
-def compiled_peaks(
-    setting: dict[str, Any], name: str, layers: Sequence[int]
-) -> Figures:
-    """Compiled for the device that is here, or on paper; nothing is made."""
-    where = Setting(**setting)
+def compiled_peaks(name: str, dry: bool, layers: Sequence[int]) -> Figures:
+    """Of the compiled steps, in bytes; nothing is made."""
     mode, half = MODELS[name]
-    peaks = []
-    for work in (workload(n, half, where.dry) for n in layers):
-        if where.on_paper:
-            peaks.append(aot.peak(where.compiled(work, mode)))
-        else:
-            peaks.append(Training(work, mode).peak())
+    peaks = [Training(workload(n, half, dry), mode).peak() for n in layers]
     return {
-        "device_bytes": [peak.peak_bytes for peak in peaks],
-        "host_bytes": [peak.host_peak_bytes for peak in peaks],
+        "device": [peak.peak_bytes for peak in peaks],
+        "host": [peak.host_peak_bytes for peak in peaks],
     }
 
 
-def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
+def take_a_step(name: str, dry: bool, layers: int) -> Figures:
     """Makes a model of so many layers, and takes two steps."""
     mode, half = MODELS[name]
-    training = Training(workload(layers, half, setting["dry"]), mode)
+    training = Training(workload(layers, half, dry), mode)
     began = time.perf_counter()
     training.make()
     made = time.perf_counter() - began
@@ -160,11 +141,8 @@ def take_a_step(setting: dict[str, Any], name: str, layers: int) -> Figures:
     }
 
 
-def in_a_process(
-    function: Callable[..., Figures], setting: Setting, **options: Any
-) -> Figures:
+def in_a_process(function: Callable[..., Figures], **options: Any) -> Figures:
     """What one of these functions finds, or how its process ended."""
-    options["setting"] = dataclasses.asdict(setting)
     try:
         return alone.call(function, options, seconds=TRIAL_SECONDS)
     except alone.AloneError as error:
@@ -177,5 +155,4 @@ LARGEST = Part(
     case_seconds=240,
     cases=cases,
     environment={"XLA_CLIENT_MEM_FRACTION": "0.95"},
-    compiles=True,
 )

@@ -106,6 +106,17 @@ def rows_of(nbytes: int) -> int:
     return max(LEAST_ROWS, min(MOST_ROWS, MOVED_BYTES // nbytes))
 
 
+def median_seconds(run: Callable[..., Any], carry: Any) -> tuple[float, Any]:
+    """Of rounds that each take what the one before returned; and what the last did."""
+    seconds = []
+    for _ in range(1 + ROUNDS):
+        started = time.perf_counter()
+        carry = jax.block_until_ready(run(*carry))
+        seconds.append(time.perf_counter() - started)
+    # The first touches the memory for the first time, and makes a GPU's graph.
+    return statistics.median(seconds[1:]), carry
+
+
 def compiled(way: str, nbytes: int, sharding: Any) -> jax.stages.Compiled:
     """The program that moves rows of a size."""
     host = sharding.with_memory_kind("pinned_host")
@@ -124,7 +135,6 @@ def compiled(way: str, nbytes: int, sharding: Any) -> jax.stages.Compiled:
 
 def measure(setting: Setting, node: int | None) -> Figures:
     """Pins memory on a NUMA node, and moves rows of all sizes in all ways."""
-    setting.attached()
     if node is not None:
         _stay_on(node)
     here = first_device()
@@ -139,14 +149,9 @@ def measure(setting: Setting, node: int | None) -> Figures:
         del ones
         for way in WAYS:
             program = compiled(way, nbytes, here)
-            seconds = []
-            for _ in range(ROUNDS + 1):
-                started = time.perf_counter()
-                sink, row = jax.block_until_ready(program(source, sink, row))
-                seconds.append(time.perf_counter() - started)
-            moved = KERNEL_ROWS if "kernel" in way else shape[0]
-            # The first round touches the memory for the first time.
-            each = statistics.median(seconds[1:]) / moved
+            run = functools.partial(program, source)
+            seconds, (sink, row) = median_seconds(run, (sink, row))
+            each = seconds / (KERNEL_ROWS if "kernel" in way else shape[0])
             figures = {"way": way, "nbytes": nbytes, "seconds": each}
             figures |= {"bytes_per_second": nbytes / each, "done": done_by(program)}
             found.append(figures)
@@ -188,7 +193,7 @@ def _stay_on(node: int) -> None:
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each NUMA node that has processors."""
     nodes = [node for node, cpus in machine.processors_of_nodes().items() if cpus]
-    if setting.on_paper or len(nodes) < 2:
+    if len(nodes) < 2:
         return {"any node": functools.partial(measure, setting, None)}
     return {f"node {n}": functools.partial(measure, setting, n) for n in nodes}
 
@@ -216,7 +221,7 @@ def constants(tables: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     found = {}
     for table in tables:
         figures = done(table["parts"].get("link", {}))
-        if table["on_paper"] or table["target"] is None or not figures:
+        if table["target"] is None or not figures:
             continue
         best = max((each_way(f["fit"]) for f in figures.values()), key=_rate)
         source = f"measured on {table['date']}, docs/on-a-chip.md"

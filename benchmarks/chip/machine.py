@@ -24,16 +24,8 @@ from optax_offload._machine.findings import Facts
 
 PACKAGES = [
     *("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "libtpu"),
-    *(
-        "optax",
-        "optax-offload",
-        "flax",
-        "numpy",
-        "torch",
-        "torchao",
-        "bitsandbytes",
-        "deepspeed",
-    ),
+    *("optax", "optax-offload", "flax", "numpy"),
+    *("torch", "torchao", "bitsandbytes", "deepspeed"),
 ]
 # Of what the host has free, for pinned memory and all else.
 HOST_SHARE = 0.85

@@ -5,12 +5,12 @@ Skipped where PyTorch, or the library that a row is of, is not installed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
@@ -18,58 +18,39 @@ from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 ROUNDS = 5
 LEARNING_RATE = 1e-3
 TOKENS = (4096, 16384)
-
-
-def adam(torch: Any, params: Any) -> Any:
-    """All on the device."""
-    return torch.optim.Adam(params, lr=LEARNING_RATE, fused=params[0].is_cuda)
-
-
-def torchao_offload(torch: Any, params: Any) -> Any:
-    """State in host memory, updated there; gradients go there."""
-    module = _imported("torchao.prototype.low_bit_optim", "torchao.optim")
-    return module.CPUOffloadOptimizer(
-        params, torch.optim.Adam, offload_gradients=False, lr=LEARNING_RATE, fused=True
-    )
-
-
-def torchao_8bit(torch: Any, params: Any) -> Any:
-    """Moments in 8 bits, on the device."""
-    del torch
-    module = _imported("torchao.optim", "torchao.prototype.low_bit_optim")
-    return module.Adam8bit(params, lr=LEARNING_RATE)
-
-
-def bitsandbytes_8bit(torch: Any, params: Any) -> Any:
-    """Moments in 8 bits, on the device."""
-    del torch
-    return _imported("bitsandbytes.optim").Adam8bit(params, lr=LEARNING_RATE)
-
-
-def bitsandbytes_paged(torch: Any, params: Any) -> Any:
-    """Moments in 8 bits in unified memory, which the driver pages."""
-    del torch
-    return _imported("bitsandbytes.optim").PagedAdam8bit(params, lr=LEARNING_RATE)
-
-
-OPTIMIZERS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
-    "PyTorch Adam": ("torch", adam),
-    "torchao CPUOffloadOptimizer": ("torchao", torchao_offload),
-    "torchao Adam8bit": ("torchao", torchao_8bit),
-    "bitsandbytes Adam8bit": ("bitsandbytes", bitsandbytes_8bit),
-    "bitsandbytes PagedAdam8bit": ("bitsandbytes", bitsandbytes_paged),
+# Where torchao has had its optimizers.
+TORCHAO = ("torchao.optim", "torchao.prototype.low_bit_optim")
+# Modules that may have a class, the class, and its options: Adam, with state updated in
+# host memory, with moments in 8 bits, and with those in memory that the driver pages.
+OPTIMIZERS: dict[str, tuple[tuple[str, ...], str, dict[str, Any]]] = {
+    "PyTorch Adam": (("torch.optim",), "Adam", {"fused": True}),
+    "torchao CPUOffloadOptimizer": (
+        TORCHAO,
+        "CPUOffloadOptimizer",
+        {"offload_gradients": False, "fused": True},
+    ),
+    "torchao Adam8bit": (TORCHAO, "Adam8bit", {}),
+    "bitsandbytes Adam8bit": (("bitsandbytes.optim",), "Adam8bit", {}),
+    "bitsandbytes PagedAdam8bit": (("bitsandbytes.optim",), "PagedAdam8bit", {}),
 }
 ZERO = "DeepSpeed ZeRO-Offload"
+# Of stage 2 on one GPU: state in host memory, updated by its processor.
+ZERO_CONFIG = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE}},
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+    },
+}
 
 
-def _imported(*names: str) -> Any:
-    """The first of some modules that is there: they moved between versions."""
-    for name in names:
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise SkippedError(f"{names[0]} cannot be imported")
+def found(modules: Sequence[str], name: str) -> Any:
+    """What the first of some modules has under a name."""
+    for module in modules:
+        with contextlib.suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise SkippedError(f"{modules[0]}.{name} cannot be imported")
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
@@ -85,16 +66,15 @@ def cases(setting: Setting) -> Mapping[str, Case]:
 
 def measure(setting: Setting, name: str, tokens: int) -> Figures:
     """Steps of the model of the part `time`, and the peak of the device."""
-    library = "deepspeed" if name == ZERO else OPTIMIZERS[name][0]
-    for needed in ("torch", library):
-        if importlib.util.find_spec(needed) is None:
-            raise SkippedError(f"{needed} is not installed")
+    if importlib.util.find_spec("torch") is None:
+        raise SkippedError("torch is not installed")
     torch = importlib.import_module("torch")
-    if not torch.cuda.is_available() and not setting.dry:
+    cuda = torch.cuda if torch.cuda.is_available() else None
+    if cuda is None and not setting.dry:
         raise SkippedError("this PyTorch sees no GPU")
     # As JAX computes float32 by default on a GPU.
     torch.set_float32_matmul_precision("high")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cpu" if cuda is None else "cuda"
     sizes = (3, 64, 256, 128) if setting.dry else (24, 2048, 5632, 16384)
     model = gated(torch, *sizes).to(device)
     batch = torch.arange(tokens, device=device) * 31 % 128
@@ -103,22 +83,28 @@ def measure(setting: Setting, name: str, tokens: int) -> Figures:
     for _ in range(ROUNDS + 2):
         began = time.perf_counter()
         step(batch)
-        if device == "cuda":
-            torch.cuda.synchronize()
+        if cuda:
+            cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     median = statistics.median(seconds[2:])
-    peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     return {
         "seconds": median,
         "tokens_per_second": tokens / median,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "measured_bytes": peak,
+        "measured_bytes": cuda.max_memory_allocated() if cuda else None,
     }
 
 
 def plain_step(torch: Any, model: Any, name: str) -> Callable[[Any], None]:
     """Gradients, then an update."""
-    optimizer = OPTIMIZERS[name][1](torch, list(model.parameters()))
+    modules, of_class, options = OPTIMIZERS[name]
+    params = list(model.parameters())
+    if of_class == "CPUOffloadOptimizer":
+        options = options | {"optimizer_class": torch.optim.Adam}
+    elif not params[0].is_cuda:
+        options = {}
+    make = found(modules, of_class)
+    optimizer = make(params, lr=LEARNING_RATE, **options)
 
     def step(batch: Any) -> None:
         model(batch).backward()
@@ -128,22 +114,11 @@ def plain_step(torch: Any, model: Any, name: str) -> Callable[[Any], None]:
     return step
 
 
-def zero_step(torch: Any, model: Any, name: str) -> Callable[[Any], None]:
-    """Of ZeRO stage 2 on one GPU: state in host memory, updated by its processor."""
-    del torch, name
-    deepspeed: Any = importlib.import_module("deepspeed")
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=list(model.parameters()),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE}},
-            "zero_optimization": {
-                "stage": 2,
-                "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            },
-        },
-    )
+def zero_step(_: Any, model: Any, __: str) -> Callable[[Any], None]:
+    """Gradients and an update by DeepSpeed."""
+    params = list(model.parameters())
+    make = found(["deepspeed"], "initialize")
+    engine, *_ = make(model=model, model_parameters=params, config=ZERO_CONFIG)
 
     def step(batch: Any) -> None:
         engine.backward(engine(batch))

@@ -11,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -21,14 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.chip.link import DEVICE, HOST, done_by, row_at, with_row
+from benchmarks.chip.link import DEVICE, HOST, done_by, median_seconds, row_at, with_row
 from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import first_device
 
 # A row is a matrix of this width in float32.
 WIDTH, TOY_WIDTH = 4096, 32
 TURNS = 8
-ROUNDS = 5
 LOAD, STORE, PRODUCT = PIECES = ("load", "store", "product")
 TOGETHER = [
     pieces
@@ -118,25 +115,24 @@ def jitted(form: Form, pieces: Collection[str]) -> Any:
 
 def measure(setting: Setting, form: Form, options: Mapping[str, str]) -> Figures:
     """Times the pieces alone and together."""
-    setting.attached()
     width = TOY_WIDTH if setting.dry else WIDTH
     types = arguments(form, width, first_device())
     # A product with this matrix is itself.
-    source, sink, row, matrix, product = (
-        jax.device_put(np.full(t.shape, 1 / width, t.dtype), t.sharding) for t in types
+    source, sink, row, matrix, product = jax.block_until_ready(
+        [
+            jax.device_put(np.full(t.shape, 1 / width, t.dtype), t.sharding)
+            for t in types
+        ]
     )
     found = []
     for pieces in TOGETHER:
         ready = jitted(form, pieces).lower(*types).compile(dict(options))
-        seconds = []
-        for _ in range(1 + ROUNDS):
-            jax.block_until_ready((source, sink, product))
-            started = time.perf_counter()
-            sink, loaded, product = ready(source, sink, row, matrix, product)
-            jax.block_until_ready((sink, loaded, product))
-            seconds.append(time.perf_counter() - started)
-        # The first round touches the memory for the first time, and makes the graph.
-        each = statistics.median(seconds[1:]) / TURNS
+
+        def run(sink: Any, _: Any, product: Any, ready: Any = ready) -> Any:
+            return ready(source, sink, row, matrix, product)
+
+        seconds, (sink, _, product) = median_seconds(run, (sink, row, product))
+        each = seconds / TURNS
         found.append({"pieces": pieces, "seconds": each, "done": done_by(ready)})
     return {"rows": found, "together": together(found)}
 

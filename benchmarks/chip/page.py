@@ -49,27 +49,23 @@ fill = Fill()
 
 
 def read(folder: Path) -> list[Table]:
-    """All JSONs: those of chips first, then those that are on paper only."""
+    """All JSONs, by device and date."""
     tables = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     if any(table["dry"] for table in tables):
         raise ValueError(f"{folder} has figures of toys, which are for no page")
-    return sorted(tables, key=lambda t: (t["on_paper"], t["device"], t["date"]))
+    return sorted(tables, key=lambda t: (t["device"], t["date"]))
 
 
 def text(tables: Iterable[Table]) -> str:
-    """The page: of a chip that was measured nothing that is on paper."""
-    tables = list(tables)
-    measured = {t["target"] for t in tables if not t["on_paper"]}
-    shown = [t for t in tables if not (t["on_paper"] and t["target"] in measured)]
-    sections = [section(table) for table in shown] or [f"No chip: {NOT_RUN}.\n"]
+    """The page."""
+    sections = [section(table) for table in tables] or [f"No chip: {NOT_RUN}.\n"]
     return "\n".join([TOP, *sections])
 
 
 def section(table: Table) -> str:
     """A chip."""
     device = table["device"]
-    lines = [f"## {device.upper() if table['on_paper'] else device}", ""]
-    lines += [origin(table), ""]
+    lines = [f"## {device}", "", origin(table), ""]
     for part in PARTS.split("\n### ")[1:]:
         heading, _, shown = part.strip().partition("\n\n")
         name, title = heading.split(": ")
@@ -89,11 +85,6 @@ def section(table: Table) -> str:
 def origin(table: Table) -> str:
     """How the figures were made."""
     versions = ", ".join(f"{k} {v}" for k, v in table["versions"].items())
-    if table["on_paper"]:
-        return (
-            f"Compiled on {table['date']} by `python -m benchmarks.chip "
-            f"--paper={table['device']}` ({versions}). Measured: {NOT_RUN}."
-        )
     toy = "Toys, on the CPU: these figures mean nothing. " if table["dry"] else ""
     host = table["host"]
     driver = table.get("driver", {}).get("driver_version")

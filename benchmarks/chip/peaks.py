@@ -15,7 +15,6 @@ from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import Training, counted_peak, halved
 from benchmarks.common.workloads import WORKLOADS, Workload, gated
 from examples import models
-from optax_offload import aot
 
 LLAMA = "the shape of Llama 3 8B"
 # Modes by the workload they are measured in, most valuable first.
@@ -68,31 +67,23 @@ def cases(setting: Setting) -> Mapping[str, Case]:
 def measure(setting: Setting, name: str, mode: str) -> Figures:
     """Two steps in a fresh process: what is counted since it began."""
     work = workload(name, mode, setting.dry)
-    if setting.on_paper:
-        return predicted(aot.peak(setting.compiled(work, mode)))
     free = free_bytes()
     training = Training(work, mode)
-    setting.check_host(training.peak())
+    peak = training.peak()
+    setting.check_host(peak)
     training.make()
     making = counted_peak()
     training.run(1)
     seconds = training.run(1)
     counted = counted_peak()
     return {
-        **predicted(training.peak()),
+        "predicted_bytes": peak.peak_bytes,
+        "predicted_host_bytes": peak.host_peak_bytes,
         "measured_bytes": counted,
         "making_bytes": making,
         "measured_host_bytes": free - free_bytes(),
         "seconds": seconds,
         "finite": training.is_finite(),
-    }
-
-
-def predicted(peak: aot.Peak) -> Figures:
-    """What `aot.peak` says."""
-    return {
-        "predicted_bytes": peak.peak_bytes,
-        "predicted_host_bytes": peak.host_peak_bytes,
     }
 
 
@@ -103,5 +94,4 @@ PEAKS = Part(
     cases=cases,
     each_alone=True,
     environment={"XLA_CLIENT_MEM_FRACTION": "0.9"},
-    compiles=True,
 )

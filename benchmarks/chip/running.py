@@ -60,14 +60,14 @@ def run_part(part: Part, setting: Setting, kept: record.Record, seconds: float) 
     """
     names = list(part.cases(setting))
     lines = kept.lines(part.name)
-    limit = float("inf") if setting.dry or setting.on_paper else 60 * part.minutes
+    limit = float("inf") if setting.dry else 60 * part.minutes
     deadline = time.monotonic() + min(seconds, limit)
     tried: set[str] = set()
     while time.monotonic() < deadline:
         left = [n for n in kept.missing(part.name, names) if n not in tried]
         if not left:
             return
-        asked = left[:1] if part.each_alone and not setting.on_paper else left
+        asked = left[:1] if part.each_alone else left
         before = lines.stat().st_size if lines.exists() else 0
         ended = _in_a_process(part, asked, setting, kept, deadline)
         wrote = record.entries(lines, after=before)
@@ -143,8 +143,6 @@ def environment(part: Part, setting: Setting) -> dict[str, str]:
     own = dict(os.environ)
     paths = [str(ROOT), own.pop("PYTHONPATH", "")]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if setting.on_paper:
-        return {**own, **path, "JAX_PLATFORMS": "cpu"}
     if setting.dry:
         toy = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         return {**own, **path, **toy}

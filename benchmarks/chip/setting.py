@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import jax
-
-from benchmarks.common.steps import MODES, compile_step
-from benchmarks.common.workloads import Workload
 from optax_offload import aot
 from optax_offload._units import GIB
 
@@ -30,19 +24,15 @@ class Setting:
 
     Attributes:
       dry: Whether all is of toy size, to see that it runs.
-      on_paper: Whether programs are compiled for the target, and none is run.
       target: The name of the chip in `optax_offload.aot`; None if it has none there.
       memory_bytes: Memory of the device.
       host_bytes: Memory of the host that parts may take.
-      scratch: A folder for what a part writes beside its figures.
     """
 
     dry: bool
-    on_paper: bool
     target: str | None
     memory_bytes: int
     host_bytes: int
-    scratch: str
 
     @classmethod
     def read(cls, text: str) -> Setting:
@@ -52,28 +42,6 @@ class Setting:
     def written(self) -> str:
         """As text, for another process."""
         return json.dumps(dataclasses.asdict(self))
-
-    @property
-    def folder(self) -> Path:
-        """The folder for what a part writes, made if need be."""
-        path = Path(self.scratch)
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
-    def empty_folder(self, name: str) -> Path:
-        """The path of one in it, without what an earlier run left there."""
-        path = self.folder / name
-        shutil.rmtree(path, ignore_errors=True)
-        return path
-
-    def attached(self) -> None:
-        """Says that a case runs programs.
-
-        Raises:
-          SkippedError: Programs are only compiled.
-        """
-        if self.on_paper:
-            raise SkippedError("nothing is run on paper")
 
     def check_host(self, peak: aot.Peak) -> None:
         """Says that a case is about to make arrays.
@@ -86,24 +54,6 @@ class Setting:
                 f"it needs {peak.host_peak_bytes / GIB:.0f} GiB of the host, which has "
                 f"{self.host_bytes / GIB:.0f} GiB for it"
             )
-
-    def compiled(self, work: Workload, mode: str) -> jax.stages.Compiled:
-        """A step, compiled for the chip that is not here."""
-        assert self.target
-        return compile_step(work, aot.Target(self.target), MODES[mode])
-
-    def seconds_of(self, compiled: jax.stages.Compiled) -> Figures:
-        """What `aot.step_time` says of a program."""
-        if self.target is None:
-            return {
-                "predicted_seconds": None,
-                "not_predicted": "no such chip in optax_offload/aot/chips.py",
-            }
-        found = aot.step_time(compiled, self.target)
-        return {
-            "predicted_seconds": found.seconds,
-            "predicted_compute_seconds": found.compute_seconds,
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +68,6 @@ class Part:
         process, so it must not touch a device.
       each_alone: Whether each case has a process of its own.
       environment: Variables of its processes.
-      compiles: Whether it says something on paper, without a chip.
     """
 
     name: str
@@ -127,4 +76,3 @@ class Part:
     cases: Callable[[Setting], Mapping[str, Case]]
     each_alone: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    compiles: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import time
 from typing import Any
@@ -57,32 +58,17 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def random_params(work: Workload, key: jax.Array) -> Any:
     """Random numbers; those of scanned layers a row at a time."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(work.params)
-    paths = [
-        jax.tree_util.keystr(keys, simple=True, separator="/") for keys, _ in leaves
-    ]
-    stacked = {
-        path: p
-        for path, (_, p) in zip(paths, leaves, strict=True)
-        if re.fullmatch(LAYERS, path) and p.ndim
-    }
 
-    def row(_: None, key: jax.Array) -> tuple[None, dict[str, jax.Array]]:
-        keys = jax.random.split(key, len(stacked))
-        return None, {
-            path: _random(k, p.shape[1:], p.dtype)
-            for k, (path, p) in zip(keys, stacked.items(), strict=True)
-        }
+    def leaf(path: Any, p: Any, key: jax.Array) -> jax.Array:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not (p.ndim and re.fullmatch(LAYERS, name)):
+            return _random(key, p.shape, p.dtype)
+        row = functools.partial(_random, shape=p.shape[1:], dtype=p.dtype)
+        return lax.map(row, jax.random.split(key, p.shape[0]))
 
-    made: dict[str, jax.Array] = {}
-    if stacked:
-        (count,) = {p.shape[0] for p in stacked.values()}
-        made = lax.scan(row, None, jax.random.split(key, count))[1]
-    keys = jax.random.split(key, len(leaves))
-    for k, path, (_, p) in zip(keys, paths, leaves, strict=True):
-        if path not in made:
-            made[path] = _random(k, p.shape, p.dtype)
-    return jax.tree.unflatten(treedef, [made[path] for path in paths])
+    structure = jax.tree.structure(work.params)
+    keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
+    return jax.tree_util.tree_map_with_path(leaf, work.params, keys)
 
 
 class Training:

@@ -111,10 +111,7 @@ def is_large(x: Any) -> bool:
     return x.size * x.dtype.itemsize >= SMALL_BYTES
 
 
-FORMS = {
-    "offload": Mode(OURS),
-    "on the host": Mode(on_host),
-}
+FORMS = {"offload": Mode(OURS), "on the host": Mode(on_host)}
 
 
 def print_peaks() -> None:
@@ -252,17 +249,9 @@ HOSTS = (
     Host("H100, own socket", _H100, 8 * _DDR5_4800, f"one {_SOCKET}"),
     Host("H100, 8 of a DGX", _H100, 16 * _DDR5_4800, f"two {_SOCKET}", 8),
     Host(
-        "RTX 4090, desktop",
-        _RTX4090,
-        2 * _DDR5_5600,
-        "Core i9-14900K: 2 channels of DDR5-5600",
+        "RTX 4090, desktop", _RTX4090, 2 * _DDR5_5600, "i9-14900K: 2 channels of DDR5"
     ),
-    Host(
-        "RTX 4090, server",
-        _RTX4090,
-        8 * _DDR4_3200,
-        "EPYC 7003: 8 channels of DDR4-3200",
-    ),
+    Host("RTX 4090, server", _RTX4090, 8 * _DDR4_3200, "EPYC 7003: 8 channels of DDR4"),
 )
 
 

@@ -13,6 +13,7 @@ Run (the second without steps, in a tenth of the time):
 
 from __future__ import annotations
 
+import functools
 import itertools
 import tempfile
 import threading
@@ -31,7 +32,8 @@ from benchmarks.common import command
 from benchmarks.common.steps import MODES, SIX_BYTES
 from benchmarks.memory.peaks import model_step
 from optax_offload import _memory, _plan, aot
-from optax_offload._low_bit import Encoded, by_rows
+from optax_offload._low_bit import by_rows
+from optax_offload._low_bit.encoded import is_encoded
 from optax_offload._units import GIB, MIB
 
 FLAGS = flags.FLAGS
@@ -44,13 +46,13 @@ def peak_of(fn: Any, args: Any, target: aot.Target) -> int:
 
 def conversions(state: Any, target: aot.Target) -> dict[str, int]:
     """The largest peak of encoding one leaf, and of decoding one."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Encoded))
-    encoded = [x for x in nodes if isinstance(x, Encoded)]
-    found = {"encode": 0, "decode": 0}
-    kinds = {(x.codec.name, x.shape): x for x in encoded}
+    nodes = jax.tree.leaves(state, is_leaf=is_encoded)
+    peaks: dict[str, list[int]] = {"encode": [], "decode": []}
+    kinds = {(x.codec.name, x.shape): x for x in nodes if is_encoded(x)}
     for x in kinds.values():
-        plain = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.codes.sharding)
-        half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.codes.sharding)
+        shaped = functools.partial(
+            jax.ShapeDtypeStruct, x.shape, sharding=x.codes.sharding
+        )
 
         def encode(value: Any, like: Any = x) -> Any:
             return type(like).of(value, like.codec, ""), ()
@@ -58,14 +60,13 @@ def conversions(state: Any, target: aot.Target) -> dict[str, int]:
         def decode(value: Any, half: Any) -> Any:
             return value.decoded(half), ()
 
-        for name, fn, args in (
-            ("encode", encode, (plain,)),
-            ("decode", decode, (x, half)),
+        for fn, args in (
+            (encode, (shaped(x.dtype),)),
+            (decode, (x, shaped(jnp.bfloat16))),
         ):
-            arrays = jax.tree.leaves(args)
-            fn = jax.jit(by_rows(fn, [True] * len(arrays)))
-            found[name] = max(found[name], peak_of(fn, args, target))
-    return found
+            by_row = jax.jit(by_rows(fn, [True] * len(jax.tree.leaves(args))))
+            peaks[fn.__name__].append(peak_of(by_row, args, target))
+    return {name: max(found) for name, found in peaks.items()}
 
 
 def device_bytes_while(fn: Callable[[], Any]) -> int:
@@ -106,21 +107,16 @@ def kept() -> dict[str, int]:
                 checkpointer.save(path, state)
                 checkpointer.wait_until_finished()
 
-            return {
-                "place": device_bytes_while(lambda: oo.place(loaded, template)),
-                "save": device_bytes_while(save),
-                "restore": device_bytes_while(
-                    lambda: checkpointer.restore(path, template)
-                ),
-                "offload to disk": device_bytes_while(
-                    lambda: oo.offload_states(
-                        state,
-                        memory_kind="disk",
-                        directory=f"{folder}/parked",
-                        block=True,
-                    )
+            to_disk: dict[str, Any] = {"memory_kind": "disk", "block": True}
+            ways = {
+                "place": lambda: oo.place(loaded, template),
+                "save": save,
+                "restore": lambda: checkpointer.restore(path, template),
+                "offload to disk": lambda: oo.offload_states(
+                    state, directory=f"{folder}/parked", **to_disk
                 ),
             }
+            return {name: device_bytes_while(way) for name, way in ways.items()}
 
 
 def main() -> None:

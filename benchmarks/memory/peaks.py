@@ -32,7 +32,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +82,7 @@ class Prober:
         key = json.dumps([jax.__version__, digest(mode), *of])
         if key not in self.known:
             started = time.perf_counter()
-            found = probe(name, target, mode, sizes)
+            found = compiled(name, target, mode, sizes)
             self.known[key] = found | {"seconds": time.perf_counter() - started}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.known, indent=1) + "\n")
@@ -99,7 +99,7 @@ class Prober:
         return found
 
 
-def probe(name: str, target: aot.Target, mode: str, sizes: dict[str, int]) -> Probe:
+def compiled(name: str, target: aot.Target, mode: str, sizes: dict[str, int]) -> Probe:
     """Compiles a step, unless it is plain that it cannot fit."""
     is_model = name not in WORKLOADS
     budget = _plan.default_budget_bytes(target) if is_model else None
@@ -110,11 +110,11 @@ def probe(name: str, target: aot.Target, mode: str, sizes: dict[str, int]) -> Pr
             least = least_bytes(step, gradients=MODES[mode].streamed is None)
             if budget is not None and least > budget:
                 return {"compiled": False, "fits": False, "used_bytes": least}
-            compiled = _plan.compile_step(step, target)
-            found["step_seconds"] = aot.step_time(compiled, target).seconds
+            program = _plan.compile_step(step, target)
+            found["step_seconds"] = aot.step_time(program, target).seconds
         else:
-            compiled = compile_step(WORKLOADS[name](**sizes), target, MODES[mode])
-        peak: aot.Peak | None = aot.peak(compiled)
+            program = compile_step(WORKLOADS[name](**sizes), target, MODES[mode])
+        peak: aot.Peak | None = aot.peak(program)
         used = peak.peak_bytes
     except aot.DoesNotFitError as error:
         peak, used = error.peak, error.used_bytes
@@ -144,6 +144,14 @@ def named_targets() -> list[aot.Target]:
     gib = FLAGS.memory_gib
     memory_bytes = None if gib is None else int(gib * GIB)
     return [aot.Target(name, memory_bytes=memory_bytes) for name in FLAGS.targets]
+
+
+def fits(
+    prober: Prober, of: Sequence[Any], sizes: Any, what: str, number: int
+) -> tuple[bool, int]:
+    """Whether it fits with so many of what is counted, and the bytes that it needs."""
+    found = prober(*of, **sizes, **{what: number})
+    return found["fits"], found["used_bytes"]
 
 
 def find_peaks(prober: Prober) -> Iterator[dict[str, Any]]:
@@ -195,12 +203,9 @@ def find_layers(prober: Prober) -> Iterator[dict[str, Any]]:
     make = WORKLOADS["decoder_scanned"]
     command.print_header(("target", "mode"), ("layers", "billions"))
     for target, mode in [(t, m) for t in named_targets() for m in FLAGS.modes]:
-
-        def fits(layers: int, target: Any = target, mode: str = mode) -> Any:
-            found = prober("decoder_scanned", target, mode, layers=layers, width=WIDTH)
-            return found["fits"], found["used_bytes"]
-
-        layers = largest(fits, target.memory_bytes, first=16)
+        of = ("decoder_scanned", target, mode)
+        probe = functools.partial(fits, prober, of, {"width": WIDTH}, "layers")
+        layers = largest(probe, target.memory_bytes, first=16)
         work = make(layers=max(layers, 1), width=WIDTH)
         count = sum(p.size for p in jax.tree.leaves(work.params)) * bool(layers)
         command.print_row((target.name, mode), (layers, count / 1e9))
@@ -239,14 +244,11 @@ def find_batch(prober: Prober) -> Iterator[dict[str, Any]]:
     for model, names, mode in models_with_targets():
         for name in names:
             target = aot.Target(name)
-
-            def fits(batch: int, of: Any = (model, target, mode)) -> tuple[bool, int]:
-                found = prober(*of, context=FLAGS.context, batch=batch)
-                return found["fits"], found["used_bytes"]
-
+            of, sizes = (model, target, mode), {"context": FLAGS.context}
+            probe = functools.partial(fits, prober, of, sizes, "batch")
             # Of one sequence some is there whatever their number; the search finds out.
             budget = _plan.default_budget_bytes(target)
-            batch = largest(fits, budget) if fits(1)[0] else 0
+            batch = largest(probe, budget) if probe(1)[0] else 0
             command.print_row((model, mode, name), (batch,))
             yield {"model": model, "mode": mode, "target": name, "batch": batch}
 

@@ -19,7 +19,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,54 +61,40 @@ def status_bytes(name: str) -> int:
 
 
 def measure(case: str, directory: str, mib: int) -> dict[str, Any]:
-    """Moves a state there and back, with nothing else in the process."""
+    """Moves a state away, with nothing else in the process."""
     options = {"block": True, "donate": True, **CASES[case]}
     if options["memory_kind"] == "disk":
         options["directory"] = directory
-    back = {"donate": options["donate"], "block": True}
-    oo.reload_states(oo.offload_states({"x": jnp.ones(8)}, **options), **back)
+    oo.reload_states(oo.offload_states({"x": jnp.ones(8)}, **options), block=True)
     empty = status_bytes("VmRSS")
-    state: Any = jax.block_until_ready(make_state(mib))
-    row: dict[str, Any] = {"case": case}
-    for name, call in (
-        ("offload", functools.partial(oo.offload_states, **options)),
-        ("reload", functools.partial(oo.reload_states, **back)),
-    ):
-        before, started = status_bytes("VmRSS"), time.perf_counter()
-        Path("/proc/self/clear_refs").write_text("5")  # Resets the high-water mark.
-        moved = call(state)
-        wait_for(state if options["donate"] else moved, options["donate"])
-        row[name] = {
-            "before_bytes": before - empty,
-            "peak_bytes": status_bytes("VmHWM") - empty,
-            "after_bytes": status_bytes("VmRSS") - empty,
-            "seconds": time.perf_counter() - started,
-        }
-        state = moved
-    return row
-
-
-def wait_for(state: Any, deleted: bool) -> None:
-    """Until every array is freed, or there."""
-    arrays = [x for x in state.values() if isinstance(x, jax.Array)]
-    while deleted and not all(x.is_deleted() for x in arrays):
+    state = jax.block_until_ready(make_state(mib))
+    before, started = status_bytes("VmRSS"), time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the high-water mark.
+    moved = oo.offload_states(state, **options)
+    while options["donate"] and not all(x.is_deleted() for x in state.values()):
         time.sleep(0.001)
-    if not deleted:
-        jax.block_until_ready(arrays)
+    if not options["donate"]:
+        jax.block_until_ready(moved)
+    return {
+        "case": case,
+        "before_bytes": before - empty,
+        "peak_bytes": status_bytes("VmHWM") - empty,
+        "after_bytes": status_bytes("VmRSS") - empty,
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def memory_table(directory: Path) -> list[dict[str, Any]]:
     """Measures each case in a process of its own, and prints the table."""
     sizes = ("before", "peak", "after")
-    command.print_header(("to", "MiB"), (*sizes, "seconds"))
+    command.print_header((f"{'MiB, to':27s}",), (*sizes, "seconds"))
     rows = []
     for case in CASES:
         options = {"case": case, "directory": str(directory), "mib": FLAGS.state_mib}
-        rows.append(alone.call(measure, options))
-        for name in ("offload", "reload"):
-            found = rows[-1][name]
-            mib = [found[f"{size}_bytes"] / MIB for size in sizes]
-            command.print_row((f"{case:27s}", name), (*mib, found["seconds"]))
+        found = alone.call(measure, options)
+        mib = [found[f"{size}_bytes"] / MIB for size in sizes]
+        command.print_row((f"{case:27s}",), (*mib, found["seconds"]))
+        rows.append(found)
     return rows
 
 
@@ -118,20 +103,18 @@ Way = tuple[Callable[[], None], Callable[[], Any]]
 
 def ours(state: State, directory: Path) -> Way:
     """A way to write, and a way to read what it wrote."""
+    to_disk = functools.partial(
+        oo.offload_states,
+        memory_kind="disk",
+        directory=directory,
+        donate=False,
+        block=True,
+    )
     there = []
-
-    def write() -> None:
-        there.append(
-            oo.offload_states(
-                state,
-                memory_kind="disk",
-                directory=directory,
-                donate=False,
-                block=True,
-            )
-        )
-
-    return write, lambda: oo.reload_states(there[0], donate=False, block=True)
+    return (
+        lambda: there.append(to_disk(state)),
+        lambda: oo.reload_states(there[0], donate=False, block=True),
+    )
 
 
 def tensorstore(state: State, directory: Path, codecs: Sequence[str] = ()) -> Way:
@@ -216,17 +199,14 @@ def disk_rows(directory: Path) -> list[dict[str, Any]]:
 
 def print_ratios(rows: list[dict[str, Any]]) -> None:
     """Our median throughput over that of the others."""
-    seconds = defaultdict(list)
-    for row in rows:
-        for what in ("write", "read"):
-            seconds[row["way"], what].append(row[what])
-    command.print_header(("our throughput over",), ("write", "read"))
+
+    def median(way: str, what: str) -> float:
+        return statistics.median(r[what] for r in rows if r["way"] == way)
+
+    columns = ("write", "read")
+    command.print_header(("our throughput over",), columns)
     for way in WAYS:
-        ratios = [
-            statistics.median(seconds[way, what])
-            / statistics.median(seconds["ours", what])
-            for what in ("write", "read")
-        ]
+        ratios = [median(way, what) / median("ours", what) for what in columns]
         command.print_row((way,), ratios)
 
 

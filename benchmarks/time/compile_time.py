@@ -25,8 +25,8 @@ from absl import flags
 
 import optax_offload as oo
 from benchmarks.common import command
-from benchmarks.common.steps import MODES, compile_step
-from benchmarks.common.workloads import WORKLOADS
+from benchmarks.common.steps import MODES, compile_step, train_step
+from benchmarks.common.workloads import WORKLOADS, Workload
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
@@ -58,46 +58,43 @@ def timed_update(mode: str, count: int) -> Seconds:
 
 def timed_unrolled(mode: str, count: int) -> Seconds:
     """A step of so many layers, of 64 KiB each, in a Python loop."""
-    params, x = [on_device(128, 128)] * count, on_device(16, 128)
-    jit = oo.jit if mode == "ours" else jax.jit
-    tx: Any = oo.offload(CLIPPED) if mode == "ours" else CLIPPED
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params:
             x = x + jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    def step(params: Any, state: Any, x: jax.Array) -> Any:
-        grads = jax.grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    state = oo.eval_shape(tx.init, params)
+    jit = oo.jit if mode == "ours" else jax.jit
+    tx: Any = oo.offload(CLIPPED) if mode == "ours" else CLIPPED
+    params, x = [on_device(128, 128)] * count, on_device(16, 128)
+    step = train_step(Workload(loss, params, x, tx), tx)
     stage = jit(step, donate_argnums=(0, 1))
-    return seconds_of(stage, (params, state, x))
+    return seconds_of(stage, (params, oo.eval_shape(tx.init, params), x))
 
 
 def timed_step(mode: str, target: str) -> Seconds:
     """The whole step of a decoder."""
     jax.clear_caches()
+    args = WORKLOADS["decoder_scanned"](), aot.Target(target), MODES[mode]
+    return clocked("total", compile_step, *args)[1]
+
+
+def clocked(what: str, call: Any, *args: Any) -> tuple[Any, Seconds]:
+    """What a call returns, and its seconds, by the clock and of the CPU."""
     started, started_cpu = time.perf_counter(), time.process_time()
-    compile_step(WORKLOADS["decoder_scanned"](), aot.Target(target), MODES[mode])
-    return {
-        "total": time.perf_counter() - started,
-        "cpu_total": time.process_time() - started_cpu,
-    }
+    found = call(*args)
+    seconds = time.perf_counter() - started
+    return found, {what: seconds, f"cpu_{what}": time.process_time() - started_cpu}
 
 
 def seconds_of(stage: Any, given: tuple[Any, ...]) -> Seconds:
-    """The seconds of each phase and of all of them, by the clock and of the CPU."""
+    """The seconds of each phase and of all of them."""
     jax.clear_caches()  # Or only the first mode would trace optax's own jits.
     seconds: Seconds = {}
     for phase in PHASES:
         args = given if phase == "trace" else ()
-        started, started_cpu = time.perf_counter(), time.process_time()
-        stage = getattr(stage, phase)(*args)
-        seconds[phase] = time.perf_counter() - started
-        seconds[f"cpu_{phase}"] = time.process_time() - started_cpu
+        stage, found = clocked(phase, getattr(stage, phase), *args)
+        seconds |= found
     for prefix in ("", "cpu_"):
         seconds[f"{prefix}total"] = sum(seconds[prefix + phase] for phase in PHASES)
     return seconds

@@ -34,11 +34,15 @@ from benchmarks.training.tasks import TASKS
 from benchmarks.training.variants import VARIANTS, encoded_share
 
 B2 = 0.999
+# The highest of the schedule.
+LEARNING_RATE = 2e-3
 # How many points a curve has.
 POINTS = 20
 LEAST_ENCODED = 0.9
 # Of float32's loss: what is worse is not compared with it.
 DIVERGED = 10
+# What a run says beside its losses: these are the same for all seeds.
+SIZES = ("encoded_share", "parameter_bytes", "state_bytes_per_parameter")
 # The curves of the picture; the tables have all variants.
 DRAWN = (
     "float32, begun 1 % away",
@@ -55,7 +59,7 @@ def program(task: str, variant: str, steps: int, b2: float = B2) -> Any:
     """What starts, what takes a step, and the loss: compiled once for all seeds."""
     work, way = TASKS[task], VARIANTS[variant]
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, work.learning_rate, steps // 10, steps
+        0.0, LEARNING_RATE, steps // 10, steps
     )
     adamw = way.optimizer(optax.adamw(schedule, b2=b2))
     tx = optax.chain(optax.clip_by_global_norm(1.0), adamw)
@@ -83,15 +87,13 @@ def program(task: str, variant: str, steps: int, b2: float = B2) -> Any:
 
 def perturbed(params: Any, key: jax.Array) -> Any:
     """Each weight a hundredth part larger or smaller, or less than that."""
-    leaves, structure = jax.tree.flatten(params)
-    keys = jax.random.split(key, len(leaves))
-    return jax.tree.unflatten(
-        structure,
-        [
-            p * (1 + 0.01 * jax.random.uniform(k, p.shape, minval=-1, maxval=1))
-            for p, k in zip(leaves, keys, strict=True)
-        ],
-    )
+    structure = jax.tree.structure(params)
+    keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
+
+    def near(p: Any, key: Any) -> Any:
+        return p * (1 + 0.01 * jax.random.uniform(key, p.shape, minval=-1, maxval=1))
+
+    return jax.tree.map(near, params, keys)
 
 
 def run(
@@ -142,15 +144,12 @@ def row(variant: str, runs: list[Any], references: list[Any]) -> dict[str, Any]:
     """What the runs of a variant came to, over float32's of the same seeds."""
     ratios = [a["loss"] / b["loss"] for a, b in zip(runs, references, strict=True)]
     diverged = not all(ratio < DIVERGED for ratio in ratios)  # NaN is not less.
+    over = {"ratio": statistics.fmean, "least": min, "most": max}
     return {
         "variant": variant,
         "losses": [r["loss"] for r in runs],
-        "ratio": None if diverged else statistics.fmean(ratios),
-        "least": None if diverged else min(ratios),
-        "most": None if diverged else max(ratios),
-        "encoded_share": runs[0]["encoded_share"],
-        "parameter_bytes": runs[0]["parameter_bytes"],
-        "state_bytes_per_parameter": runs[0]["state_bytes_per_parameter"],
+        **{name: None if diverged else of(ratios) for name, of in over.items()},
+        **{name: runs[0][name] for name in SIZES},
         "curves": [r["curve"] for r in runs],
     }
 
@@ -160,15 +159,9 @@ def print_table(task: str, rows: list[dict[str, Any]]) -> None:
     figures = ("loss", "over", "least", "most", "encoded", "bytes", "of state")
     command.print_header((f"{task:56s}",), figures)
     for r in rows:
-        command.print_row(
-            (f"{r['variant']:56s}",),
-            (
-                *(statistics.fmean(r["losses"]), r["ratio"], r["least"], r["most"]),
-                *(r["encoded_share"], r["parameter_bytes"]),
-                r["state_bytes_per_parameter"],
-            ),
-            digits=4,
-        )
+        rest = [r[name] for name in ("ratio", "least", "most", *SIZES)]
+        found = (statistics.fmean(r["losses"]), *rest)
+        command.print_row((f"{r['variant']:56s}",), found, digits=4)
 
 
 def plot(tables: dict[str, list[dict[str, Any]]], path: Path) -> None:

@@ -34,7 +34,6 @@ class Task:
       batches: Batches for so many steps, given a seed.
       held_out: The data that is not trained on, as batches of one size.
       steps: So many steps by default.
-      learning_rate: The highest of the schedule.
     """
 
     model: nn.Module
@@ -43,7 +42,6 @@ class Task:
     batches: Callable[[int, int], Iterator[Any]]
     held_out: Callable[[], list[Any]]
     steps: int
-    learning_rate: float
 
 
 class Decoder(nn.Module):
@@ -105,27 +103,11 @@ def patches(channels: np.ndarray, count: int, generator: Any) -> Any:
     return jnp.asarray(noisy), jnp.asarray(clean)
 
 
-def text_batches(steps: int, seed: int) -> Iterator[jax.Array]:
-    """Windows of the training text."""
-    return lm_data.training_batches(
-        lm_data.load_text().train, batch=4, context=64, steps=steps, seed=seed
-    )
-
-
-def text_held_out() -> list[jax.Array]:
-    """The first windows of the held-out text."""
-    batches = lm_data.held_out_batches(
-        lm_data.load_text().held_out, batch=32, context=64
-    )
-    return list(batches)[:8]
-
-
 def patch_batches(steps: int, seed: int) -> Iterator[Any]:
     """Patches of three quarters of the photograph."""
     train, _ = photograph()
     generator = np.random.default_rng(seed)
-    for _ in range(steps):
-        yield patches(train, 64, generator)
+    return (patches(train, 64, generator) for _ in range(steps))
 
 
 def patch_held_out() -> list[Any]:
@@ -135,15 +117,22 @@ def patch_held_out() -> list[Any]:
     return [patches(held_out, 512, generator) for _ in range(8)]
 
 
+def text_held_out() -> list[jax.Array]:
+    """The first windows of the held-out text."""
+    text = lm_data.load_text().held_out
+    return list(lm_data.held_out_batches(text, batch=32, context=64))[:8]
+
+
 TASKS = {
     "text": Task(
         Decoder(),
-        lambda logits, tokens: lm_model.next_byte_loss(logits, tokens),
+        lm_model.next_byte_loss,
         lambda tokens: tokens[:, :-1],
-        text_batches,
+        lambda steps, seed: lm_data.training_batches(
+            lm_data.load_text().train, batch=4, context=64, steps=steps, seed=seed
+        ),
         text_held_out,
         steps=400,
-        learning_rate=2e-3,
     ),
     "image": Task(
         Denoiser(),
@@ -152,6 +141,5 @@ TASKS = {
         patch_batches,
         patch_held_out,
         steps=1500,
-        learning_rate=2e-3,
     ),
 }

@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import optax
 
 import optax_offload as oo
+from benchmarks.common.steps import MOMENTS, as_it_is
 from optax_offload import _trees
 from optax_offload._low_bit import codecs
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 
-MOMENTS = r".*/(mu|nu)/.*"
+CODECS = ("int8", "int8-companded", "float8", "bfloat16", "bfloat16-stochastic")
 MASTER = oo.Rule(r".*master/.*", codec="bfloat16-remainder")
 
 
@@ -108,15 +109,9 @@ def bfloat16(optimizer: Callable[[Any], Any], encoded: bool = False) -> Variant:
 
 
 VARIANTS = {
-    "float32": Variant(lambda adamw: adamw, encoded=False),
-    "float32, begun 1 % away": Variant(
-        lambda adamw: adamw, perturbed=True, encoded=False
-    ),
-    "int8": with_codec("int8"),
-    "int8-companded": with_codec("int8-companded"),
-    "float8": with_codec("float8"),
-    "bfloat16": with_codec("bfloat16"),
-    "bfloat16-stochastic": with_codec("bfloat16-stochastic"),
+    "float32": Variant(as_it_is, encoded=False),
+    "float32, begun 1 % away": Variant(as_it_is, perturbed=True, encoded=False),
+    **{name: with_codec(name) for name in CODECS},
     "linear 8-bit": Variant(linear),
     "bfloat16 parameters": bfloat16(in_float32),
     "bfloat16 parameters, stochastic_round": bfloat16(
@@ -136,11 +131,6 @@ VARIANTS = {
         lambda adamw: optax.chain(
             oo.low_bit(in_float32(adamw), MOMENTS), oo.stochastic_round()
         ),
-        encoded=True,
-    ),
-    # Without `in_float32`, as optax has it: moments have the dtype of their parameter.
-    "bfloat16 parameters and moments, stochastic_round, int8": bfloat16(
-        lambda adamw: optax.chain(oo.low_bit(adamw, MOMENTS), oo.stochastic_round()),
         encoded=True,
     ),
 }

@@ -18,11 +18,9 @@ from benchmarks.chip.training import count
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SETTING = Setting(
     dry=True,
-    on_paper=False,
     target=None,
     memory_bytes=2**30,
     host_bytes=2**30,
-    scratch="",
 )
 
 
@@ -171,7 +169,7 @@ def alive(group):
 
 
 def test_environment(monkeypatch):
-    """The user's own variables stay; toys and what is on paper never see a device."""
+    """The user's own variables stay; toys never see a device."""
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     options = {"XLA_FLAGS": "--other", "XLA_CLIENT_MEM_FRACTION": "0.9", "NEW": "1"}
@@ -257,10 +255,10 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     """From a prediction of 100 layers: what is found took a step, and is near."""
     tried = []
 
-    def process(function, setting, **options):
+    def process(function, **options):
         if function is largest.compiled_peaks:
             few, many = options["layers"]
-            return {"device_bytes": [few, many], "host_bytes": [0, 0]}
+            return {"device": [few, many], "host": [0, 0]}
         tried.append(options["layers"])
         taken = options["layers"] <= fits
         return {"seconds": 1.0} if taken else {"failed": "RESOURCE_EXHAUSTED"}
@@ -274,14 +272,6 @@ def test_the_largest_is_bisected(fits, monkeypatch):
     assert fits - found["layers"] <= max(1, 0.05 * fits)
     assert len(tried) <= 20
     assert found["parameters"] == count(largest.workload(found["layers"], False, False))
-
-
-def test_what_does_not_grow_with_layers_has_no_largest_on_paper(monkeypatch):
-    """The device has room for any number of them."""
-    paper = Setting(**{**vars(SETTING), "on_paper": True, "target": "h200"})
-    peaks = {"device_bytes": [5, 5], "host_bytes": [1, 2]}
-    monkeypatch.setattr(largest, "in_a_process", lambda *_, **__: peaks)
-    assert largest.search(paper, "six bytes")["predicted_layers"] is None
 
 
 def test_unknown_parts_and_no_accelerator():

@@ -21,9 +21,7 @@ HEAD = {
     "commit": "abc",
     "date": "2026-11-24",
     "dry": False,
-    "on_paper": False,
 }
-PAPER = {**HEAD, "device": "h200", "on_paper": True, "host": {}}
 
 
 def done(**figures):
@@ -47,7 +45,7 @@ def test_what_the_package_takes_is_current():
 
 
 def test_a_measured_link_is_the_chips():
-    """In place of the documented one; with several nodes, the best; never on paper."""
+    """In place of the documented one; with several nodes, the best."""
     fits = [{"bytes_per_second": b, "latency_seconds": 2e-5} for b in (20e9, 55e9)]
     nodes = {
         f"node {i}": done(fit=dict.fromkeys(["load", "store", "both"], fit))
@@ -56,7 +54,6 @@ def test_a_measured_link_is_the_chips():
     found = link.constants(
         [
             {**HEAD, "parts": {"link": nodes}},
-            {**PAPER, "target": "h100", "parts": {"link": nodes}},
             {**HEAD, "target": "b200", "parts": {}},
         ]
     )
@@ -69,7 +66,7 @@ def test_a_measured_link_is_the_chips():
 
 def test_the_readme_says_whether_a_step_was_timed():
     """Until a chip's JSON is there, and not a day longer."""
-    timed = any(not table["on_paper"] for table in page.read(command.RESULTS))
+    timed = bool(page.read(command.RESULTS))
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert (
         "No step has been run or timed on a GPU" in readme.replace("*", "")
@@ -77,7 +74,7 @@ def test_the_readme_says_whether_a_step_was_timed():
 
 
 def test_what_was_not_run_says_so():
-    """Beside each prediction, and for each part."""
+    """Beside each prediction, and for each part, as where time was up."""
     parts = {
         "peaks": {"gated/fused": done(**PEAK)},
         "time": {"4096 tokens/fused": done(**TIME)},
@@ -87,21 +84,20 @@ def test_what_was_not_run_says_so():
                 predicted_parameters=8.1e9,
                 predicted_limit="device",
             ),
-            "six bytes": done(predicted_layers=None, predicted_parameters=None),
         },
     }
-    text = page.text([{**PAPER, "parts": parts}])
-    assert "## H200\n" in text
+    text = page.text([{**HEAD, "parts": parts}])
+    assert "## NVIDIA H200\n" in text
+    assert "driver 580.1" in text
     assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
     assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
     assert "| plain | 8.10 | device | not run yet |" in text
-    assert "| six bytes | as many as the host holds |  | not run yet |" in text
     assert text.count("\nNot run yet.\n") == 4
     assert page.text([]).endswith("No chip: not run yet.\n")
 
 
 def test_measured_beside_predicted():
-    """A chip that was measured takes the place of the same on paper."""
+    """In the units of the page, and what is out of bounds in bold."""
     parts = {
         "values": {
             "fused": done(ulps=3.0, drift=1e-5, bound="32 ulps", within=True),
@@ -123,11 +119,7 @@ def test_measured_beside_predicted():
             )
         },
     }
-    measured = {**HEAD, "parts": parts}
-    text = page.text([measured, {**PAPER, "parts": {}}])
-    assert "## H200\n" not in text
-    assert "## NVIDIA H200\n" in text
-    assert "driver 580.1" in text
+    text = page.text([{**HEAD, "parts": parts}])
     assert "| fused | 3.00 | 1e-05 | 32 ulps | yes |" in text
     assert "| wrong | 99.00 |  | 32 ulps | **no** |" in text
     assert "- broken: failed: `it is 'broken'`" in text

@@ -420,6 +420,7 @@ def make_all(tx, width, keys):
     return params, tx.init(params)
 
 
+@pytest.mark.accelerator
 def test_making_it():
     """Row by row, with the values that it has whole."""
     tx = offloaded(optax.adamw(1e-2))

@@ -98,6 +98,7 @@ def test_the_same_array_for_several_places(tmp_path):
     np.testing.assert_array_equal(back["b"], np.arange(4.0))
 
 
+@pytest.mark.accelerator
 def test_cycles_between_steps_change_no_bit(tmp_path):
     """With the optimizer offloaded inside: it comes back to the host."""
 

@@ -162,6 +162,7 @@ def test_sources_are_let_go_of():
     assert kinds(there) == {"w": "pinned_host"}
 
 
+@pytest.mark.accelerator
 @pytest.mark.parametrize("block", [True, False])
 @pytest.mark.parametrize("donate", [True, False])
 def test_cycles_between_steps_change_no_bit(donate, block, caplog):

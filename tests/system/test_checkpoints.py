@@ -185,7 +185,10 @@ LIBRARIES = {"StandardCheckpointer": standard, "CheckpointManager": manager, "v1
     ("form", "library", "devices"),
     [
         *((form, library, 4) for form in MAKERS for library in LIBRARIES),
-        *((form, "v1", 1) for form in MAKERS),
+        *(
+            pytest.param(form, "v1", 1, marks=pytest.mark.accelerator)
+            for form in MAKERS
+        ),
     ],
 )
 def test_kinds_are_kept(form, library, devices, tmp_path, placed):

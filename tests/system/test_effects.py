@@ -166,7 +166,15 @@ EFFECTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.accelerator)
+        if name in ("in the step", "in an update")
+        else name
+        for name in EFFECTS
+    ],
+)
 def test_each_effect_is_had_as_often_as_without(name):
     """In a step that is fused, and in one that cannot be because of them."""
     make, places, late_gradients, said = EFFECTS[name]
