@@ -197,6 +197,7 @@ def test_init_has_the_same_bits_and_places_state(name):
     assert kinds == [x.sharding.memory_kind for x in jax.tree.leaves(got)]
 
 
+@pytest.mark.optimized
 @each(["adafactor", "adamw", "apply_if_finite", "backtracking", "multi_steps"], QUICK)
 def test_without_jit_is_with_jit(name):
     """Outside jit the update is in a jit of its own, so even the bits are the same."""
