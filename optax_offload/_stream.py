@@ -13,7 +13,7 @@ from jax.extend import core as jex
 from optax_offload import _compat, _memory, _nnx, _trees
 from optax_offload._emit import streamed
 from optax_offload._errors import warn
-from optax_offload._low_bit import decoding, has_frozen, warn_of_gradients
+from optax_offload._low_bit import decoding, warn_of_gradients
 from optax_offload._program import of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
@@ -230,7 +230,8 @@ def traced(
     types = None
     if not as_typed:
         types = [_memory.host_type(x) if rests(x) else jax.typeof(x) for x in values]
-    return plan_of(closed, asked, types, (args, kwargs)), values, shape
+    call = jax.tree.map(lambda x: x if is_array(x) else None, (args, kwargs))
+    return plan_of(closed, asked, types, call), values, shape
 
 
 def traced_at_rest(
@@ -314,7 +315,7 @@ def plan_of(
     closed: jex.ClosedJaxpr,
     asked: Options,
     types: Sequence[Any] | None,
-    call: tuple[tuple[Any, ...], Mapping[str, Any]],
+    call: Any,
 ) -> FusedStep:
     """Plans the updates that are fused in a step, given its jaxpr.
 
@@ -323,13 +324,9 @@ def plan_of(
       asked: The options that are asked for.
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
-      call: Its arguments, by position and by name.
+      call: The arguments of a call of it, by position and by name, or a tree like them.
     """
-    if has_frozen(call):
-        args, kwargs = call
-        each = (*args, *(kwargs[name] for name in sorted(kwargs)))
-        flat = [at for x in each for at in _trees.leaves_with_paths(x)]
-        warn_of_gradients(closed, [path for path, x in flat if is_array(x)])
+    warn_of_gradients(closed, call)
     residuals = asked.residuals == "host"
     if types is None:
         closed = made_by_rows(closed)

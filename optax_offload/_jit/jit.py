@@ -487,7 +487,7 @@ class _Variants:
         tracer = self._tracer_for(args, kwargs)
         traced, typed = traced_at_rest(tracer.trace, args, kwargs, moved)
         types = None if typed else types_at_rest(argument_types(traced), leaves)
-        return traced, plan_of(traced.jaxpr, self._asked, types, (args, kwargs))
+        return traced, plan_of(traced.jaxpr, self._asked, types, traced.args_info)
 
     def _tracer_for(self, *call: Any) -> Any:
         return self._decoding if has_frozen(call) else self._tracer

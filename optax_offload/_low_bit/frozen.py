@@ -64,20 +64,26 @@ def check_state(state: Any) -> None:
         )
 
 
-def warn_of_gradients(jaxpr: Any, paths: Sequence[str]) -> None:
+def warn_of_gradients(jaxpr: Any, call: Any) -> None:
     """Warns where a step computes gradients of encoded parameters.
 
     Args:
       jaxpr: The step.
-      paths: Of its arguments, each below that which it is a leaf of.
+      call: Its arguments, by position and by name, in which encoded parameters are
+        nodes. Each leaf is an argument of the jaxpr; these come last there.
     """
-    # Codes and scales of a parameter are leaves below it.
-    found = [paths[i].rpartition("/")[0] or "." for i in gradients_of_codes(jaxpr)]
-    paths = [*dict.fromkeys(found)]
+    if not has_frozen(call):
+        return
+    flat, _ = _trees.flatten_with_path(call)
+    first = len(jaxpr.in_avals) - len(flat)
+    paths: dict[str, None] = {}
+    for i in gradients_of_codes(jaxpr):
+        keys = flat[i - first][0][1:-1]  # Codes and scales are below the parameter.
+        paths[_trees.path_string(keys[1:] or keys)] = None
     if paths:
         warn(
             "the step computes gradients of parameters that are encoded, so frozen: "
-            f"{_trees.listed(paths)}. They are right, and as large as the decoded "
+            f"{_trees.listed([*paths])}. They are right, and as large as the decoded "
             "parameters. Differentiate with respect to adapters alone, as in "
             "jax.grad(loss)(adapters, base), and leave others out of norms of "
             "gradients. If instead this is of a trained parameter of the same size "
