@@ -163,6 +163,7 @@ def test_bfloat16_in_whole_leaves_has_the_same_bits(name):
     assert_same(name, got, plain_history(name, jnp.bfloat16)[0])
 
 
+@pytest.mark.optimized
 @each(
     ["adafactor", "adamw", "lamb", "multi_steps", *OTHER_FUSIONS, *DIFFERENCES],
     QUICK - {"muon"},
