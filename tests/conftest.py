@@ -41,6 +41,12 @@ ONE_IN = {
 }
 
 
+# Of a test with at least so many cases CI leaves one in two to the default Python too,
+# unless it asks what a JAX has.
+MANY_CASES = 4
+OF_EACH_JAX = re.compile(r"tests/(jit/test_flags|system/test_(lowered|upstream))\.py")
+
+
 def asks_for_accelerator(config):
     """Whether tests are selected with ``-m accelerator``."""
     return re.search(r"(?<!not )\baccelerator\b", config.option.markexpr)
@@ -74,8 +80,16 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.slow)
             counts[name] += 1
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    cases = collections.defaultdict(list)
     for item in items:
         if ANY_JAX.search(item.path.as_posix()):
+            item.add_marker(pytest.mark.any_jax)
+        elif OF_EACH_JAX.search(item.path.as_posix()):
+            continue
+        elif not any(item.get_closest_marker(mark) for mark in ("slow", "skipif")):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for several in cases.values():
+        for item in several[1::2] if len(several) >= MANY_CASES else ():
             item.add_marker(pytest.mark.any_jax)
     if metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
         for item in items:
