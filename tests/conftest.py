@@ -11,7 +11,7 @@ import pytest
 # What is arithmetic, files or text, and the same with each JAX: CI runs it with the
 # default Python alone.
 ANY_JAX = re.compile(
-    r"tests/(benchmarks|cli|machine|report|rows|states)/"
+    r"tests/(benchmarks|cli|host|machine|report|rows|states)/"
     r"|tests/low_bit/test_(by_parts|codecs|forms|in_rows|low_bit|low_bit_checkpoints"
     r"|master_weights|stochastic_round|weights)\.py"
 )
@@ -22,9 +22,9 @@ ONE_IN = {
     "emit/test_init.py::test_state_is_where_its_parameter_is": 3,
     "emit/test_steps_in_bodies.py::test_layers_of_a_python_loop_at_rest_in_bodies": 2,
     "emit/test_steps_in_bodies.py::test_updates_are_fused_in_bodies": 2,
-    "jit/test_donation.py::test_bytes_of_compiled_programs": 4,
-    "jit/test_donation.py::test_same_numbers_where_the_step_left_them": 3,
-    "jit/test_functions_of_steps.py::test_functions_of_a_step": 3,
+    "step/test_donation.py::test_bytes_of_compiled_programs": 4,
+    "step/test_donation.py::test_same_numbers_where_the_step_left_them": 3,
+    "step/test_functions_of_steps.py::test_functions_of_a_step": 3,
     "low_bit/test_weights.py::test_there_and_back": 3,
     "program/test_at_rest.py::test_losses": 2,
     "program/test_branches.py::test_values_are_those_of_the_plain_one": 2,
@@ -44,7 +44,7 @@ ONE_IN = {
 # Of a test with at least so many cases CI leaves one in two to the default Python too,
 # unless it asks what a JAX has.
 MANY_CASES = 4
-OF_EACH_JAX = re.compile(r"tests/(jit/test_flags|system/test_(lowered|upstream))\.py")
+OF_EACH_JAX = re.compile(r"tests/(step/test_flags|system/test_(lowered|upstream))\.py")
 
 
 def asks_for_accelerator(config):
@@ -161,6 +161,6 @@ def strict_rank_promotion():
 @pytest.fixture(autouse=True)
 def on_a_drive(monkeypatch):
     """Where temporary directories are memory, no test is warned of it."""
-    from optax_offload import _file_system
+    from optax_offload._ground import file_system
 
-    monkeypatch.setattr(_file_system, "mount_here", lambda path: None)
+    monkeypatch.setattr(file_system, "mount_here", lambda path: None)

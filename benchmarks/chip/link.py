@@ -25,7 +25,7 @@ from benchmarks.chip.record import done
 from benchmarks.chip.setting import Case, Figures, Part, Setting, SkippedError
 from benchmarks.chip.training import first_device
 from optax_offload import aot
-from optax_offload._units import GIB
+from optax_offload._ground.units import GIB
 
 SIZES = [*(2**16 * 4**n for n in range(7)), GIB]
 TOY_SIZES = [2**16, 2**18]

@@ -14,7 +14,7 @@ from typing import Any
 
 from benchmarks.chip.record import done
 from benchmarks.common.alone import ROOT
-from optax_offload._units import GIB
+from optax_offload._ground.units import GIB
 
 PAGE = ROOT / "docs" / "on-a-chip.md"
 TOP, PARTS = Path(__file__).with_suffix(".md").read_text().split("\n## Parts\n")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from optax_offload import aot
-from optax_offload._units import GIB
+from optax_offload._ground.units import GIB
 
 Figures = dict[str, Any]
 Case = Callable[[], Figures]

@@ -37,7 +37,7 @@ from benchmarks.common import command
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 from optax_offload.aot._timeline import Model, Timeline
 
 FLAGS = flags.FLAGS

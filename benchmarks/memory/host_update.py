@@ -46,7 +46,7 @@ from benchmarks.common import command
 from benchmarks.common.steps import OURS, Mode, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 FLAGS = flags.FLAGS
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -31,10 +31,11 @@ import optax_offload as oo
 from benchmarks.common import command
 from benchmarks.common.steps import MODES, SIX_BYTES
 from benchmarks.memory.peaks import model_step
-from optax_offload import _memory, _plan, aot
+from optax_offload import _plan, aot
+from optax_offload._ground.units import GIB, MIB
 from optax_offload._low_bit import by_rows
 from optax_offload._low_bit.encoded import is_encoded
-from optax_offload._units import GIB, MIB
+from optax_offload._places import memory
 
 FLAGS = flags.FLAGS
 
@@ -78,7 +79,7 @@ def device_bytes_while(fn: Callable[[], Any]) -> int:
         nonlocal most
         while not done.wait(1e-3):
             arrays = [x for x in jax.live_arrays() if not x.is_deleted()]
-            here = [x for x in arrays if _memory.memory_kind_of(x) == "device"]
+            here = [x for x in arrays if memory.memory_kind_of(x) == "device"]
             most = max(most, sum(x.nbytes for x in here))
 
     watcher = threading.Thread(target=watch)

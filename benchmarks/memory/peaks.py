@@ -53,7 +53,7 @@ from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from benchmarks.memory.search import largest
 from examples import models
 from optax_offload import _plan, aot
-from optax_offload._units import GIB, MIB
+from optax_offload._ground.units import GIB, MIB
 
 FLAGS = flags.FLAGS
 Probe = dict[str, Any]

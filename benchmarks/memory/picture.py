@@ -28,7 +28,7 @@ from benchmarks.common.steps import (
 )
 from benchmarks.common.workloads import WORKLOADS
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 FLAGS = flags.FLAGS
 CHIP, WORKLOAD = "h100", "decoder_scanned"

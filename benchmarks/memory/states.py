@@ -30,7 +30,7 @@ from absl import flags, logging
 
 import optax_offload as oo
 from benchmarks.common import alone, command
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 FLAGS = flags.FLAGS
 LEAVES = 64

@@ -12,7 +12,7 @@ import optax
 
 import optax_offload as oo
 from benchmarks.common.steps import MOMENTS, as_it_is
-from optax_offload import _trees
+from optax_offload._ground import trees
 from optax_offload._low_bit import codecs
 from optax_offload._low_bit.convert import low_bit_decode
 from optax_offload._low_bit.encoded import Encoded, is_encoded
@@ -69,13 +69,13 @@ def linear(inner: Any) -> optax.GradientTransformation:
 
     def encode(state: Any) -> Any:
         def encoded(keys: Any, x: Any) -> Any:
-            path = _trees.path_string(keys)
+            path = trees.path_string(keys)
             codec = Linear8("nu" not in path.split("/"))
             if x.ndim == 0 or codec.why_not(x):
                 return x
             return Encoded.of(x, codec, path)
 
-        return _trees.map_with_path(encoded, state)
+        return trees.map_with_path(encoded, state)
 
     def update(updates: Any, state: Any, params: Any = None) -> Any:
         updates, state = inner.update(updates, low_bit_decode(state), params)

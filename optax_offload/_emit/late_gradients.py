@@ -7,10 +7,9 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
 from optax_offload._emit.update import carry_out
-from optax_offload._lowered import Sharded
-from optax_offload._program import Input, Output, Program, Step, Update, bound
+from optax_offload._places import memory
+from optax_offload._program import Input, Output, Program, Sharded, Step, Update, bound
 from optax_offload._rows import Kernel, kernel_of
 from optax_offload._schedule import Fused, asked_window
 
@@ -26,7 +25,7 @@ def updated(
         step, [(f, kernel_of(f.rows.restricted(f.component.results))) for f in fused]
     )
     args = [env[v] for v in sources]
-    on_host = [i for i, x in enumerate(args) if _memory.on_host(x)]
+    on_host = [i for i, x in enumerate(args) if memory.on_host(x)]
     update = update.with_inputs_on_host(on_host)
     window_bytes = asked_window(step, fused)
     known = {i: sharded[v] for i, v in enumerate(sources) if v in sharded}
@@ -54,7 +53,7 @@ def _one_update(
     known = set(sources.values())
     for _, _, before in outputs:
         if before is not None and before not in known:
-            sources[jex.Var(_memory.device_type(before.aval))] = before
+            sources[jex.Var(memory.device_type(before.aval))] = before
     invars = list(sources)
     position = {v: i for i, v in enumerate(sources.values())}
     paths = {
@@ -69,7 +68,7 @@ def _one_update(
         tuple(
             Output(
                 paths.get(v, "a parameter"),
-                _memory.kind_of_type(v.aval),
+                memory.kind_of_type(v.aval),
                 None if before is None else position[before],
                 is_update=False,
                 holds_codes=v in codes,

@@ -12,11 +12,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
 from optax_offload._emit import sums
 from optax_offload._emit.moves import Leaf, RowKernel, together
-from optax_offload._lowered import Sharded, sharding_of
-from optax_offload._program import Places, Program, Update, bound, key_data
+from optax_offload._places import memory
+from optax_offload._program import (
+    Places,
+    Program,
+    Sharded,
+    Update,
+    bound,
+    key_data,
+    sharding_of,
+)
 from optax_offload._schedule import Group, Loop, Part, Target
 
 T = TypeVar("T")
@@ -98,7 +105,7 @@ class _Loop:
             # A compiler that knew would take the loop apart (F10).
             iterations = lax.optimization_barrier(jnp.int32(1))
 
-        self._position = _memory.positions()
+        self._position = memory.positions()
 
         def body(carry: tuple[Any, Buffers]) -> tuple[Any, Buffers]:
             number, buffers = carry
@@ -185,7 +192,7 @@ class _Loop:
             return self._env[self.program.invars[t.alias]]
         aval: Any = self.program.outvars[t.output].aval
         output = self.update.outputs[t.output]
-        return _memory.full(aval, 0, output.memory_kind)
+        return memory.full(aval, 0, output.memory_kind)
 
 
 class _Slice:

@@ -16,10 +16,16 @@ from jax.extend import core as jex
 from jax.extend.core import primitives
 from jax.interpreters import mlir
 
-from optax_offload import _memory, _tpu_layout
-from optax_offload._compat import scan_counts
-from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import Builder, bound, resting_scan, transform_as
+from optax_offload._ground.compat import scan_counts
+from optax_offload._places import memory, tpu_layout
+from optax_offload._program import (
+    Builder,
+    Sharded,
+    bound,
+    constrain,
+    resting_scan,
+    transform_as,
+)
 
 T = TypeVar("T")
 
@@ -31,9 +37,9 @@ def load(x: Any, of: Any) -> Any:
       x: The value, wherever it is.
       of: The type of all of it, whose layout the rows keep on a TPU.
     """
-    if not _memory.on_host(x):
+    if not memory.on_host(x):
         return x
-    return _tpu_layout.constrain(_memory.transfer(x, "device"), of)
+    return tpu_layout.constrain(memory.transfer(x, "device"), of)
 
 
 def together(values: Mapping[T, Any]) -> dict[T, Any]:
@@ -43,7 +49,7 @@ def together(values: Mapping[T, Any]) -> dict[T, Any]:
 
 def load_whole(x: Any) -> Any:
     """A value on the device, all of it."""
-    return _memory.transfer(x, "device")
+    return memory.transfer(x, "device")
 
 
 def store(
@@ -67,8 +73,8 @@ def store(
         return y
     y = constrain(y, like, axis)
     if of is not None:
-        y = _tpu_layout.constrain(y, of)
-    return _memory.transfer(y, memory_kind)
+        y = tpu_layout.constrain(y, of)
+    return memory.transfer(y, memory_kind)
 
 
 def rows_of(x: jax.Array, first: Any, count: int, axis: int) -> jax.Array:
@@ -105,7 +111,7 @@ class Leaf:
         """So many rows of a value, on the device."""
         if self.axis is not None:
             x = rows_of(x, first, count, self.axis)
-            if self.replaced and not _memory.on_host(x):
+            if self.replaced and not memory.on_host(x):
                 # Else what reads it may be one with what replaces it, which a TPU's
                 # compiler does with a copy of the whole (F09).
                 return lax.optimization_barrier(x)
@@ -165,8 +171,8 @@ def _scanned(
     taken = list(body.invars)
     for n in range(sum(scan_counts(params)), len(taken)):
         v = taken[n]
-        if _memory.on_host(values[n]) and not _memory.on_host(v.aval):
-            taken[n] = jex.Var(_memory.host_type(v.aval))
+        if memory.on_host(values[n]) and not memory.on_host(v.aval):
+            taken[n] = jex.Var(memory.host_type(v.aval))
             builder.rename([v], builder.trace(load_whole, taken[n]))
     for e in body.eqns:
         builder.add(e)

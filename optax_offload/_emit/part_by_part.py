@@ -10,8 +10,8 @@ import jax.core
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
 from optax_offload._emit.moves import load, rows_of, store, with_rows
+from optax_offload._places import memory
 from optax_offload._schedule import Fused, Place
 
 
@@ -53,7 +53,7 @@ def run(
         values = jax.core.eval_jaxpr(parts.jaxpr, (), *inputs)
         for place, value in zip(parts.outputs, values, strict=True):
             v = place.variable
-            kind = _memory.kind_of_type(v.aval)
+            kind = memory.kind_of_type(v.aval)
             part = store(value, kind, of=v.aval if v in fused.codes else None)
             buffers[v] = _with_part(place, buffers[v], part, i, offset)
 

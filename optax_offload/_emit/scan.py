@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
 from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import (
     Leaf,
@@ -22,8 +21,8 @@ from optax_offload._emit.moves import (
     store,
     together,
 )
-from optax_offload._lowered import Sharded, constrain
-from optax_offload._program import Program, bound, read
+from optax_offload._places import memory
+from optax_offload._program import Program, Sharded, bound, constrain, read
 from optax_offload._rows import Kernel, kernel_of
 from optax_offload._schedule import Pipeline, RowUpdate, Scan
 
@@ -52,7 +51,7 @@ class _Unit:
         return Leaf(
             self.rows.axes[v],
             v.aval if v in self.fused.codes else None,
-            _memory.kind_of_type(v.aval),
+            memory.kind_of_type(v.aval),
             None if before is None else sharded.get(before),
         )
 
@@ -121,17 +120,17 @@ class ScanLoop:
         for unit in self._units:
             for after, before in unit.fused.replaced.items():
                 buffers[after] = (
-                    _memory.full(after.aval, 0, _memory.kind_of_type(after.aval))
+                    memory.full(after.aval, 0, memory.kind_of_type(after.aval))
                     if before is None
                     else self._env[before]
                 )
         # Of equal values a TPU's compiler makes one, and copies of it on the host.
         for fill, v in enumerate((*turn.kept, *turn.waiting)):
-            on_host = v in turn.waiting or _memory.on_host(v.aval)
+            on_host = v in turn.waiting or memory.on_host(v.aval)
             kind = "pinned_host" if on_host else "device"
-            buffers[v] = _memory.full(v.aval, fill if on_host else 0, kind)
+            buffers[v] = memory.full(v.aval, fill if on_host else 0, kind)
         names = list(buffers)
-        self._at = _memory.positions()
+        self._at = memory.positions()
         # Else the first rows are loaded long before the loop begins, and kept.
         after, *carry = lax.optimization_barrier([jnp.int32(0), *carry])
         state = _State(
@@ -208,7 +207,7 @@ class ScanLoop:
         """The row that a result's takes the place of."""
         aval: Any = v.aval
         if v not in self._unit_of:
-            return _memory.full(aval.update(shape=(1, *aval.shape[1:])), 0)
+            return memory.full(aval.update(shape=(1, *aval.shape[1:])), 0)
         unit = self._unit_of[v]
         before = unit.fused.replaced[v]
         assert before is not None
@@ -402,4 +401,4 @@ class ScanLoop:
 
 def _as_typed(x: Any, v: jex.Var) -> Any:
     """A value in the memory that the step has it in."""
-    return _memory.transfer(x, _memory.kind_of_type(v.aval))
+    return memory.transfer(x, memory.kind_of_type(v.aval))

@@ -10,17 +10,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
 from optax_offload._emit.moves import load_whole, store
-from optax_offload._lowered import Sharded, sharding_of
+from optax_offload._places import memory
 from optax_offload._program import (
     Places,
     Program,
+    Sharded,
     bound,
     evaluate,
     key_data,
     needed,
     read,
+    sharding_of,
     variables,
 )
 from optax_offload._schedule import Outer, RemainingUpdate, Segment, Tie
@@ -108,13 +109,13 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         jnp.int32(0),
         [_empty(v, before.zero) for v in results],
         [
-            _memory.full(v.aval, before.zero, "pinned_host")
+            memory.full(v.aval, before.zero, "pinned_host")
             if at is None
             else before.env[at]
             for v, at in replaced.items()
         ],
-        [_memory.full(v.aval, before.zero, "pinned_host") for v in segment.stores],
-        [_memory.full(_memory.device_type(v.aval), before.zero) for v in segment.ahead],
+        [memory.full(v.aval, before.zero, "pinned_host") for v in segment.stores],
+        [memory.full(memory.device_type(v.aval), before.zero) for v in segment.ahead],
         [before.env[v] for v in rewritten.values()],
         [before.env[v] for v in before.made],
     )
@@ -270,7 +271,7 @@ def _captured(program: Program, segment: Segment) -> list[jex.Var]:
 def _empty(v: jex.Var, zero: Any) -> Any:
     """A value of a variable's type; of a random key's the data."""
     aval: Any = v.aval
-    if _memory.movable_nbytes(aval) is not None:
-        return _memory.full(aval, zero, _memory.kind_of_type(aval))
+    if memory.movable_nbytes(aval) is not None:
+        return memory.full(aval, zero, memory.kind_of_type(aval))
     data = jax.eval_shape(jax.random.key_data, aval)
     return jnp.zeros(data.shape, data.dtype)

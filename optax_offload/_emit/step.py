@@ -8,18 +8,19 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _flops, _memory
 from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.moves import together
 from optax_offload._emit.segment import Before, reads, run_segment
 from optax_offload._emit.update import carry_out
-from optax_offload._lowered import Sharded
+from optax_offload._places import memory
 from optax_offload._program import (
+    Sharded,
     bound,
     constrained,
     dependents,
     evaluate,
+    flops_of,
     read,
     shape,
     variables,
@@ -98,7 +99,7 @@ class _Run:
     def _results_of(self, chain: Chain) -> list[Any]:
         """The same of a step in segments."""
         program = self._step.program
-        resting = {v: x for v, x in self._env.items() if _memory.on_host(v.aval)}
+        resting = {v: x for v, x in self._env.items() if memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
         made: list[jex.Var] = []
         zero: Any = 0
@@ -155,7 +156,7 @@ class _Run:
     def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
         """Returns the state, else the parameter, that a gradient is sharded like."""
         fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
-        return max(fits, key=lambda v: _memory.on_host(v.aval), default=None)
+        return max(fits, key=lambda v: memory.on_host(v.aval), default=None)
 
     def _finish_products(self, scan: Scan) -> None:
         """Has products that only the rest of the step reads computed before a scan.
@@ -170,9 +171,9 @@ class _Run:
         wanted = {v for node in nodes for v in node.reads}
         wanted.update(variables(program.outvars))
         wanted -= {v for s in self._plan.scans for f in s.fused for v in f.replaced}
-        products = (e for e in program.equations[:at] if _flops.of_equation(e))
+        products = (e for e in program.equations[:at] if flops_of(e))
         wanted &= dependents(program, {v for e in products for v in e.outvars})
-        found = [v for v in self._env if v in wanted and not _memory.on_host(v.aval)]
+        found = [v for v in self._env if v in wanted and not memory.on_host(v.aval)]
         found += variables(scan.body.carry)
         self._env |= together({v: self._env[v] for v in found})
 
@@ -244,7 +245,7 @@ class _Run:
 
 
 def _is_key(v: jex.Var) -> bool:
-    return _memory.movable_nbytes(v.aval) is None
+    return memory.movable_nbytes(v.aval) is None
 
 
 def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:

@@ -16,22 +16,27 @@ import jax.core
 from jax.extend import core as jex
 from jax.interpreters import mlir
 
-from optax_offload import _compat, _memory
 from optax_offload._emit import step as emit
-from optax_offload._errors import UNPINNED, Evidence, MemoryKindError, causes, warn
-from optax_offload._lowered import (
+from optax_offload._ground import compat
+from optax_offload._ground.errors import (
+    UNPINNED,
+    Evidence,
+    MemoryKindError,
+    causes,
+    warn,
+)
+from optax_offload._places import memory
+from optax_offload._program import (
     Argument,
+    Atom,
     Sharded,
+    Step,
     arguments,
+    bound,
     check_pairs,
+    entered,
     lower,
     shardings,
-)
-from optax_offload._program import (
-    Atom,
-    Step,
-    bound,
-    entered,
     transform_as,
     variables,
     with_bodies,
@@ -168,7 +173,7 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
         given = [(i, a) for i, a in given if isinstance(a, jex.Var)]
         known = {i: found[a] for i, a in given if a in found}
         inlined.what.caller.check(
-            known, {i for i, a in given if _memory.on_host(a.aval)}
+            known, {i for i, a in given if memory.on_host(a.aval)}
         )
         of_updates.update(a for _, a in given)
     for i, v in enumerate(step.program.invars):
@@ -179,7 +184,7 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
                 f"{UNPINNED}"
             )
         here = v in found and not found[v].on_host
-        if here and v not in of_updates and _memory.on_host(v.aval):
+        if here and v not in of_updates and memory.on_host(v.aval):
             aval = v.aval
             raise MemoryKindError(
                 f"argument {i} of the step, {aval.str_short()}, should come from host "
@@ -190,7 +195,7 @@ def _check(step: Step, found: Mapping[Atom, Argument]) -> None:
 def _check_positions(ctx: mlir.LoweringRuleContext) -> None:
     """Refuses what a compiler would get wrong (U10)."""
     on_gpu = {"cuda", "rocm", "gpu"}.intersection(ctx.module_context.platforms)
-    if on_gpu and not _compat.COPIES_AT_POSITIONS:
+    if on_gpu and not compat.COPIES_AT_POSITIONS:
         raise NotImplementedError(
             "a step takes rows of what rests on the host (parameters, or residuals), "
             f"and with JAX {jax.__version__} a GPU's compiler copies other rows. Use "
@@ -227,7 +232,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
 
     def fn(*given: Any) -> list[Any]:
         values = {
-            v: _memory.transfer(x, _memory.kind_of_type(v.aval))
+            v: memory.transfer(x, memory.kind_of_type(v.aval))
             for v, x in bound(operands, given).items()
         }
         return emit.results(plan, values, sharded, on_tpu=on_tpu)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import Program, bound, facts, variables
 from optax_offload._rows import Sum
 
@@ -49,7 +49,7 @@ def identity(program: Program, s: Sum) -> Any:
             value = info.min if least else info.max
     if aval.dtype == jnp.bool_:
         value = bool(value)
-    return _memory.full(aval, value)
+    return memory.full(aval, value)
 
 
 def added(
@@ -74,7 +74,7 @@ def added(
     one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
 
     def value(v: jex.Var, like: Any) -> Any:
-        found = _memory.transfer(rows[v] if v in rows else env[v], "device")
+        found = memory.transfer(rows[v] if v in rows else env[v], "device")
         return lax.convert_element_type(found, like.dtype)
 
     values = [value(v, inside.aval) for inside, v in free.items()]
@@ -86,7 +86,7 @@ def finished(program: Program, s: Sum, total: Any) -> Any:
     """The result of a reduction, given the total of all rows."""
     aval: Any = program.equations[s.position].outvars[0].aval
     total = lax.convert_element_type(total, aval.dtype)
-    return _memory.transfer(total, _memory.kind_of_type(aval))
+    return memory.transfer(total, memory.kind_of_type(aval))
 
 
 def _widened(e: jex.JaxprEqn) -> jex.JaxprEqn:

@@ -14,27 +14,26 @@ from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import mlir
 
-from optax_offload import _memory, _trees
 from optax_offload._emit.loop import Traces, run_loop, whole_kernel
 from optax_offload._emit.moves import Leaf, load_whole, store
-from optax_offload._errors import warn
-from optax_offload._lowered import (
-    Sharded,
-    arguments,
-    check_pairs,
-    lower,
-    sharding_of,
-    shardings,
-)
+from optax_offload._ground import trees
+from optax_offload._ground.errors import warn
+from optax_offload._places import memory
 from optax_offload._program import (
     Call,
     Places,
+    Sharded,
     Update,
+    arguments,
     bound,
+    check_pairs,
     evaluate,
     key_data,
+    lower,
     offloaded_update,
     read,
+    sharding_of,
+    shardings,
     variables,
 )
 from optax_offload._schedule import (
@@ -88,7 +87,7 @@ def _over_window(
         paths = [update.paths[k] for k in over.outputs]
         yield (
             f"{over.nbytes} bytes of state are on the device at once, over the "
-            f"window of {straight.window.nbytes}: {_trees.listed(paths)}: "
+            f"window of {straight.window.nbytes}: {trees.listed(paths)}: "
             f"{over.reason}{_instead(update, over)}"
         )
 
@@ -163,7 +162,7 @@ def run(
     return [
         done[k]
         if k in done
-        else _memory.transfer(read(a, env.__getitem__), update.outputs[k].memory_kind)
+        else memory.transfer(read(a, env.__getitem__), update.outputs[k].memory_kind)
         for k, a in enumerate(program.outvars)
     ]
 
@@ -231,7 +230,7 @@ def _run_group(
         for k, x in of_output.items()
         if update.outputs[k].stored
         and isinstance(x, jax.Array)
-        and not _memory.on_host(x)
+        and not memory.on_host(x)
     ]
     return done, stored, held
 
@@ -259,7 +258,7 @@ def _run_branches(
     """
     program, branches = update.program, schedule.branches
     values = {
-        k: _memory.full(program.outvars[k].aval, 0, update.outputs[k].memory_kind)
+        k: memory.full(program.outvars[k].aval, 0, update.outputs[k].memory_kind)
         if alias is None
         else args[alias]
         for k, alias in branches.outputs.items()
@@ -288,7 +287,7 @@ def _run_branches(
 def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> Any:
     found = arguments(ctx, data)
     what.caller.check(
-        found, {i for i, x in enumerate(ctx.avals_in) if _memory.on_host(x)}
+        found, {i for i, x in enumerate(ctx.avals_in) if memory.on_host(x)}
     )
     check_pairs(ctx)
     sharded = shardings(found, ctx.avals_in)
@@ -296,7 +295,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> A
 
     def fn(*data: Any) -> list[Any]:
         kinds = ("pinned_host" if x.on_host else "device" for x in update.inputs)
-        args = _memory.transfer_all(what.given.keys(list(data)), kinds)
+        args = memory.transfer_all(what.given.keys(list(data)), kinds)
         return key_data(carry_out(update, window_bytes, args, sharded))
 
     return lower(ctx, fn, found, data)

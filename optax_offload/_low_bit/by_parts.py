@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _memory
 from optax_offload._low_bit.codec import Codec
 from optax_offload._low_bit.encoded import Encoded
+from optax_offload._places import memory
 
 # The values of a part: with what it takes to encode them, less than 64 MiB.
 PART_VALUES = 2**22
@@ -29,7 +29,7 @@ def encoded_struct(x: Any, codec: Codec, sharding: Sharding) -> Encoded:
     """What stands for a leaf, encoded and sharded as the leaf would be."""
     parts = jax.eval_shape(lambda x: Encoded.of(x, codec, ""), x)
     return jax.tree.map(
-        lambda part: _memory.struct(part, for_part(sharding, part.ndim)), parts
+        lambda part: memory.struct(part, for_part(sharding, part.ndim)), parts
     )
 
 
@@ -73,7 +73,7 @@ def encoded_by_parts(
             rows, last = index[: x.ndim - 1], index[x.ndim - 1 :]
             return made[_key(rows, x.shape)][number][(..., *last)]
 
-        return _memory.array_from(like.shape, like.sharding, value)
+        return memory.array_from(like.shape, like.sharding, value)
 
     likes, structure = jax.tree.flatten(template)
     arrays = [part(i, like) for i, like in enumerate(likes)]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_offload import _memory
+from optax_offload._places import memory
 
 # Below this many values a leaf's bytes do not matter, and its codes may (a norm's
 # scale); as in bitsandbytes.
@@ -74,7 +74,7 @@ class Codec:
 
     def last_axis(self, x: Any) -> int:
         """The length of the last axis on each device, as far as the type says."""
-        return (_memory.shape_on_each_device(x) or (1,))[-1]
+        return (memory.shape_on_each_device(x) or (1,))[-1]
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what codes of a shape stand for."""

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_offload import _memory, _trees
+from optax_offload._ground import trees
+from optax_offload._ground.progress import Progress
 from optax_offload._low_bit import by_parts, forms
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 from optax_offload._low_bit.in_rows import in_its_memory
-from optax_offload._progress import Progress
+from optax_offload._places import memory
 
 
 def low_bit_decode(state: Any, params: Any = None) -> Any:
@@ -53,7 +54,7 @@ def decoded_at(
     state: Any, params: Any, keys_of: Collection[tuple[Any, ...]] | None = None
 ) -> Any:
     """As `low_bit_decode`, of the leaves with these keys; None for all."""
-    uppers = {} if params is None else dict(_trees.leaves_with_paths(params))
+    uppers = {} if params is None else dict(trees.leaves_with_paths(params))
     without: list[str] = []
     others: list[str] = []
 
@@ -64,7 +65,7 @@ def decoded_at(
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.codes.sharding)
         param = None
         if isinstance(x.codec, Bfloat16Remainder):
-            path = _trees.path_string(keys)
+            path = trees.path_string(keys)
             param = _upper_half(keys, x, uppers)
             if param is None:
                 without.append(path)
@@ -75,7 +76,7 @@ def decoded_at(
         value, _ = in_its_memory(lambda x, param: (x.decoded(param), ()), x, param)
         return value
 
-    decoded = _trees.map_with_path(decode, state, is_leaf=is_encoded)
+    decoded = trees.map_with_path(decode, state, is_leaf=is_encoded)
     if others:
         raise ValueError(
             "half of each of these is in a bfloat16 parameter, and params has the "
@@ -84,7 +85,7 @@ def decoded_at(
         )
     if without:
         raise ValueError(
-            f"{_trees.listed(without)}: half of each is in a bfloat16 parameter, and "
+            f"{trees.listed(without)}: half of each is in a bfloat16 parameter, and "
             "params has none of that path and shape. Give params, as in "
             "low_bit_decode(state, params) or tx.update(grads, state, params)"
         )
@@ -115,20 +116,20 @@ def low_bit_encode(state: Any, like: Any) -> Any:
       >>> oo.low_bit_encode(plain, oo.eval_shape(tx.init, params))[0].nu["w"]
       Encoded(int8, no sign, float32[64, 256])
     """
-    wanted, structure = _trees.flatten_with_path(like, is_leaf=is_encoded)
-    leaves, own = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    wanted, structure = trees.flatten_with_path(like, is_leaf=is_encoded)
+    leaves, own = trees.flatten_with_path(state, is_leaf=is_encoded)
     if own != structure:
-        theirs, ours = ({_trees.path_string(k) for k, _ in t} for t in (leaves, wanted))
+        theirs, ours = ({trees.path_string(k) for k, _ in t} for t in (leaves, wanted))
         differing = sorted(theirs ^ ours)
         raise ValueError(
             "state and like differ in their structure"
-            + (f", at {_trees.listed(differing)}" if differing else "")
+            + (f", at {trees.listed(differing)}" if differing else "")
         )
     found: list[Any] = []
     others: list[str] = []
     lost: list[str] = []
     for (keys, x), (_, to) in zip(leaves, wanted, strict=True):
-        path = _trees.path_string(keys)
+        path = trees.path_string(keys)
         if is_encoded(x):
             others += [path] * (not is_encoded(to) or x.codec != to.codec)
         if not is_encoded(to) or is_encoded(x):
@@ -142,11 +143,11 @@ def low_bit_encode(state: Any, like: Any) -> Any:
             return encoded, _holds(encoded, x)
 
         encoded, holds = in_its_memory(encode, x)
-        lost += [path] * (not _memory.is_traced(x) and not np.all(holds))
+        lost += [path] * (not memory.is_traced(x) and not np.all(holds))
         found.append(_placed(encoded, to))
     if others:
         raise ValueError(
-            f"{_trees.listed(others)}: encoded already, and not as in like. Decode the "
+            f"{trees.listed(others)}: encoded already, and not as in like. Decode the "
             "state first: low_bit_encode(low_bit_decode(state), like)"
         )
     _check_held(lost)
@@ -174,7 +175,7 @@ def converted(
         parameter.
     """
     named = {x.keys: x for x in others}
-    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    flat, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
     of_state = {k for k, x in flat if is_encoded(x) and not x.codec.of_parameters}
     state = decoded_at(state, None, of_state & named.keys())
     lost: list[str] = []
@@ -202,11 +203,11 @@ def converted(
         lost.extend([other.path] * (not np.all(holds)))
         return new
 
-    state = _trees.map_with_path(encode, state, is_leaf=is_encoded)
+    state = trees.map_with_path(encode, state, is_leaf=is_encoded)
     _check_held(lost)
     if not_finite:
         raise ValueError(
-            f"{_trees.listed(not_finite)}: values that are infinite or NaN, of which "
+            f"{trees.listed(not_finite)}: values that are infinite or NaN, of which "
             "the scales of a codec would make whole blocks. Look at the files that "
             "they come from, or give them a rule without a codec"
         )
@@ -248,7 +249,7 @@ def _parameter(
 
 
 def _nbytes_to_encode(state: Any, named: dict[Any, forms.OtherForm]) -> int:
-    flat, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    flat, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
     codecs = ((named[keys].codec, x) for keys, x in flat if keys in named)
     return sum(
         x.size * np.dtype(x.dtype).itemsize
@@ -260,7 +261,7 @@ def _nbytes_to_encode(state: Any, named: dict[Any, forms.OtherForm]) -> int:
 def _check_held(lost: Sequence[str]) -> None:
     if lost:
         raise ValueError(
-            f"{_trees.listed(lost)}: values that are infinite or NaN, or negative "
+            f"{trees.listed(lost)}: values that are infinite or NaN, or negative "
             "where the codec has no sign (Rule(..., signed=True) gives it one)"
         )
 
@@ -273,7 +274,7 @@ def _upper_half(keys: tuple[Any, ...], x: Encoded, params: dict[str, Any]) -> An
     """
     field = jax.tree_util.GetAttrKey("master")
     first = keys.index(field) + 1 if field in keys else 0
-    ends = _trees.tails(_trees.path_string(keys[first:]))
+    ends = trees.tails(trees.path_string(keys[first:]))
     found = [p for end in ends if (p := params.get(end)) is not None]
     return next((p for p in found if p.shape == x.shape), None)
 
@@ -290,7 +291,7 @@ def _placed(encoded: Encoded, like: Encoded) -> Encoded:
 
     def put(x: Any, to: Any) -> Any:
         sharding = getattr(to, "sharding", None)
-        traced = _memory.is_traced((x, to))
+        traced = memory.is_traced((x, to))
         return x if sharding is None or traced else jax.device_put(x, sharding)
 
     return jax.tree.map(put, encoded, like)

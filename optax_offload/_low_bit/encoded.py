@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_offload import _rules, _trees
+from optax_offload._ground import trees
 from optax_offload._low_bit import chance
 from optax_offload._low_bit.codec import Codec
 from optax_offload._low_bit.codecs import Bfloat16Remainder, Bfloat16Stochastic
+from optax_offload._places.rules import PARAMETER_CODECS
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -111,7 +112,7 @@ class Encoded:
                 "Make it an argument of a function under oo.jit or oo.stream: they "
                 "decode their arguments, not what functions close over. " + at_once
             )
-        names = ", ".join(map(repr, _rules.PARAMETER_CODECS))
+        names = ", ".join(map(repr, PARAMETER_CODECS))
         return (
             f"{self.codec.name} is for optimizer state, and no step decodes it for a "
             f"model. Frozen parameters may have one of {names}. {at_once}"
@@ -125,7 +126,7 @@ class Encoded:
 
     def tree_flatten_with_keys(self) -> Any:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
-        names = [_trees.CODES + self.codec.form, *self.codec.parts[1:]]
+        names = [trees.CODES + self.codec.form, *self.codec.parts[1:]]
         values = [getattr(self, name) for name in self.codec.parts]
         keys = map(jax.tree_util.GetAttrKey, names)
         return list(zip(keys, values, strict=True)), (self.codec, np.dtype(self.dtype))
@@ -144,10 +145,10 @@ def is_encoded(x: Any) -> bool:
 
 def encoded_parts(tree: Any) -> dict[str, str]:
     """The paths of the parts of encoded leaves, each with what it is a part of."""
-    nodes, _ = _trees.flatten_with_path(tree, is_leaf=is_encoded)
+    nodes, _ = trees.flatten_with_path(tree, is_leaf=is_encoded)
     return {
-        _trees.path_string((*keys, *inside)): f"{x.codec.name} of {np.dtype(x.dtype)}"
+        trees.path_string((*keys, *inside)): f"{x.codec.name} of {np.dtype(x.dtype)}"
         for keys, x in nodes
         if is_encoded(x)
-        for inside, _ in _trees.flatten_with_path(x)[0]
+        for inside, _ in trees.flatten_with_path(x)[0]
     }

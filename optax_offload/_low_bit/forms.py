@@ -9,10 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_offload import _rules, _trees
+from optax_offload._ground import trees
 from optax_offload._low_bit import codecs, known_fields
 from optax_offload._low_bit.encoded import Encoded, is_encoded
 from optax_offload._low_bit.master_weights import master_paths
+from optax_offload._places.rules import (
+    STATE_CODECS,
+    CodecName,
+    OffloadConfig,
+    decide,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +42,8 @@ class OtherForm:
 
 def codecs_named(
     state: Any,
-    config: _rules.OffloadConfig,
-    codec: _rules.CodecName | None = None,
+    config: OffloadConfig,
+    codec: CodecName | None = None,
     *,
     under: str = "",
 ) -> dict[tuple[Any, ...], codecs.Codec | None]:
@@ -52,16 +58,16 @@ def codecs_named(
     Raises:
       ValueError: A rule matches nothing, or its codec is not for what it matches.
     """
-    leaves, structure = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    leaves, structure = trees.flatten_with_path(state, is_leaf=is_encoded)
     fields = jax.tree.unflatten(structure, range(len(leaves)))
     masters = master_paths(fields)
     parameters = known_fields.parameters(fields) | masters
     of_state = parameters | known_fields.moments(fields)
     never_negative = known_fields.never_negative(fields)
-    paths = [_trees.path_string(keys) for keys, _ in leaves]
+    paths = [trees.path_string(keys) for keys, _ in leaves]
     # Sizes say where a leaf is kept, and not how.
     sizes = [(path, None) for path in paths]
-    placements = _rules.place(config, sizes, under=under)
+    placements = decide(config, sizes, under=under)
     named: dict[tuple[Any, ...], codecs.Codec | None] = {}
     strangers: list[str] = []
     lossy: list[str] = []
@@ -84,18 +90,17 @@ def codecs_named(
             lossy += [path] * (is_encoded(x) or can_be(x, of_leaf))
     if strangers:
         raise ValueError(
-            f"codec 'bfloat16-remainder' for {_trees.listed(strangers)}: it works only "
+            f"codec 'bfloat16-remainder' for {trees.listed(strangers)}: it works only "
             "on the weights that optax_offload.master_weights keeps, at .*master/.*"
         )
     if moving:
         raise ValueError(
-            f"a codec of frozen parameters, for {_trees.listed(moving)}: each update "
-            "replaces these. Those of state are "
-            + ", ".join(map(repr, _rules.STATE_CODECS))
+            f"a codec of frozen parameters, for {trees.listed(moving)}: each update "
+            "replaces these. Those of state are " + ", ".join(map(repr, STATE_CODECS))
         )
     if lossy:
         raise ValueError(
-            f"a lossy codec for {_trees.listed(lossy)}: these leaves are parameters, "
+            f"a lossy codec for {trees.listed(lossy)}: these leaves are parameters, "
             "and rounding would change them by as much as an update. Give rules that "
             "leave them out. 'bfloat16-remainder' is exact, for the weights that "
             "optax_offload.master_weights keeps"
@@ -107,7 +112,7 @@ def in_other_forms(
     state: Any, named: Mapping[tuple[Any, ...], codecs.Codec | None]
 ) -> list[OtherForm]:
     """The leaves that are encoded otherwise than named, or are and should not be."""
-    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
     found: list[OtherForm] = []
     for keys, x in leaves:
         codec = named.get(keys)
@@ -117,7 +122,7 @@ def in_other_forms(
         wanted = "no codec" if codec is None else codec.name
         if form == wanted:
             form, wanted = _with_sign(x.codec), _with_sign(codec)
-        path = _trees.path_string(keys)
+        path = trees.path_string(keys)
         found.append(OtherForm(keys, path, form, wanted, codec))
     return found
 
@@ -129,15 +134,15 @@ def check_parameters(
 
     Those that are small, or norms and biases, are left as they are.
     """
-    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
     wrong: list[str] = []
     bare: list[str] = []
     for keys, x in leaves:
         codec = named.get(keys)
         if codec is None or not codec.of_parameters or is_encoded(x):
             continue
-        path = _trees.path_string(keys)
-        if path.rpartition("/")[2].startswith(_trees.CODES):
+        path = trees.path_string(keys)
+        if path.rpartition("/")[2].startswith(trees.CODES):
             bare.append(path)
             continue
         if not hasattr(x, "dtype") or codec.why_left(x) is not None:
@@ -147,7 +152,7 @@ def check_parameters(
             wrong.append(f"{path!r} cannot be {codec.name}: {why_not}")
     if bare:
         raise ValueError(
-            f"{_trees.listed(bare)}: codes of leaves that a loader restored with no "
+            f"{trees.listed(bare)}: codes of leaves that a loader restored with no "
             "template, so that nothing says what they stand for. Give the loader "
             "optax_offload.place(structs, rules): jax.ShapeDtypeStruct for each "
             "parameter, and the rules that they were saved with"
@@ -166,7 +171,7 @@ def described(others: Sequence[OtherForm]) -> str:
     for x in others:
         groups.setdefault((x.form, x.named), []).append(x.path)
     return "; ".join(
-        f"{_trees.listed(paths)} in {form}, where the rules say {named}"
+        f"{trees.listed(paths)} in {form}, where the rules say {named}"
         for (form, named), paths in groups.items()
     )
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 
-from optax_offload import _memory, _rules
+from optax_offload._places import memory
+from optax_offload._places.rules import OffloadConfig, Rule
 from optax_offload._program import Caller, call_update, trace
 
 # The first of two results goes to the host: all of it, whatever its size.
-_FIRST = _rules.OffloadConfig((_rules.Rule("0(/.*)?", min_bytes=0),))
+_FIRST = OffloadConfig((Rule("0(/.*)?", min_bytes=0),))
 
 
 def in_its_memory(fn: Callable[..., tuple[Any, Any]], x: Any, *more: Any) -> Any:
@@ -22,7 +23,7 @@ def in_its_memory(fn: Callable[..., tuple[Any, Any]], x: Any, *more: Any) -> Any
       x: The leaf, an array or an encoded one.
       *more: Further arrays that the function takes.
     """
-    if _memory.is_traced((x, more)):
+    if memory.is_traced((x, more)):
         return fn(x, *more)
     if any(map(_is_on_host, jax.tree.leaves(x))):
         fn = by_rows(fn, [_is_on_host(a) for a in jax.tree.leaves((x, more))])
@@ -53,4 +54,4 @@ def by_rows(
 
 
 def _is_on_host(x: Any) -> bool:
-    return _memory.memory_kind_of(x) == "pinned_host"
+    return memory.memory_kind_of(x) == "pinned_host"

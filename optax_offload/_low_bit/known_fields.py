@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_offload import _trees
+from optax_offload._ground import trees
 
 # Of optax 0.2.8: the fields of a state that are averages, sums or maxima of squares or
 # of magnitudes. By name, since not all of these classes are public.
@@ -89,17 +89,15 @@ def _paths_of(
 ) -> set[str]:
     """The paths of all leaves in these fields, of states within others too."""
     paths: set[str] = set()
-    nodes, _ = _trees.flatten_with_path(
-        state, is_leaf=lambda x: bool(_fields(x, known))
-    )
+    nodes, _ = trees.flatten_with_path(state, is_leaf=lambda x: bool(_fields(x, known)))
     for keys, node in nodes:
         fields = _fields(node, known)
         for name in node._fields if fields else ():
             here = (*above, *keys, jax.tree_util.GetAttrKey(name))
             value = getattr(node, name)
             if name in fields:
-                inside, _ = _trees.flatten_with_path(value)
-                paths.update(_trees.path_string((*here, *k)) for k, _ in inside)
+                inside, _ = trees.flatten_with_path(value)
+                paths.update(trees.path_string((*here, *k)) for k, _ in inside)
             else:
                 paths |= _paths_of(value, known, here)
     return paths

@@ -11,18 +11,27 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_offload import _memory, _rules, _templates, _trees
-from optax_offload._errors import CodecError, OffloadWarning
-from optax_offload._extra_args import Transformation, as_transformation
+from optax_offload._ground import trees
+from optax_offload._ground.errors import CodecError, OffloadWarning
+from optax_offload._ground.extra_args import Transformation, as_transformation
 from optax_offload._low_bit import codecs, forms
 from optax_offload._low_bit.convert import decoded_at
 from optax_offload._low_bit.encoded import Encoded, is_encoded
+from optax_offload._places import memory, templates
+from optax_offload._places.rules import (
+    STATE_CODECS,
+    CodecName,
+    OffloadConfig,
+    Rules,
+    as_config,
+    check_codecs,
+)
 
 
 def low_bit(
     inner: Transformation,
-    rules: _rules.Rules,
-    codec: _rules.CodecName | None = "int8",
+    rules: Rules,
+    codec: CodecName | None = "int8",
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps chosen state of an optimizer in few bits between updates.
 
@@ -78,11 +87,11 @@ def low_bit(
       >>> state[0].mu["w"], state[0].mu["w"].codes.nbytes
       (Encoded(int8, float32[64, 256]), 16384)
     """
-    config = _rules.as_config(rules)
+    config = as_config(rules)
     if codec is not None and codecs.codec_of(codec).of_parameters:
         raise ValueError(
             f"codec is {codec!r}, which is for frozen parameters. Give "
-            f"one of {', '.join(map(repr, _rules.STATE_CODECS))}"
+            f"one of {', '.join(map(repr, STATE_CODECS))}"
         )
     core = _LowBit(as_transformation(inner, "low_bit"), config, codec)
     return optax.GradientTransformationExtraArgs(core.init, core.update)
@@ -90,7 +99,7 @@ def low_bit(
 
 def as_rules_say(
     inner: optax.GradientTransformationExtraArgs,
-    config: _rules.OffloadConfig,
+    config: OffloadConfig,
     on_misplaced: str,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose state is in the forms that rules name, or an error.
@@ -116,8 +125,8 @@ class _LowBit:
     """An optimizer and its rules: what the two functions of a transformation share."""
 
     inner: optax.GradientTransformationExtraArgs
-    config: _rules.OffloadConfig
-    codec: _rules.CodecName | None
+    config: OffloadConfig
+    codec: CodecName | None
     on_misplaced: str = "raise"
     fix: str = (
         "Convert it: state = optax_offload.low_bit_encode(optax_offload."
@@ -126,7 +135,7 @@ class _LowBit:
 
     def __post_init__(self):
         rules = self.config.rules
-        _rules.check_codecs("rules", rules, _rules.STATE_CODECS)
+        check_codecs("rules", rules, STATE_CODECS)
 
     @property
     def encodes(self) -> bool:
@@ -141,10 +150,10 @@ class _LowBit:
             return lenient.init(params)
         leaves = jax.tree.leaves(params)
         structs = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
-        if _memory.is_traced(params) or structs:
+        if memory.is_traced(params) or structs:
             return self._init(params)
         # So that what is encoded is never there whole.
-        state = _templates.make(self._init, params, params)
+        state = templates.make(self._init, params, params)
         warn_of_blocks(state)
         return state
 
@@ -156,7 +165,7 @@ class _LowBit:
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         """As of `optax.GradientTransformationExtraArgs`."""
-        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+        leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
         if not (self.encodes or any(is_encoded(x) for _, x in leaves)):
             return self.inner.update(updates, state, params, **extra_args)
         named = forms.codecs_named(state, self.config.made_lenient(), self.codec)
@@ -180,18 +189,18 @@ class _LowBit:
         def encode(keys: Any, x: Any) -> Any:
             if is_encoded(x):
                 return x
-            path, old = _trees.path_string(keys), before.get(keys)
+            path, old = trees.path_string(keys), before.get(keys)
             if old is None:
                 return forms.in_form(x, named.get(keys), path)
             return Encoded.of(x, old.codec, path, old.step)
 
-        new = _trees.map_with_path(encode, new, is_leaf=is_encoded)
+        new = trees.map_with_path(encode, new, is_leaf=is_encoded)
         return updates, new
 
     def _kept_by_inner(self, params: Any) -> set[Any]:
         """The keys of the leaves that the optimizer inside keeps encoded itself."""
         state = jax.eval_shape(self.inner.init, params)
-        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+        leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
         return {keys for keys, x in leaves if is_encoded(x)}
 
     def _tell_of(self, others: list[forms.OtherForm]) -> None:
@@ -213,11 +222,11 @@ class _LowBit:
     def _init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
         named = forms.codecs_named(state, self.config, self.codec)
-        leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
-        twice = [_trees.path_string(k) for k, x in leaves if is_encoded(x) and named[k]]
+        leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
+        twice = [trees.path_string(k) for k, x in leaves if is_encoded(x) and named[k]]
         if twice:
             raise ValueError(
-                f"{_trees.listed(twice)}: encoded already, by a low_bit inside of this "
+                f"{trees.listed(twice)}: encoded already, by a low_bit inside of this "
                 "one. Name the codec of a leaf in the rules of one of them"
             )
 
@@ -225,22 +234,22 @@ class _LowBit:
             codec = named[keys]
             if codec is None or not forms.can_be(x, codec):
                 return x
-            return forms.in_form(_unfolded(x), codec, _trees.path_string(keys))
+            return forms.in_form(_unfolded(x), codec, trees.path_string(keys))
 
-        return _trees.map_with_path(encode, state, is_leaf=is_encoded)
+        return trees.map_with_path(encode, state, is_leaf=is_encoded)
 
 
 def warn_of_blocks(state: Any) -> None:
     """Warns of blocks that lie on two devices: in Auto mode no type says so before."""
-    leaves, _ = _trees.flatten_with_path(state, is_leaf=is_encoded)
+    leaves, _ = trees.flatten_with_path(state, is_leaf=is_encoded)
     cut = [
-        _trees.path_string(keys)
+        trees.path_string(keys)
         for keys, x in leaves
         if is_encoded(x) and x.codes.sharding.shard_shape(x.shape)[-1] % x.codec.chunk
     ]
     if cut:
         warnings.warn(
-            f"{_trees.listed(cut)}: sharded so that blocks of the codec lie on two "
+            f"{trees.listed(cut)}: sharded so that blocks of the codec lie on two "
             "devices, which have to talk in every update. Give these leaves a codec of "
             'smaller blocks ("int8-companded" has 32), or none',
             OffloadWarning,

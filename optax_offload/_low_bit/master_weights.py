@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_offload import _trees
-from optax_offload._extra_args import Transformation, as_transformation
+from optax_offload._ground import trees
+from optax_offload._ground.extra_args import Transformation, as_transformation
 from optax_offload._low_bit.codecs import Bfloat16Remainder
 
 
@@ -96,14 +96,14 @@ def master_weights(
 def master_paths(state: Any) -> set[str]:
     """The paths of all master weights in a state."""
     paths: set[str] = set()
-    nodes, _ = _trees.flatten_with_path(
+    nodes, _ = trees.flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, MasterWeightsState)
     )
     for keys, node in nodes:
         if isinstance(node, MasterWeightsState):
-            inside, _ = _trees.flatten_with_path(node.master)
+            inside, _ = trees.flatten_with_path(node.master)
             key = jax.tree_util.GetAttrKey("master")
-            paths.update(_trees.path_string((*keys, key, *k)) for k, _ in inside)
+            paths.update(trees.path_string((*keys, key, *k)) for k, _ in inside)
     return paths
 
 

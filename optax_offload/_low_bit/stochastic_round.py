@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_offload import _trees
+from optax_offload._ground import trees
 from optax_offload._low_bit import chance
 
 
@@ -77,12 +77,12 @@ def stochastic_round(seed: int = 0) -> optax.GradientTransformationExtraArgs:
         def rounded(keys: Any, p: Any, u: Any) -> Any:
             if p.dtype != jnp.bfloat16:
                 return u
-            key = chance.key_of(_trees.path_string(keys), state.step, seed)
+            key = chance.key_of(trees.path_string(keys), state.step, seed)
             before = p.astype(jnp.float32)
             new = chance.rounded(before + u.astype(jnp.float32), key)
             return new.astype(jnp.float32) - before
 
-        updates = _trees.map_with_path(rounded, params, updates)
+        updates = trees.map_with_path(rounded, params, updates)
         return updates, StochasticRoundState(state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from optax_offload import _memory
 from optax_offload._low_bit import packing
 from optax_offload._low_bit.codec import Codec
+from optax_offload._places import memory
 
 # Below this many rows of the last axis a leaf is taken for the norms or the biases of
 # all layers, which are few bytes, and where each value counts. No model of today has as
@@ -245,7 +245,7 @@ class Int8Linear(_OfWeights):
 
 def _shape_here(x: Any) -> tuple[int, ...]:
     """The shape on each device, as far as is known."""
-    sharding = None if _memory.is_traced(x) else getattr(x, "sharding", None)
+    sharding = None if memory.is_traced(x) else getattr(x, "sharding", None)
     if sharding is None:
-        return _memory.shape_on_each_device(x)
+        return memory.shape_on_each_device(x)
     return sharding.shard_shape(x.shape)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from optax_offload._host.one_memory import one_memory_of
 from optax_offload._machine import parse
 from optax_offload._machine.texts import Texts
-from optax_offload._one_memory import one_memory_of
 
 _NVIDIA, _GOOGLE = "10DE", "1AE0"
 # Displays, and accelerators that process data: classes of PCI devices.

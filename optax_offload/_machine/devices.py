@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from optax_offload import _plan
+from optax_offload._ground.units import GIB, size_text
 from optax_offload._machine.findings import Facts, Finding
-from optax_offload._units import GIB, size_text
 from optax_offload.aot import CHIPS, GPUS_PER_HOST, Chip, Target
 
 _INSTALL = "docs.jax.dev/en/latest/installation.html"

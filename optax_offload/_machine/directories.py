@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Literal
 
-from optax_offload import _file_system
-from optax_offload._file_system import Mount
+from optax_offload._ground import file_system
+from optax_offload._ground.file_system import Mount
+from optax_offload._ground.units import GIB, size_text
 from optax_offload._machine import parse
 from optax_offload._machine.directory_view import DirectoryView
 from optax_offload._machine.findings import Finding, Level
 from optax_offload._machine.texts import Texts
-from optax_offload._units import GIB, size_text
 
 _TMPFS = "docs.kernel.org/filesystems/tmpfs.html"
 _OVERLAY = "docs.kernel.org/filesystems/overlayfs.html"
@@ -53,7 +53,7 @@ def about_directory(machine: Texts) -> Iterator[Finding]:
     """The finding about the directory that was given, if one was."""
     if machine.read("directory"):
         view = DirectoryView.from_json(machine.read("directory"))
-        mount = _file_system.mount_of(view.path, machine.read(_file_system.MOUNTS))
+        mount = file_system.mount_of(view.path, machine.read(file_system.MOUNTS))
         yield _directory(machine, view, mount)
 
 

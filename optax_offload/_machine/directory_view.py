@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from pathlib import Path
 
-from optax_offload import _file_system
-from optax_offload._units import GIB, MIB
+from optax_offload._ground import file_system
+from optax_offload._ground.units import GIB, MIB
 
 # As states are written: in files of this size, so many at once.
 _BLOCK_BYTES = 16 * MIB
@@ -88,7 +88,7 @@ def look_at(directory: str, nbytes: int = GIB) -> DirectoryView:
         raise ValueError(f"--directory {directory}: {at} is not a directory")
     usage = shutil.disk_usage(at)
     view = DirectoryView(str(path), str(at), usage.free, usage.total)
-    mount = _file_system.mount_here(at)
+    mount = file_system.mount_here(at)
     if mount is not None and mount.kind == "memory":
         return view  # Its speed is that of memory, of which a GiB may be missed.
     nbytes = min(nbytes, usage.free // _FREE_SHARE) // MIB * MIB

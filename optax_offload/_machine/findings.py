@@ -7,13 +7,13 @@ import functools
 import re
 from typing import Any, Literal
 
-from optax_offload import _host_memory
-from optax_offload._host_memory import Limit
+from optax_offload._host import host_memory
+from optax_offload._host.host_memory import Limit
+from optax_offload._host.one_memory import OneMemory, one_memory_of, processor_name
 from optax_offload._machine import parse
 from optax_offload._machine.accelerators import Accelerator, accelerators
 from optax_offload._machine.jax_view import JaxView
 from optax_offload._machine.texts import Texts
-from optax_offload._one_memory import OneMemory, one_memory_of, processor_name
 
 # "stop": offload gains nothing here, or does not work. "fix": a line makes it better.
 # "unseen": the machine does not say.
@@ -91,7 +91,7 @@ class Facts:
     @functools.cached_property
     def limits(self) -> dict[str, Limit]:
         """The limits of host memory, by name."""
-        found = _host_memory.limits(
+        found = host_memory.limits(
             gpu=self.has_gpu,
             pinned_bytes=0,
             read=self.machine.read,

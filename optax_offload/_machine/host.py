@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from optax_offload._host_memory import PLUGIN_HEADROOM_PERCENT, PLUGIN_LIMIT
+from optax_offload._ground.units import GIB, size_text
+from optax_offload._host.host_memory import PLUGIN_HEADROOM_PERCENT, PLUGIN_LIMIT
 from optax_offload._machine import parse
 from optax_offload._machine.accelerators import Accelerator, apple_memory_bytes
 from optax_offload._machine.findings import Facts, Finding
-from optax_offload._units import GIB, size_text
 
 # Of the host's free memory: what allows so much of it to be pinned is left alone.
 _ENOUGH_PERCENT = 80

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 # Gigatransfers per second and lane, and of 130 bits so many that are data, from version
 # 3.0 of PCI Express on; of 10 bits before it.

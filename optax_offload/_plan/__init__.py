@@ -1,5 +1,6 @@
 """Choosing how to train a step within a memory budget."""
 
+from optax_offload._plan.allowed import allowed
 from optax_offload._plan.alternatives import (
     HEADERS,
     Alternative,
@@ -16,7 +17,6 @@ from optax_offload._plan.candidates import CompiledCandidate, Progress
 from optax_offload._plan.frozen import parameters_of
 from optax_offload._plan.planner import Planner, plan
 from optax_offload._plan.result import Plan, check_can_plot, save_plot
-from optax_offload._plan.state import allowed
 from optax_offload._plan.step import Step, StepFactory, compile_step, record
 
 __all__ = [

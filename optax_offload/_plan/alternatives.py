@@ -7,6 +7,14 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from optax_offload._ground.units import (
+    Printed,
+    html_paragraph,
+    html_table,
+    milliseconds,
+    size_text,
+)
+from optax_offload._plan.allowed import REMAINDER, Codecs, of_parameters
 from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import (
     OTHERS,
@@ -15,14 +23,6 @@ from optax_offload._plan.candidates import (
     CompiledCandidate,
 )
 from optax_offload._plan.search import PassedOver
-from optax_offload._plan.state import REMAINDER, Codecs, of_parameters
-from optax_offload._units import (
-    Printed,
-    html_paragraph,
-    html_table,
-    milliseconds,
-    size_text,
-)
 from optax_offload.aot import Assumption, DoesNotFitError, Target
 
 CHOSEN = "chosen"

@@ -6,9 +6,9 @@ import dataclasses
 import math
 import os
 
-from optax_offload import _host_memory
-from optax_offload._plan.state import Codecs
-from optax_offload._units import size_text
+from optax_offload._ground.units import size_text
+from optax_offload._host import host_memory
+from optax_offload._plan.allowed import Codecs
 from optax_offload.aot import Target
 
 # The share of a device's memory that a program cannot have. A GPU's: CUDA's context,
@@ -115,4 +115,4 @@ def environment(target: Target, used_bytes: int, host_bytes: int) -> dict[str, s
         )
         found["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.2f}"
     pinned_bytes = host_bytes * target.devices_per_host
-    return found | _host_memory.gpu_plugin_settings(pinned_bytes)
+    return found | host_memory.gpu_plugin_settings(pinned_bytes)

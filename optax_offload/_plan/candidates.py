@@ -12,16 +12,18 @@ from typing import Any
 
 import jax
 
-from optax_offload import _flops, _offload, _trees, aot
-from optax_offload._errors import OffloadWarning
-from optax_offload._jit import jit
+from optax_offload import aot
+from optax_offload._ground import trees
+from optax_offload._ground.errors import OffloadWarning
+from optax_offload._ground.units import milliseconds, seconds_text, size_text
 from optax_offload._plan.budget import Asked
 from optax_offload._plan.frozen import placed_in
 from optax_offload._plan.state import MovableState
 from optax_offload._plan.step import Step, StepFactory, unjitted
 from optax_offload._plan.variants import Facts, Sizes, Variant
+from optax_offload._program import flops_of_jaxpr
 from optax_offload._schedule import FusedStep
-from optax_offload._units import milliseconds, seconds_text, size_text
+from optax_offload._step import jit, offload
 
 # The name of the part of a peak that is state in host memory, all of it loaded.
 STATE_AT_ONCE = "state loaded at once"
@@ -205,7 +207,7 @@ def prepared(
     """
     if state.changes_any(variant.state) or variant.window_bytes:
         config = variant.config(state)
-        step = factory.step(lambda inner: _offload.offload(inner, config))
+        step = factory.step(lambda inner: offload(inner, config))
     else:
         step = factory.plain_step()
     step = unjitted(step)
@@ -237,19 +239,19 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         streamed = jit(step.fn, donate_argnums=donated, **variant.options)
         found = streamed.schedule(*step.args)
     late = [f for step in found.steps for each in step.scans for f in each.late]
-    leaves = [path for path, _ in _trees.leaves_with_paths(step.args)]
+    leaves = [path for path, _ in trees.leaves_with_paths(step.args)]
     at_once, joined = _at_once(found)
     return Facts(
         sizes=Sizes.of({(): state}),
         gradient_bytes=found.gradient_bytes,
         late_bytes=sum(f.gradient_bytes for f in late),
-        flops=_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,
+        flops=flops_of_jaxpr(found.step.jaxpr) / factory.target.device_count,
         flops_again=found.flops_again,
         residual_bytes=found.residual_bytes,
         row_arguments=frozenset(
             path
             for i in found.in_turns
-            for path in (leaves[i], _trees.encoded_leaf(leaves[i]) or "")
+            for path in (leaves[i], trees.encoded_leaf(leaves[i]) or "")
         ),
         outside=found.reasons(),
         state_at_once_bytes=at_once,

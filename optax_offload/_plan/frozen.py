@@ -9,18 +9,26 @@ from typing import Any
 
 import jax
 
-from optax_offload import _memory, _nnx, _place, _rules, _trees, aot
+from optax_offload import aot
+from optax_offload._ground import nnx, trees
 from optax_offload._low_bit import codec_of, replaced
+from optax_offload._places import memory
+from optax_offload._places.rules import (
+    STATE_CODECS,
+    CodecName,
+    OffloadConfig,
+    Rule,
+    compile_pattern,
+)
+from optax_offload._plan.allowed import Codecs, of_parameters
 from optax_offload._plan.state import (
-    Codecs,
     Parameter,
     RecordedOptimizer,
     movable_state,
-    of_parameters,
     trained_parameters,
 )
 from optax_offload._plan.step import Step, StepFactory, leaf_of, unjitted
-from optax_offload._stream import traced_at_rest
+from optax_offload._step import place, traced_at_rest
 
 _NO_TREE = (
     "The step's arguments are what it trains, state and single arrays. Give it what is "
@@ -39,7 +47,7 @@ class FrozenParameters:
     """
 
     factory: StepFactory
-    given: _rules.OffloadConfig | None
+    given: OffloadConfig | None
     parameters: tuple[Parameter, ...] = ()
 
     @classmethod
@@ -48,7 +56,7 @@ class FrozenParameters:
         factory: StepFactory,
         optimizers: Sequence[RecordedOptimizer],
         pattern: str | None,
-        given: _rules.OffloadConfig | None = None,
+        given: OffloadConfig | None = None,
     ) -> FrozenParameters:
         """Those that a pattern matches, and those that given rules are for.
 
@@ -66,7 +74,7 @@ class FrozenParameters:
             given rule with a codec matches.
         """
         trained = {x.argument: x for x in trained_parameters(optimizers)}
-        asked = None if pattern is None else _rules.Rule(pattern)
+        asked = None if pattern is None else Rule(pattern)
         rules = given.parameters if given else ()
         if asked is None and not rules:
             return cls(factory, given)
@@ -76,9 +84,9 @@ class FrozenParameters:
         short = {path: _below(path, roots) for path in arguments}
         chosen = [p for p in arguments if asked and asked.matches(short[p])]
         if asked and not chosen:
-            regex = _rules.compile_pattern(asked.pattern)
+            regex = compile_pattern(asked.pattern)
             others = [short[p] for p in arguments if p not in trained]
-            remedy = _trees.remedy(regex, others) if others else _NO_TREE
+            remedy = trees.remedy(regex, others) if others else _NO_TREE
             raise ValueError(
                 f"frozen is {pattern!r}, which matches no parameter. {remedy}"
             )
@@ -93,9 +101,9 @@ class FrozenParameters:
             others = others or [short[p] for p in arguments if p not in trained]
             raise ValueError(
                 f"{what} matches what the step replaces: "
-                f"{_trees.listed([short[p] for p in moving])}. Write a regex of what "
+                f"{trees.listed([short[p] for p in moving])}. Write a regex of what "
                 "the step leaves as it is"
-                + f", as of {_trees.listed(others, 3)}"
+                + f", as of {trees.listed(others, 3)}"
                 * bool(others)
             )
         # A given rule that is for no trained parameter is for these.
@@ -123,12 +131,12 @@ class FrozenParameters:
                     f"allow has {name!r}, which is for frozen parameters, and nothing "
                     "is frozen. Say what the step does not train: --frozen REGEX "
                     f"(frozen=...), or leave {name!r} out. Codecs of state are "
-                    + ", ".join(map(repr, _rules.STATE_CODECS))
+                    + ", ".join(map(repr, STATE_CODECS))
                 )
             kept = self.kept_in((name,))
             if not any(x.leaf.codec for x in kept):
                 args = self.factory.plain_step().args
-                arguments = dict(_trees.leaves_with_paths(args))
+                arguments = dict(trees.leaves_with_paths(args))
                 largest = max(kept, key=lambda x: x.leaf.nbytes or 0)
                 reason = _why_not(name, arguments[largest.argument])
                 raise ValueError(
@@ -149,7 +157,7 @@ class FrozenParameters:
         args, target = self.factory.plain_step().args, self.factory.target
         name = next(iter(of_parameters(codecs)), None)
         given = self.given.parameters if self.given else ()
-        arguments = dict(_trees.leaves_with_paths(args))
+        arguments = dict(trees.leaves_with_paths(args))
         wanted: dict[str, Any] = {}
         for x in self.parameters:
             rule = _deciding(given, x.leaf.path)
@@ -165,8 +173,8 @@ class FrozenParameters:
             for x in self.parameters
         ]
         parts: dict[str, list[Any]] = {}
-        for path, part in _trees.leaves_with_paths(placed_in(args, found, ())):
-            whole = _trees.encoded_leaf(path)
+        for path, part in trees.leaves_with_paths(placed_in(args, found, ())):
+            whole = trees.encoded_leaf(path)
             if whole in wanted:
                 leaf = leaf_of(path, jax.typeof(part), part, target)
                 parts.setdefault(whole, []).append(leaf)
@@ -197,24 +205,24 @@ def placed_in(
       placed: The parameters, of which those with a codec are encoded.
       moved: The paths of those that rest on the host.
     """
-    codecs: dict[str, _rules.CodecName | None]
+    codecs: dict[str, CodecName | None]
     codecs = {x.argument: x.leaf.codec for x in placed}
 
-    def put(keys: _trees.KeyPath, x: Any) -> Any:
-        path = _trees.path_string(keys)
+    def put(keys: trees.KeyPath, x: Any) -> Any:
+        path = trees.path_string(keys)
         kind = "pinned_host" if path in moved else "device"
         if codecs.get(path):
             x = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding_of(x))
-            return _place.place([x], _rules.Rule(".*", kind, codec=codecs[path]))[0]
-        return _memory.set_memory_kind([x], ".*", kind)[0] if path in moved else x
+            return place([x], Rule(".*", kind, codec=codecs[path]))[0]
+        return memory.set_memory_kind([x], ".*", kind)[0] if path in moved else x
 
-    return _trees.map_with_path(put, args)
+    return trees.map_with_path(put, args)
 
 
 def parameters_of(
     factory: StepFactory,
     optimizers: Sequence[RecordedOptimizer],
-    given: _rules.OffloadConfig,
+    given: OffloadConfig,
 ) -> list[tuple[str, int | None]]:
     """The parameters that rules are for: trained ones, and others that they match.
 
@@ -230,11 +238,11 @@ def parameters_of(
     found = [(x.leaf.path, x.leaf.nbytes) for x in state.trained]
     paths = {x.argument: x.leaf.path for x in frozen}
     args = factory.plain_step().args if frozen else ()
-    for path, x in _trees.leaves_with_paths(placed_in(args, frozen, ())):
-        whole = path if path in paths else _trees.encoded_leaf(path)
+    for path, x in trees.leaves_with_paths(placed_in(args, frozen, ())):
+        whole = path if path in paths else trees.encoded_leaf(path)
         if whole in paths:
             of_part = paths[whole] + path.removeprefix(whole)
-            found.append((of_part, _memory.movable_nbytes(jax.typeof(x))))
+            found.append((of_part, memory.movable_nbytes(jax.typeof(x))))
     return found
 
 
@@ -248,7 +256,7 @@ def names_of(step: Step, placed: Sequence[Parameter]) -> tuple[str, ...]:
       step: The step.
       placed: The parameters.
     """
-    if not (any(x.frozen for x in placed) or _nnx.has_split(step.args)):
+    if not (any(x.frozen for x in placed) or nnx.has_split(step.args)):
         return ("params",)
     try:
         known = inspect.signature(step.fn).parameters.values()
@@ -269,14 +277,14 @@ def _candidates(step: Step, optimizers: Sequence[RecordedOptimizer]) -> dict[str
     state = {x.path for o in optimizers for x in o.state}
     return {
         path: x
-        for path, x in _trees.leaves_with_paths(step.args)
+        for path, x in trees.leaves_with_paths(step.args)
         if hasattr(x, "shape")
         and "/" in path
-        and not state.intersection(_trees.tails(path))
+        and not state.intersection(trees.tails(path))
     }
 
 
-def _deciding(rules: Sequence[_rules.Rule], path: str) -> _rules.Rule | None:
+def _deciding(rules: Sequence[Rule], path: str) -> Rule | None:
     """The first rule that matches a path; None where none does."""
     return next((rule for rule in rules if rule.matches(path)), None)
 
@@ -295,11 +303,11 @@ def _replaced(step: Step, target: aot.Target, paths: Collection[str]) -> list[st
     moving: list[str] = []
 
     def fn(*args: Any) -> Any:
-        flat, _ = _trees.flatten_with_path(args)
-        known = [(keys, x) for keys, x in flat if _trees.path_string(keys) in paths]
+        flat, _ = trees.flatten_with_path(args)
+        known = [(keys, x) for keys, x in flat if trees.path_string(keys) in paths]
         results = step.fn(*args)
-        new = replaced(_trees.flatten_with_path(results)[0], known)
-        moving.extend(map(_trees.path_string, new))
+        new = replaced(trees.flatten_with_path(results)[0], known)
+        moving.extend(map(trees.path_string, new))
         return results
 
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):

@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_offload import _rules, aot
+from optax_offload import aot
+from optax_offload._places.rules import OffloadConfig, Rules, as_config
+from optax_offload._places.step_options import Options
+from optax_offload._plan.allowed import Codecs, allowed, forms, worth_allowing
 from optax_offload._plan.alternatives import (
     Alternatives,
     NothingFitsError,
@@ -27,15 +30,11 @@ from optax_offload._plan.frozen import FrozenParameters, names_of
 from optax_offload._plan.result import Plan
 from optax_offload._plan.search import Search, smallest_that_fits
 from optax_offload._plan.state import (
-    Codecs,
     MovableState,
     RecordedOptimizer,
     Selection,
-    allowed,
-    forms,
     leaf_patterns,
     movable_state,
-    worth_allowing,
 )
 from optax_offload._plan.step import (
     Step,
@@ -52,7 +51,6 @@ from optax_offload._plan.variants import (
     Variant,
     variants,
 )
-from optax_offload._step_options import Options
 
 _logger = logging.getLogger("optax_offload.plan")
 
@@ -69,7 +67,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     target: aot.Target | str,
     budget_bytes: int | None = None,
     host_memory_bytes: int | None = None,
-    rules: _rules.Rules | None = None,
+    rules: Rules | None = None,
     frozen: str | None = None,
     allow: str | Sequence[str] | None = None,
     link_bytes_per_second: float | None = None,
@@ -152,7 +150,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     target = aot.Target(target) if isinstance(target, str) else target
     budget = checked_budget(budget_bytes, host_memory_bytes, target)
     asked = Asked(budget, allowed(allow), link_bytes_per_second, folder, frozen)
-    given = None if rules is None else _rules.as_config(rules)
+    given = None if rules is None else as_config(rules)
     planner = Planner(StepFactory(make_step, target, args), asked, given, progress)
     planner.run()
     return planner.plan()
@@ -171,7 +169,7 @@ class Planner:
         self,
         factory: StepFactory,
         asked: Asked,
-        given: _rules.OffloadConfig | None = None,
+        given: OffloadConfig | None = None,
         progress: Progress = lambda _: None,
     ):
         """Makes the step, and compiles nothing yet.

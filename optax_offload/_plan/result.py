@@ -7,17 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from optax_offload import _offload, _rule_files, _rules, aot
-from optax_offload._plan.alternatives import Alternatives
-from optax_offload._plan.candidates import (
-    OTHERS,
-    STATE_AT_ONCE,
-    THE_REST,
-    CompiledCandidate,
-)
-from optax_offload._plan.state import REMAINDER, LeafPattern
-from optax_offload._rules import PARAMETER_CODECS
-from optax_offload._units import (
+from optax_offload import aot
+from optax_offload._ground.units import (
     GIB,
     Printed,
     html_paragraph,
@@ -26,6 +17,18 @@ from optax_offload._units import (
     seconds_text,
     size_text,
 )
+from optax_offload._places import rule_files
+from optax_offload._places.rules import PARAMETER_CODECS, OffloadConfig, Rule
+from optax_offload._plan.allowed import REMAINDER
+from optax_offload._plan.alternatives import Alternatives
+from optax_offload._plan.candidates import (
+    OTHERS,
+    STATE_AT_ONCE,
+    THE_REST,
+    CompiledCandidate,
+)
+from optax_offload._plan.state import LeafPattern
+from optax_offload._step import offload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -70,7 +73,7 @@ class Plan(Printed):
 
     target: aot.Target
     budget_bytes: int
-    config: _rules.OffloadConfig
+    config: OffloadConfig
     moved: tuple[LeafPattern, ...]
     before: CompiledCandidate
     after: CompiledCandidate
@@ -100,7 +103,7 @@ class Plan(Printed):
         Args:
           inner: The optimizer that the step factory gave to its ``offload``.
         """
-        return inner if self.empty else _offload.offload(inner, self.config)
+        return inner if self.empty else offload(inner, self.config)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the rules as a file for `load_config`, with a comment on each.
@@ -117,7 +120,7 @@ class Plan(Printed):
         kept = [p for p in self.encoded if p not in self.moved]
         given = len(self.config.rules) - len(self.moved) - len(kept)
         comments = [["Given."] if len(self.config.rules) > 1 else []] * given
-        if not self.moved and self.config.rules == (_rules.Rule(".*", "device"),):
+        if not self.moved and self.config.rules == (Rule(".*", "device"),):
             fits = "Everything fits: all" if self.before.fits else "All"
             comments = [[f"{fits} state stays on the device."]]
         comments += [_comment(pattern) for pattern in self.moved]
@@ -125,7 +128,7 @@ class Plan(Printed):
             [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
             for p in kept
         ]
-        return _rule_files.config_text(
+        return rule_files.config_text(
             self.config, [head, *self._summary()], comments, self.placed, self.jitting()
         )
 
@@ -197,7 +200,7 @@ class Plan(Printed):
         if not self.empty:
             lines.append("tx = oo.offload(optimizer, config)")
         if self.config.parameters:
-            lines += map(_rule_files.placing, self.placed)
+            lines += map(rule_files.placing, self.placed)
         return [*lines, f"step = {self.jitting()}"]
 
     def jitting(self) -> str:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
-from optax_offload import _rules
+from optax_offload._places.rules import (
+    DEFAULT_MIN_BYTES,
+    CodecName,
+    OffloadConfig,
+    Rule,
+    as_config,
+    decide,
+)
 
 # Positions of patterns.
 Selection = frozenset[int]
@@ -35,16 +42,7 @@ class Leaf:
     nbytes_per_device: int
     slice_axis: int | None
     stacked: bool
-    codec: _rules.CodecName | None = None
-
-
-# The codecs of a plan, in order; none where state keeps its dtype.
-Codecs = tuple[_rules.CodecName, ...]
-# The one that changes no number: it is for master weights, the others are for moments.
-REMAINDER: _rules.CodecName = "bfloat16-remainder"
-# The codecs of moments and of frozen parameters that are named where one would help.
-USUAL: _rules.CodecName = "int8"
-USUAL_OF_FROZEN: _rules.CodecName = "nf4"
+    codec: CodecName | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +58,7 @@ class LeafPattern:
     leaves: tuple[Leaf, ...]
 
     @property
-    def codec(self) -> _rules.CodecName | None:
+    def codec(self) -> CodecName | None:
         """The format of those that a plan encodes; None where it encodes none."""
         return next((leaf.codec for leaf in self.leaves if leaf.codec), None)
 
@@ -92,7 +90,7 @@ def pattern_of(path: str) -> str:
 
 
 def leaf_patterns(
-    leaves: Sequence[Leaf], min_bytes: int = _rules.DEFAULT_MIN_BYTES
+    leaves: Sequence[Leaf], min_bytes: int = DEFAULT_MIN_BYTES
 ) -> list[LeafPattern]:
     """Puts leaves under patterns, in the order in which they should be moved.
 
@@ -145,7 +143,7 @@ class Parameter:
         """Returns whether it rests on the host if parameters are moved in this way."""
         if self.given is not None:
             return self.given != "device"
-        if (self.leaf.nbytes or 0) < _rules.DEFAULT_MIN_BYTES:
+        if (self.leaf.nbytes or 0) < DEFAULT_MIN_BYTES:
             return False
         return which == "all" or (which == "rows" and self.by_rows)
 
@@ -185,7 +183,7 @@ class MovableState:
       parameters: The parameters of the step, trained and frozen.
     """
 
-    given: _rules.OffloadConfig | None
+    given: OffloadConfig | None
     optimizers: tuple[RecordedOptimizer, ...]
     moved_by_given: tuple[Leaf, ...]
     patterns: tuple[LeafPattern, ...]
@@ -234,7 +232,7 @@ class MovableState:
 
     def parameter_rules(
         self, which: Parameters, frozen: Parameters = "device"
-    ) -> tuple[_rules.Rule, ...]:
+    ) -> tuple[Rule, ...]:
         """The given rules of parameters, and one for each pattern of what is placed.
 
         A rule may match in some of several arguments only, and be given all of them.
@@ -252,7 +250,7 @@ class MovableState:
                 for y in self.parameters
                 if how.get(y.argument) != how[x.argument]
             )
-            rule = _rules.Rule(
+            rule = Rule(
                 re.escape(x.leaf.path) if exact else pattern.pattern,
                 "pinned_host" if x in moved else "device",
                 codec=x.leaf.codec,
@@ -310,7 +308,7 @@ class MovableState:
         given = self.given is not None and any(r.codec for r in self.given.rules)
         return bool(self.moved_by_given or selection or self.encoded or given)
 
-    def config(self, selection: Selection) -> _rules.OffloadConfig:
+    def config(self, selection: Selection) -> OffloadConfig:
         """The given rules, and one for each pattern of a selection.
 
         Then one for each that is encoded where it is. If there is none of these, one
@@ -321,22 +319,22 @@ class MovableState:
         stay = [
             p for i, p in enumerate(self.patterns) if p.codec and i not in selection
         ]
-        rules += [_rules.Rule(p.pattern, "device", codec=p.codec) for p in stay]
+        rules += [Rule(p.pattern, "device", codec=p.codec) for p in stay]
         if not rules:
-            rules = [_rules.Rule(".*", "device")]
-        return _rules.OffloadConfig(
+            rules = [Rule(".*", "device")]
+        return OffloadConfig(
             [self._optional_where_needed(rule) for rule in rules],
             self.given and self.given.window_bytes,
         )
 
-    def _rule(self, pattern: LeafPattern) -> _rules.Rule:
+    def _rule(self, pattern: LeafPattern) -> Rule:
         # What the library would find by itself need not be written: on one device, and
         # for stacked leaves on several, the leading axis.
         found = 0 if pattern.stacked or self.device_count == 1 else None
         axis = "auto" if pattern.slice_axis == found else pattern.slice_axis
-        return _rules.Rule(pattern.pattern, slice_axis=axis, codec=pattern.codec)
+        return Rule(pattern.pattern, slice_axis=axis, codec=pattern.codec)
 
-    def _optional_where_needed(self, rule: _rules.Rule) -> _rules.Rule:
+    def _optional_where_needed(self, rule: Rule) -> Rule:
         """The rule; optional if it matches in some of several optimizers only.
 
         All of them are given the same rules, and a rule has to match in each.
@@ -347,7 +345,7 @@ class MovableState:
 
 def movable_state(
     optimizers: Sequence[RecordedOptimizer],
-    given: _rules.OffloadConfig | None,
+    given: OffloadConfig | None,
     device_count: int,
     frozen: Sequence[Parameter] = (),
 ) -> MovableState:
@@ -365,14 +363,14 @@ def movable_state(
     leaves = [x for o in optimizers for x in o.state]
     undecided, moved = leaves, []
     if given is not None:
-        _rules.place(given, _sizes(leaves))  # A rule has to match in one of them.
+        decide(given, _sizes(leaves))  # A rule has to match in one of them.
         # Each is given the rules, and a share is one of its own state.
         placements = [
             (x, p)
             for o in optimizers
             for x, p in zip(
                 o.state,
-                _rules.place(given.made_lenient(), _sizes(o.state)),
+                decide(given.made_lenient(), _sizes(o.state)),
                 strict=True,
             )
         ]
@@ -411,13 +409,13 @@ def trained_parameters(
 
 
 def _parameters(
-    found: Sequence[Parameter], given: _rules.OffloadConfig | None
+    found: Sequence[Parameter], given: OffloadConfig | None
 ) -> tuple[Parameter, ...]:
     """Parameters, and where given rules have them."""
     if given is None or not given.parameters:
         return tuple(found)
-    config = _rules.as_config(given.parameters)
-    placements = _rules.place(config, _sizes([x.leaf for x in found]))
+    config = as_config(given.parameters)
+    placements = decide(config, _sizes([x.leaf for x in found]))
     return tuple(
         x if p.rule is None else dataclasses.replace(x, given=p.memory_kind)
         for x, p in zip(found, placements, strict=True)
@@ -426,74 +424,3 @@ def _parameters(
 
 def _sizes(leaves: Sequence[Leaf]) -> list[tuple[str, int | None]]:
     return [(x.path, x.nbytes) for x in leaves]
-
-
-def allowed(allow: str | Sequence[str] | None) -> Codecs:
-    """The codecs that a user allows, each once.
-
-    Args:
-      allow: A name, several with commas between them, or a sequence of these.
-
-    Raises:
-      ValueError: A name is none of a codec.
-    """
-    texts = [allow] if isinstance(allow, str) else list(allow or ())
-    names = [name.strip() for text in texts for name in text.split(",")]
-    unknown = [name for name in names if name not in _rules.CODEC_NAMES]
-    if unknown:
-        raise ValueError(
-            f"allow has {', '.join(map(repr, unknown))}; each must be one of "
-            + ", ".join(map(repr, _rules.CODEC_NAMES))
-        )
-    return cast("Codecs", tuple(dict.fromkeys(names)))
-
-
-def forms(allow: Codecs) -> list[Codecs]:
-    """The codecs of a plan together: one of moments, that of masters, one of frozen.
-
-    Example:
-      >>> forms(("int8", "bfloat16-remainder"))
-      [('int8',), ('bfloat16-remainder',), ('int8', 'bfloat16-remainder')]
-      >>> forms(("int8", "nf4"))
-      [('int8',), ('nf4',), ('int8', 'nf4')]
-    """
-    found: list[Codecs] = [(name,) for name in _of_moments(allow)]
-    if REMAINDER in allow:
-        found.extend([(REMAINDER,), *((*each, REMAINDER) for each in found)])
-    for name in of_parameters(allow):
-        others = [each for each in found if not of_parameters(each)]
-        found.extend([(name,), *((*each, name) for each in others)])
-    return found
-
-
-def of_parameters(codecs: Codecs) -> Codecs:
-    """Those of some codecs that are for frozen parameters."""
-    return tuple(name for name in codecs if _of_frozen(name))
-
-
-def _of_frozen(name: _rules.CodecName) -> bool:
-    return name in _rules.PARAMETER_CODECS
-
-
-def _of_moments(codecs: Codecs) -> Codecs:
-    return tuple(n for n in codecs if not _of_frozen(n) and n != REMAINDER)
-
-
-def worth_allowing(
-    allow: Codecs, optimizers: Sequence[RecordedOptimizer], frozen: bool = False
-) -> Codecs:
-    """The codecs to allow for the fewest bytes; nothing if they are allowed already.
-
-    Args:
-      allow: The codecs that are allowed.
-      optimizers: The optimizers of the step.
-      frozen: Whether it has frozen parameters.
-    """
-    moments, base = _of_moments(allow), of_parameters(allow)
-    if not moments and any(o.moments for o in optimizers):
-        moments = (USUAL,)
-    if not base and frozen:
-        base = (USUAL_OF_FROZEN,)
-    halves = (REMAINDER,) * any(o.halves for o in optimizers)
-    found: Codecs = (*moments, *halves, *base)
-    return () if {*found} <= {*allow} else found

@@ -13,18 +13,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Sharding
 
-from optax_offload import _memory, _nnx, _offload, _rules, _trees, aot
-from optax_offload._jit import before_jit
+from optax_offload import aot
+from optax_offload._ground import nnx, trees
 from optax_offload._low_bit import encoded_parts, low_bit, master_paths, moments
-from optax_offload._plan.state import (
-    REMAINDER,
-    Codecs,
-    Leaf,
-    Parameter,
-    RecordedOptimizer,
-    of_parameters,
-    pattern_of,
-)
+from optax_offload._places import memory
+from optax_offload._places.rules import OffloadConfig, Rule
+from optax_offload._plan.allowed import REMAINDER, Codecs, of_parameters
+from optax_offload._plan.state import Leaf, Parameter, RecordedOptimizer, pattern_of
+from optax_offload._step import before_jit, check_inner
 
 
 class Step(NamedTuple):
@@ -134,7 +130,7 @@ def name_of(fn: Any) -> str:
 
 def _of_values(step: Step) -> Step:
     """A step of NNX objects as one of values; any other as it is."""
-    if not _nnx.has_objects(step.args):
+    if not nnx.has_objects(step.args):
         return step
     step = unjitted(step)
     if hasattr(step.fn, "trace"):
@@ -145,7 +141,7 @@ def _of_values(step: Step) -> Step:
                 "oo.jit"
             )
         return step
-    fn, args = _nnx.as_values(step.fn, step.args, step.donate_argnums)
+    fn, args = nnx.as_values(step.fn, step.args, step.donate_argnums)
     # The results are what becomes of the objects, and what the step returns.
     after = None if step.out_shardings is None else (None, step.out_shardings)
     return step._replace(fn=fn, args=args, out_shardings=after)
@@ -171,7 +167,7 @@ class _Call(NamedTuple):
 
 def record(
     factory: StepFactory,
-    given: _rules.OffloadConfig | None = None,
+    given: OffloadConfig | None = None,
     codecs: Codecs = (),
 ) -> tuple[RecordedOptimizer, ...]:
     """Calls a step factory, and notes the state of each optimizer.
@@ -190,7 +186,7 @@ def record(
     calls: list[_Call | None] = []
 
     def offload(inner: Any) -> Any:
-        wrapped = _offload.check_inner(inner)
+        wrapped = check_inner(inner)
         position = len(calls)
         calls.append(None)
 
@@ -220,8 +216,8 @@ def record(
     # By the ends of their paths: all, and those that are no state; in order.
     arguments: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
     free: dict[tuple[str, tuple[int, ...]], list[tuple[str, Any]]] = {}
-    for path, x in _trees.leaves_with_paths(step.args):
-        ends = _trees.tails(path)
+    for path, x in trees.leaves_with_paths(step.args):
+        ends = trees.tails(path)
         for end in ends:
             key = end, getattr(x, "shape", ())
             arguments.setdefault(key, []).append(x)
@@ -253,11 +249,11 @@ def record(
 
 
 def _codec_rules(
-    given: _rules.OffloadConfig | None,
+    given: OffloadConfig | None,
     codecs: Codecs,
     of_moments: Collection[str],
     halves: Collection[str],
-) -> _rules.OffloadConfig | None:
+) -> OffloadConfig | None:
     """The rules with a codec: those given, then one for each format of what is left."""
     rules = list(given.made_lenient().rules) if given else []
     for codec in codecs:
@@ -266,25 +262,25 @@ def _codec_rules(
         paths = halves if codec == REMAINDER else of_moments
         patterns = sorted({pattern_of(path) for path in paths})
         if patterns:
-            rules.append(_rules.Rule("|".join(patterns), codec=codec, optional=True))
-    return _rules.OffloadConfig(rules) if any(r.codec for r in rules) else None
+            rules.append(Rule("|".join(patterns), codec=codec, optional=True))
+    return OffloadConfig(rules) if any(r.codec for r in rules) else None
 
 
 def _halves(state: Any, params: Any) -> set[str]:
     """The paths of master weights whose other half a bfloat16 parameter has."""
     short = {
         path
-        for path, x in _trees.leaves_with_paths(params)
+        for path, x in trees.leaves_with_paths(params)
         if getattr(x, "dtype", None) == jnp.bfloat16
     }
-    return {p for p in master_paths(state) if short.intersection(_trees.tails(p))}
+    return {p for p in master_paths(state) if short.intersection(trees.tails(p))}
 
 
 def _joined(leaves: Sequence[Leaf], formats: Mapping[str, str]) -> list[Leaf]:
     """With codes and scales as one leaf again, which one rule moves."""
     found: dict[str, Leaf] = {}
     for leaf in leaves:
-        path = _trees.encoded_leaf(leaf.path) if leaf.path in formats else None
+        path = trees.encoded_leaf(leaf.path) if leaf.path in formats else None
         codec: Any = formats.get(leaf.path, "").partition(" of ")[0]
         if path is None:
             found[leaf.path] = leaf
@@ -301,7 +297,7 @@ def _joined(leaves: Sequence[Leaf], formats: Mapping[str, str]) -> list[Leaf]:
 
 
 def _types(tree: Any) -> list[tuple[str, Any]]:
-    return [(path, jax.typeof(x)) for path, x in _trees.leaves_with_paths(tree)]
+    return [(path, jax.typeof(x)) for path, x in trees.leaves_with_paths(tree)]
 
 
 def leaf_of(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
@@ -310,7 +306,7 @@ def leaf_of(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
     That is the one of its shape whose path ends in the leaf's. Where it is None, the
     leaf counts as a type does that says no more.
     """
-    nbytes = _memory.nbytes(aval)
+    nbytes = memory.nbytes(aval)
     sharding = getattr(like, "sharding", None)
     if isinstance(sharding, Sharding) and aval.ndim:
         shard = sharding.shard_shape(aval.shape)
@@ -321,9 +317,9 @@ def leaf_of(path: str, aval: Any, like: Any, target: aot.Target) -> Leaf:
         axis = whole[0] if whole else None
     else:
         replicated = like is not None or target.device_count == 1
-        per_device = nbytes if replicated else _memory.nbytes_on_each_device(aval)
+        per_device = nbytes if replicated else memory.nbytes_on_each_device(aval)
         axis = 0 if aval.ndim else None
-    return Leaf(path, _memory.movable_nbytes(aval), per_device, axis, aval.ndim >= 3)
+    return Leaf(path, memory.movable_nbytes(aval), per_device, axis, aval.ndim >= 3)
 
 
 def check_remainder(

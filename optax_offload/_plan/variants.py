@@ -6,18 +6,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 
-from optax_offload._plan.state import (
-    MOST_LAST,
-    REMAINDER,
-    Codecs,
-    MovableState,
-    Parameters,
-    Selection,
-    of_parameters,
-)
-from optax_offload._rules import OffloadConfig
-from optax_offload._step_options import LateGradients, Options, Residuals
-from optax_offload._units import size_text
+from optax_offload._ground.units import size_text
+from optax_offload._places.rules import OffloadConfig
+from optax_offload._places.step_options import LateGradients, Options, Residuals
+from optax_offload._plan.allowed import REMAINDER, Codecs, of_parameters
+from optax_offload._plan.state import MOST_LAST, MovableState, Parameters, Selection
 
 # Windows that are tried where nothing else fits: rows of more bytes are then updated in
 # parts, and less is loaded ahead.

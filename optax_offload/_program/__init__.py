@@ -26,6 +26,7 @@ from optax_offload._program.call import (
     transform_as,
 )
 from optax_offload._program.conds import selections
+from optax_offload._program.flops import flops_of, flops_of_jaxpr
 from optax_offload._program.frozen_gradients import gradients_of_codes
 from optax_offload._program.graph import (
     Atom,
@@ -48,6 +49,17 @@ from optax_offload._program.graph import (
     within,
 )
 from optax_offload._program.keys import Places, key_data
+from optax_offload._program.lowered import (
+    Argument,
+    Sharded,
+    arguments,
+    check_pairs,
+    constrain,
+    is_unknown,
+    lower,
+    sharding_of,
+    shardings,
+)
 from optax_offload._program.primitives import (
     CODES,
     LAYOUT,
@@ -74,6 +86,7 @@ from optax_offload._program.wanted import has_update
 __all__ = [
     "CODES",
     "LAYOUT",
+    "Argument",
     "AtRest",
     "Atom",
     "Body",
@@ -89,17 +102,21 @@ __all__ = [
     "Places",
     "Program",
     "Resting",
+    "Sharded",
     "Step",
     "Taken",
     "Update",
     "ancestors",
     "apart",
     "are_codes",
+    "arguments",
     "as_they_are",
     "as_zero",
     "bound",
     "call_update",
     "called",
+    "check_pairs",
+    "constrain",
     "constrained",
     "dependents",
     "described",
@@ -110,6 +127,8 @@ __all__ = [
     "facts",
     "find_branches",
     "flatten",
+    "flops_of",
+    "flops_of_jaxpr",
     "gradients_of_codes",
     "handed_on",
     "has_update",
@@ -117,8 +136,10 @@ __all__ = [
     "in_pairs",
     "is_load",
     "is_transfer",
+    "is_unknown",
     "keeps_state",
     "key_data",
+    "lower",
     "needed",
     "nested",
     "of_values",
@@ -129,6 +150,8 @@ __all__ = [
     "scans",
     "selections",
     "shape",
+    "sharding_of",
+    "shardings",
     "signature",
     "take_apart",
     "trace",

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program.graph import bound
 
 # The positions at which scans move rows: none, those that count up with their
@@ -115,11 +115,11 @@ class Account:
         for x in values:
             one = self.of(x)
             if one is not None:
-                self._codes[one] = _memory.nbytes_on_each_device(jax.typeof(x))
+                self._codes[one] = memory.nbytes_on_each_device(jax.typeof(x))
 
     def note_stored(self, what: Literal["residual", "made"], x: Any) -> None:
         """Notes that a scan stores rows of a value."""
-        nbytes = _memory.nbytes_on_each_device(x)
+        nbytes = memory.nbytes_on_each_device(x)
         if what == "residual":
             self.residual_bytes += nbytes
         else:
@@ -142,7 +142,7 @@ class Account:
           step_loads: See `AtRest`.
         """
         replaced = set(returns)
-        resting = [(i, x) for i, x in enumerate(types) if _memory.on_host(x)]
+        resting = [(i, x) for i, x in enumerate(types) if memory.on_host(x)]
         return AtRest(
             tuple(self._resting(i, x, i in replaced) for i, x in resting),
             self.residual_bytes,
@@ -155,7 +155,7 @@ class Account:
     def _resting(self, i: int, x: Any, returns: bool) -> Resting:
         return Resting(
             i,
-            _memory.nbytes_on_each_device(x),
+            memory.nbytes_on_each_device(x),
             tuple(self._scans.get(i, ())),
             self._again.get(i, 1),
             tuple(dict.fromkeys(self._whole.get(i, ()))),

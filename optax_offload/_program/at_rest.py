@@ -22,14 +22,14 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from optax_offload import _memory
-from optax_offload._lowered import Spread
+from optax_offload._places import memory
 from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.accounts import Account, AtRest
 from optax_offload._program.bodies import entered, takers
 from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.followed import Followed, decodes
 from optax_offload._program.graph import bound, in_pairs, read, variables
+from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
 from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import scan_at_rest
@@ -73,7 +73,7 @@ def resting(
         account.name(args, range(len(args)))
         results = walk.evaluate(closed.jaxpr, closed.consts, args)
         return [
-            _memory.transfer(x, "pinned_host") if k in returns else x
+            memory.transfer(x, "pinned_host") if k in returns else x
             for k, x in enumerate(results)
         ]
 
@@ -128,7 +128,7 @@ class _Walk:
 
         for e in jaxpr.eqns:
             resting = any(v in env and rests(env[v]) for v in variables(e.invars))
-            resting |= any(_memory.on_host(v.aval) for v in variables(e.invars))
+            resting |= any(memory.on_host(v.aval) for v in variables(e.invars))
             own = resting or has_update(e) or any(v in stored for v in e.outvars)
             if not own and not followed.decodes(e):
                 plain.append(e)
@@ -166,7 +166,7 @@ class _Walk:
         moved: set[jex.Var] = set()
         for e in jaxpr.eqns:
             if e.primitive.name == "device_put":
-                some = {a for a, v in in_pairs(e) if _memory.on_host(v.aval)}
+                some = {a for a, v in in_pairs(e) if memory.on_host(v.aval)}
                 moved.update(variables(some))
                 whole.update(set(variables(e.invars)) - some)
                 continue
@@ -178,7 +178,7 @@ class _Walk:
         found: dict[jex.Var, Literal["residual", "made"]] = dict.fromkeys(made, "made")
         if self._residuals:
             for v in (stacked & taken) - whole:
-                if (_memory.movable_nbytes(v.aval) or 0) >= LEAST_RESIDUAL_BYTES:
+                if (memory.movable_nbytes(v.aval) or 0) >= LEAST_RESIDUAL_BYTES:
                     found[v] = "residual"
         return found
 
@@ -247,7 +247,7 @@ class _Walk:
         names = list(map(self._account.of, carry))
         kinds = turn.split(_kinds(wanted, values)).carry
         carry = [
-            _memory.transfer(_load_rows(x), kind)
+            memory.transfer(_load_rows(x), kind)
             if kind == "pinned_host"
             else self._load(x, name)
             for x, kind in zip(carry, kinds, strict=True)
@@ -284,7 +284,7 @@ class _Walk:
             )
             after, ys = turn.given(results)
             left = (y for v, y in zip(turn.stacked, ys, strict=True) if v not in made)
-            return _memory.transfer_all(after, kinds), list(left)
+            return memory.transfer_all(after, kinds), list(left)
 
         params, around = e.params, self._account.times
         after, stacked = scan_at_rest(
@@ -314,13 +314,13 @@ class _Walk:
         branches = e.params["branches"]
         types = [jax.make_jaxpr(self._body(b))(*operands).out_avals for b in branches]
         kinds = [
-            "pinned_host" if any(map(_memory.on_host, some)) else "device"
+            "pinned_host" if any(map(memory.on_host, some)) else "device"
             for some in zip(*types, strict=True)
         ]
 
         def branch(b: jex.ClosedJaxpr) -> Callable[..., list[Any]]:
             body = self._named(b, operands)
-            return lambda *args: _memory.transfer_all(body(*args), kinds)
+            return lambda *args: memory.transfer_all(body(*args), kinds)
 
         return conds.around(list(map(branch, branches)), e, [index, *operands])
 
@@ -341,7 +341,7 @@ class _Walk:
         kinds = turn.split(_kinds(wanted, values[turn.first :])).carry
 
         def placed(carry: Sequence[Any]) -> list[Any]:
-            return _memory.transfer_all(carry, kinds)
+            return memory.transfer_all(carry, kinds)
 
         def each_goes_on(carry: Sequence[Any]) -> Any:
             (found,) = self._body(condition)(*of_condition, *map(_on_device, carry))
@@ -407,7 +407,7 @@ def _where_going(
 
 
 def _on_device(x: Any) -> Any:
-    return _memory.transfer(x, "device")
+    return memory.transfer(x, "device")
 
 
 def _load_rows(x: Any) -> Any:
@@ -450,6 +450,6 @@ def makes_rows(closed: jex.ClosedJaxpr) -> bool:
             return True
         stacked.update(v for body in entered(e) for v in body.stacked)
         moved = in_pairs(e) if e.primitive.name == "device_put" else ()
-        if any(a in stacked and _memory.on_host(v.aval) for a, v in moved):
+        if any(a in stacked and memory.on_host(v.aval) for a, v in moved):
             return True
     return False

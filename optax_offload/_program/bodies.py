@@ -13,7 +13,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class Row(NamedTuple):
     @property
     def rests(self) -> bool:
         """Whether what it is a row of rests on the host, and it is on the device."""
-        return _memory.on_host(self.stack.aval) and not _memory.on_host(self.row.aval)
+        return memory.on_host(self.stack.aval) and not memory.on_host(self.row.aval)
 
 
 class Given(NamedTuple, Generic[T]):
@@ -215,7 +216,7 @@ def entered(e: jex.JaxprEqn) -> Sequence[Body]:
     if closed is None:
         return []
     if e.primitive.name == "scan":
-        counts = _compat.scan_counts(e.params)
+        counts = compat.scan_counts(e.params)
         return [Body(e, closed, 0, counts, len(e.outvars) - counts[1])]
     if e.primitive.name == "while":
         first, consts = e.params["cond_nconsts"], e.params["body_nconsts"]

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import Builder
 from optax_offload._program.graph import (
@@ -74,7 +74,7 @@ def find_branches(update: Update) -> Branches | None:
     beside both.
     """
     program, stores = update.program, update.stores
-    if any(map(_compat.has_effects, program.equations)):
+    if any(map(compat.has_effects, program.equations)):
         return None
     loaded = {program.invars[i] for i in update.loads if shape(program.invars[i])}
     dependent = dependents(program, loaded)

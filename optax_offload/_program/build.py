@@ -11,7 +11,7 @@ import jax.core
 import numpy as np
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program.bodies import of_call
 from optax_offload._program.graph import Atom, Program, bound
 from optax_offload._program.primitives import facts
@@ -139,12 +139,12 @@ class Builder:
 
     def move(self, a: Atom, memory_kind: str) -> Atom:
         """Returns the value of an atom in a memory; random keys stay where they are."""
-        here = _memory.kind_of_type(a.aval) == memory_kind
-        if here or _memory.movable_nbytes(a.aval) is None:
+        here = memory.kind_of_type(a.aval) == memory_kind
+        if here or memory.movable_nbytes(a.aval) is None:
             return a
         how = a.aval, memory_kind
         if how not in self._moves:
-            move = functools.partial(_memory.transfer, memory_kind=memory_kind)
+            move = functools.partial(memory.transfer, memory_kind=memory_kind)
             (self._moves[how],) = jax.make_jaxpr(move)(a.aval).jaxpr.eqns
         e = self._moves[how]
         result = jex.Var(e.outvars[0].aval)

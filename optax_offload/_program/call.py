@@ -23,11 +23,12 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching
 
-from optax_offload import _compat, _memory
-from optax_offload._lowered import Argument
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program.build import Builder
 from optax_offload._program.graph import Atom, bound, evaluate, read
 from optax_offload._program.keys import Places, key_data
+from optax_offload._program.lowered import Argument
 from optax_offload._program.update import Input, Update
 
 Function: TypeAlias = Callable[..., tuple[Any, Any]]
@@ -111,9 +112,9 @@ def called_where_it_rests(what: Call, data: Sequence[Any]) -> list[Any]:
       what: The call.
       data: Its arguments, where they rest.
     """
-    typed = {i for i, x in enumerate(data) if _memory.on_host(x)}
+    typed = {i for i, x in enumerate(data) if memory.on_host(x)}
     planned = set(what.update.loads)
-    if not _compat.tracing_for_jit_alone():
+    if not compat.tracing_for_jit_alone():
         # In a loop or in a branch nothing but the type says where it is.
         what.caller.check({}, typed)
         planned &= typed
@@ -137,10 +138,10 @@ def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
       data: Its arguments, or their types.
     """
     program = what.update.program
-    on_device = _memory.as_on_device.value
+    on_device = memory.as_on_device.value
     kinds = ["device" if on_device else o.memory_kind for o in what.update.outputs]
     builder = Builder(program.constants)
-    types = map(_memory.type_of, data)
+    types = map(memory.type_of, data)
     invars = [
         v if v.aval == aval else jex.Var(aval)
         for v, aval in zip(program.invars, types, strict=True)
@@ -153,7 +154,7 @@ def _meaning(what: Call, data: Sequence[Any]) -> jex.ClosedJaxpr:
         builder.add(e)
     moved = zip(builder.read_all(program.outvars), kinds, strict=True)
     outvars = [builder.move(a, kind) for a, kind in moved]
-    if any(_memory.movable_nbytes(a.aval) is None for a in outvars):
+    if any(memory.movable_nbytes(a.aval) is None for a in outvars):
         outvars = builder.trace(lambda *x: key_data(x), *outvars)
     jaxpr = jex.Jaxpr(
         constvars=list(builder.constants),
@@ -177,7 +178,7 @@ def equation_of(
       operands: The operands.
       results: The results.
     """
-    with _memory.as_on_device(True):
+    with memory.as_on_device(True):
         body = _meaning(what, [a.aval for a in operands])
     return like.replace(
         invars=operands,
@@ -202,7 +203,7 @@ def _closed(update: Update) -> tuple[Update, list[Any]]:
         invars=[*update.program.invars, *traced],
         constants={v: x for v, x in constants.items() if v not in traced},
     )
-    inputs = (*update.inputs, *(Input(_memory.on_host(x)) for x in traced.values()))
+    inputs = (*update.inputs, *(Input(memory.on_host(x)) for x in traced.values()))
     update = dataclasses.replace(update, program=program, inputs=inputs)
     return update, [*traced.values()]
 
@@ -227,7 +228,7 @@ def run_now(
 
     def now(*data: Any, **params: Any) -> list[Any]:
         def once(*data: Any) -> list[Any]:
-            compiled = _memory.is_traced(data) and not _memory.as_on_device.value
+            compiled = memory.is_traced(data) and not memory.as_on_device.value
             return (primitive.bind if compiled else meaning)(*data, **params)
 
         return jax.jit(once)(*data)
@@ -265,7 +266,7 @@ def transform_as(primitive: jex.Primitive, meaning: Callable[..., list[Any]]) ->
     primitive.def_impl(run_now(primitive, meaning))
     batching.primitive_batchers[primitive] = batched
     ad.primitive_jvps[primitive] = jvp
-    _compat.check_inside(primitive, closed)
+    compat.check_inside(primitive, closed)
 
 
 def _plain(*data: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
@@ -299,7 +300,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     what: Call = params["what"]
     values = offloaded_update.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    on_device = [_memory.transfer(x, "device") for x in primals]
+    on_device = [memory.transfer(x, "device") for x in primals]
 
     def of(*some: Any) -> list[Any]:
         given = bound(moving, some)
@@ -309,7 +310,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     _, out = jax.jvp(
         of,
         [on_device[i] for i in moving],
-        [_memory.transfer(tangents[i], "device") for i in moving],
+        [memory.transfer(tangents[i], "device") for i in moving],
     )
     return values, [_beside(t, x) for t, x in zip(out, values, strict=True)]
 
@@ -329,7 +330,7 @@ def _beside(tangent: Any, primal: Any) -> Any:
         )
 
     forward = jax.custom_derivatives.linear_call(lambda _, t: t, refuse, (), tangent)
-    return _memory.transfer(forward, _memory.kind_of_type(aval))
+    return memory.transfer(forward, memory.kind_of_type(aval))
 
 
 offloaded_update = jex.Primitive("offloaded_update")
@@ -338,4 +339,4 @@ offloaded_update.def_impl(run_now(offloaded_update, _plain))
 offloaded_update.def_effectful_abstract_eval(_types)
 batching.primitive_batchers[offloaded_update] = _batched
 ad.primitive_jvps[offloaded_update] = _jvp
-_compat.check_inside(offloaded_update, lambda *_, jaxpr, **__: jaxpr)
+compat.check_inside(offloaded_update, lambda *_, jaxpr, **__: jaxpr)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import flatten
 from optax_offload._program.graph import (
@@ -30,7 +30,7 @@ def split(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     Results that share no array in a branch become results of conditionals of their own.
     Values that follow from scalars alone are computed by each of these.
     """
-    if e.primitive.name != "cond" or _compat.has_effects(e) or len(e.outvars) < 2:
+    if e.primitive.name != "cond" or compat.has_effects(e) or len(e.outvars) < 2:
         return [e]
     branches = [flatten(branch) for branch in e.params["branches"]]
     classes = _classes(branches, len(e.outvars))

@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program.graph import variables
 from optax_offload._program.primitives import are_codes, facts
 from optax_offload._program.row_values import RowValue, computed, of_stack, rests
@@ -65,7 +66,7 @@ class Followed:
         self, e: jex.JaxprEqn, count: int, limit: int
     ) -> Sequence[RowValue] | None:
         rule = facts(e).rows
-        by_rows = rule(e, count) if rule and not _compat.has_effects(e) else None
+        by_rows = rule(e, count) if rule and not compat.has_effects(e) else None
         if by_rows is None:
             return None
         operands: list[Any] = []
@@ -132,6 +133,4 @@ def _is_narrow(v: jex.Var) -> bool:
 
 
 def _nbytes(v: jex.Var) -> int:
-    return (
-        _memory.nbytes_on_each_device(v.aval) if _memory.movable_nbytes(v.aval) else 0
-    )
+    return memory.nbytes_on_each_device(v.aval) if memory.movable_nbytes(v.aval) else 0

@@ -10,7 +10,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program.graph import nested, variables
 from optax_offload._program.primitives import are_codes
 
@@ -44,7 +44,7 @@ def gradients_of_codes(jaxpr: jex.Jaxpr) -> list[int]:
       jaxpr: A step. What its results do not need costs nothing, and is not looked at.
     """
     found: set[int] = set()
-    jaxpr = _compat.without_unused(jaxpr)
+    jaxpr = compat.without_unused(jaxpr)
     leaves = {v: frozenset([i]) for i, v in enumerate(jaxpr.invars)}
     _look(jaxpr, {}, leaves, found)
     return sorted(found)

@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program.bodies import Body, as_they_are
 
 Atom: TypeAlias = jex.Var | jex.Literal
@@ -88,7 +88,7 @@ def needed(
     found: list[int] = []
     for i in reversed(range(len(equations))):
         e = equations[i]
-        if (effects and _compat.has_effects(e)) or not missing.isdisjoint(e.outvars):
+        if (effects and compat.has_effects(e)) or not missing.isdisjoint(e.outvars):
             found.append(i)
             missing.update(v for v in variables(e.invars) if v not in known)
     return found[::-1]
@@ -108,7 +108,7 @@ def ordered(program: Program, equations: Sequence[jex.JaxprEqn]) -> list[jex.Jax
         return sorted({producers[v] for v in taken if v in producers}, reverse=True)
 
     waiting = [producers[v] for v in variables(program.outvars) if v in producers]
-    waiting += [i for i, e in enumerate(equations) if _compat.has_effects(e)]
+    waiting += [i for i, e in enumerate(equations) if compat.has_effects(e)]
     alive: set[int] = set()
     while waiting:
         i = waiting.pop()

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import row_rules
 from optax_offload._program.graph import in_pairs
 from optax_offload._program.row_rules import RowRule, along, elementwise
@@ -171,19 +171,19 @@ def singly(e: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 def is_transfer(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation moves one value between memories, or keeps it."""
     return e.primitive.name == "device_put" and any(
-        _memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
+        memory.on_host(a.aval) for a in (*e.invars, *e.outvars)
     )
 
 
 def is_load(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation moves one value from the host to the device."""
     return (
-        is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.outvars[0].aval)
+        is_transfer(e) and len(e.invars) == 1 and not memory.on_host(e.outvars[0].aval)
     )
 
 
 def is_store(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation moves one value from the device to the host."""
     return (
-        is_transfer(e) and len(e.invars) == 1 and not _memory.on_host(e.invars[0].aval)
+        is_transfer(e) and len(e.invars) == 1 and not memory.on_host(e.invars[0].aval)
     )

@@ -9,7 +9,7 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import entered
 from optax_offload._program.build import flatten
@@ -41,7 +41,7 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
     """
     program = flatten(closed, once=True)
     resting = {
-        v for v, x in zip(program.invars, types, strict=True) if _memory.on_host(x)
+        v for v, x in zip(program.invars, types, strict=True) if memory.on_host(x)
     }
     for e in program.equations:  # New state is where its update leaves it.
         what = called(e)

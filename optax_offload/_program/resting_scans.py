@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend.core import primitives
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program.bodies import Body, entered, with_bodies
 from optax_offload._program.build import Builder
 from optax_offload._program.graph import bound, variables
@@ -68,7 +68,7 @@ def scan_at_rest(
       **params: The other parameters of `lax.scan`.
     """
     rows = [
-        (_memory.device_type if load else jax.typeof)(x)
+        (memory.device_type if load else jax.typeof)(x)
         for x, load in zip(xs, loaded, strict=True)
     ]
     types = list(map(jax.typeof, carry))
@@ -82,7 +82,7 @@ def scan_at_rest(
         # The types of what rests, which only the scan takes and gives.
         given = bound(jaxpr.invars[len(types) :], xs)
         resting = {v: jex.Var(jax.typeof(x)) for v, x in given.items()}
-        resting |= {v: jex.Var(_memory.host_type(v.aval)) for v in some}
+        resting |= {v: jex.Var(memory.host_type(v.aval)) for v in some}
 
         def renamed(atoms: Sequence[Any]) -> list[Any]:
             return [
@@ -112,7 +112,7 @@ def _resting(e: jex.JaxprEqn) -> jex.JaxprEqn:
     if not (loaded or stored):
         return e
     jaxpr, builder = body.jaxpr, Builder()
-    here = {v: jex.Var(_memory.device_type(v.aval)) for v in loaded}
+    here = {v: jex.Var(memory.device_type(v.aval)) for v in loaded}
     for x in equations:
         if is_load(x) and x.invars[0] in here:
             builder.rename(x.outvars, [here[x.invars[0]]])
@@ -142,7 +142,7 @@ def _loaded(body: Body, equations: Sequence[jex.JaxprEqn]) -> list[jex.Var]:
 def _types(*given: Any, stored: Sequence[int], **params: Any) -> Any:
     types, effects = primitives.scan_p.abstract_eval(*given, **params)
     at_rest = enumerate(types)
-    return [_memory.host_type(x) if k in stored else x for k, x in at_rest], effects
+    return [memory.host_type(x) if k in stored else x for k, x in at_rest], effects
 
 
 # Named as JAX's own: to whoever asks what an equation does, it is a scan.

@@ -12,7 +12,7 @@ import jax.core
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program.bodies import Body
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.graph import Program, bound, passed_on, variables
@@ -48,7 +48,7 @@ class RowValue:
 
     def whole(self) -> Any:
         """All rows of it, on the device."""
-        loaded = [_memory.transfer(x, "device") for x in self.sources]
+        loaded = [memory.transfer(x, "device") for x in self.sources]
         _, blocks = lax.scan(lambda _, rows: (None, self._block(rows)), None, loaded)
         count, size, *others = blocks.shape
         return lax.reshape(blocks, (count * size, *others))
@@ -62,13 +62,13 @@ class RowValue:
 def rests(x: Any) -> bool:
     """Returns whether a value is not on the device, so that it has to be loaded."""
     return isinstance(x, RowValue) or (
-        isinstance(x, jax.core.Tracer) and _memory.on_host(x)
+        isinstance(x, jax.core.Tracer) and memory.on_host(x)
     )
 
 
 def of_stack(x: Any) -> RowValue:
     """A stack, as rows of itself."""
-    aval = _memory.device_type(x)
+    aval = memory.device_type(x)
     block = aval.update(shape=(1, *aval.shape[1:]))
     return RowValue(x.shape[0], (x,), (), jax.make_jaxpr(lambda x: x)(block).jaxpr)
 

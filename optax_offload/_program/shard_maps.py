@@ -14,8 +14,9 @@ import jax.core
 from jax.extend import core as jex
 from jax.sharding import AxisType, NamedSharding
 
-from optax_offload import _compat, _memory
-from optax_offload._lowered import Spread, spread_as
+from optax_offload._ground import compat
+from optax_offload._places import memory
+from optax_offload._program.lowered import Spread, spread_as
 
 
 def around(
@@ -63,12 +64,12 @@ def spread_as_wanted(
 
     Of others the program does not know how they are spread.
     """
-    if not _compat.tracing_for_jit_alone():
+    if not compat.tracing_for_jit_alone():
         return {}
     return {
         i: spread_as(values[i], x)
         for i, x in wanted.items()
-        if isinstance(values[i], jax.core.Tracer) and _memory.on_host(values[i])
+        if isinstance(values[i], jax.core.Tracer) and memory.on_host(values[i])
     }
 
 

@@ -14,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program import remats
 from optax_offload._program.accounts import AtRest
 from optax_offload._program.at_rest import makes_rows, resting
@@ -69,7 +70,7 @@ class InlinedUpdate:
         done = {
             v
             for e in self.what.update.program.equations
-            if _compat.has_effects(e)
+            if compat.has_effects(e)
             for v in e.outvars
         }
         inner = [
@@ -165,7 +166,7 @@ class Step:
     def misplaced(self) -> Sequence[str]:
         """Paths of such state with types of the device, which may be wrong (F28)."""
         planned = self.planned.items()
-        return [path for v, path in planned if not _memory.on_host(v.aval)]
+        return [path for v, path in planned if not memory.on_host(v.aval)]
 
     @property
     def moves_rows(self) -> bool:
@@ -196,7 +197,7 @@ class Step:
         found: dict[int, tuple[Sequence[jex.Var], Sequence[jex.Var]]] = {}
         before: Sequence[jex.Var] = ()
         for i, e in enumerate(self.program.equations):
-            if _compat.has_effects(e):
+            if compat.has_effects(e):
                 found[i] = before, (jex.Var(_TOKEN),)
                 before = found[i][1]
         return found
@@ -282,7 +283,7 @@ def of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]
         effects=jaxpr.effects,
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    pure = _compat.without_refs(jex.ClosedJaxpr(jaxpr, [x for _, x in others]))
+    pure = compat.without_refs(jex.ClosedJaxpr(jaxpr, [x for _, x in others]))
     return pure, tuple(x for _, x in refs)
 
 
@@ -338,7 +339,7 @@ class _Taken:
         """Notes what an equation loads, or makes of what is loaded."""
         taken = set(variables(e.invars))
         made = taken & self._loaded
-        is_load = is_transfer(e) and not _memory.on_host(e.outvars[0].aval)
+        is_load = is_transfer(e) and not memory.on_host(e.outvars[0].aval)
         if is_load or (made and facts(e).again and taken - made <= self._given):
             self._loaded.update(e.outvars)
 
@@ -387,7 +388,7 @@ class _Taken:
 
 def _as_typed(update: Update, operands: Sequence[Atom]) -> bool:
     """Returns whether what comes from the host has such a type."""
-    typed = [i for i, a in enumerate(operands) if _memory.on_host(a.aval)]
+    typed = [i for i, a in enumerate(operands) if memory.on_host(a.aval)]
     return typed == update.loads
 
 
@@ -413,7 +414,7 @@ def constrained(program: Program, v: jex.Var, x: Any) -> Any:
     """
     e = program.equations[program.producers[v]]
     if e.primitive.name not in ("device_put", "sharding_constraint") or (
-        _memory.on_host(v.aval)
+        memory.on_host(v.aval)
     ):
         return x
     (x,) = jax.core.eval_jaxpr(

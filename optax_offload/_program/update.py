@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _rules, _templates, _trees
+from optax_offload._ground import compat, trees
+from optax_offload._places import memory, templates
+from optax_offload._places.rules import OffloadConfig, decide
 from optax_offload._program.build import flatten
 from optax_offload._program.graph import Program
 
@@ -126,7 +128,7 @@ class Update:
         # In Explicit mode state may have come sharded otherwise than it leaves.
         same_type = all(
             getattr(before, x) == getattr(after, x) for x in ("shape", "dtype")
-        ) and _memory.explicit_sharding(before) == _memory.explicit_sharding(after)
+        ) and memory.explicit_sharding(before) == memory.explicit_sharding(after)
         on_host = self.inputs[alias].on_host
         same_memory = on_host == self.outputs[k].stored
         there = bool(before.shape) or not on_host
@@ -148,7 +150,7 @@ class Update:
         equations = [
             e
             for e in self.program.equations
-            if not (_compat.has_effects(e) or any(v in known for v in e.outvars))
+            if not (compat.has_effects(e) or any(v in known for v in e.outvars))
         ]
         program = dataclasses.replace(
             self.program, outvars=outvars, equations=equations
@@ -176,7 +178,7 @@ class Update:
 
 def trace(
     fn: Callable[..., tuple[Any, Any]],
-    config: _rules.OffloadConfig,
+    config: OffloadConfig,
     args: tuple[Any, ...],
     state: Any,
 ) -> tuple[Update, Any]:
@@ -196,18 +198,18 @@ def trace(
       TypeError: The function puts state into host memory itself.
     """
     leaves, structure = jax.tree.flatten(args)
-    types = jax.tree.unflatten(structure, [_memory.device_type(x) for x in leaves])
+    types = jax.tree.unflatten(structure, [memory.device_type(x) for x in leaves])
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
     program = flatten(closed, once=True)
-    with_paths, out_structure = _trees.flatten_with_path(out)
+    with_paths, out_structure = trees.flatten_with_path(out)
     made = [
-        (_trees.path_string(keys[1:]), a.aval)
+        (trees.path_string(keys[1:]), a.aval)
         for (keys, _), a in zip(with_paths, program.outvars, strict=True)
     ]
     updates = len(jax.tree.leaves(out[0]))
     kinds = ["device"] * updates + _state_kinds(config, made[updates:])
     aliases = _aliases(args, updates, [path for path, _ in made[updates:]], state)
-    likes = _templates.arguments_like(made, args)
+    likes = templates.arguments_like(made, args)
     given = [a.aval for a in program.invars]
     outputs = [
         Output(
@@ -225,24 +227,22 @@ def trace(
     return Update(program, inputs, tuple(outputs)), out_structure
 
 
-def _state_kinds(
-    config: _rules.OffloadConfig, state: Sequence[tuple[str, Any]]
-) -> list[str]:
-    elsewhere = [path for path, aval in state if _memory.on_host(aval)]
+def _state_kinds(config: OffloadConfig, state: Sequence[tuple[str, Any]]) -> list[str]:
+    elsewhere = [path for path, aval in state if memory.on_host(aval)]
     if elsewhere:
         raise TypeError(
             "a part of the wrapped optimizer is offloaded already: it puts "
             f"{', '.join(map(repr, elsewhere))} into host memory. Use one "
             "offload(...), around the whole or around parts that do not overlap"
         )
-    sizes = [(path, _memory.movable_nbytes(aval)) for path, aval in state]
-    placements = _rules.place(config, sizes)
+    sizes = [(path, memory.movable_nbytes(aval)) for path, aval in state]
+    placements = decide(config, sizes)
     return [placement.memory_kind for placement in placements]
 
 
 def _holds_codes(path: str, aval: Any) -> bool:
     name = path.rpartition("/")[2]
-    return name.startswith(_trees.CODES) and aval.dtype == jnp.uint16
+    return name.startswith(trees.CODES) and aval.dtype == jnp.uint16
 
 
 def _aliases(
@@ -253,7 +253,7 @@ def _aliases(
     Arguments are (updates, state, ...), outputs (updates, state).
     """
     gradients = len(jax.tree.leaves(args[0]))
-    before = [path for path, _ in _trees.leaves_with_paths(state)]
+    before = [path for path, _ in trees.leaves_with_paths(state)]
     of_updates: list[int | None] = [None] * updates
     if updates == gradients:
         of_updates = [*range(updates)]
@@ -263,36 +263,32 @@ def _aliases(
     return [*of_updates, *of_state]
 
 
-def _made_along(
-    config: _rules.OffloadConfig, path: str, types: Sequence[Any]
-) -> int | None:
+def _made_along(config: OffloadConfig, path: str, types: Sequence[Any]) -> int | None:
     """The axis along which new state may be sliced, by its type and that it is like."""
     asked = _asked_axis(config, path)
     if asked != "auto":
         return asked
-    axes = {_memory.slice_axis(x) for x in types}
+    axes = {memory.slice_axis(x) for x in types}
     return axes.pop() if len(axes) == 1 else None
 
 
-def _asked_axis(
-    config: _rules.OffloadConfig, path: str
-) -> int | Literal["auto"] | None:
+def _asked_axis(config: OffloadConfig, path: str) -> int | Literal["auto"] | None:
     rule = next((r for r in config.rules if r.matches(path)), None)
     return "auto" if rule is None else rule.slice_axis
 
 
 def _inputs(
-    config: _rules.OffloadConfig, args: tuple[Any, ...], state: Any
+    config: OffloadConfig, args: tuple[Any, ...], state: Any
 ) -> tuple[Input, ...]:
     """Arguments as their types and the rules have them."""
     leaves = jax.tree.leaves(args)
-    inputs = [Input(_memory.on_host(x)) for x in leaves]
+    inputs = [Input(memory.on_host(x)) for x in leaves]
     gradients = len(jax.tree.leaves(args[0]))
-    for i, (path, _) in enumerate(_trees.leaves_with_paths(state), start=gradients):
+    for i, (path, _) in enumerate(trees.leaves_with_paths(state), start=gradients):
         axis = _asked_axis(config, path)
         if axis == "auto":
             # None is that of a type that does not say.
-            axis = _memory.slice_axis(leaves[i])
+            axis = memory.slice_axis(leaves[i])
             axis = "auto" if axis is None else axis
         inputs[i] = dataclasses.replace(inputs[i], slice_axis=axis)
     return tuple(inputs)

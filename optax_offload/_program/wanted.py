@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
-from optax_offload._lowered import Spread
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import as_they_are, entered, of_call
 from optax_offload._program.call import called
 from optax_offload._program.graph import Atom, described, in_pairs, variables, within
+from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
 
 
@@ -143,7 +144,7 @@ def _wanted(body: jex.Jaxpr, results: Sequence[int | None]) -> _Variables:
             for v in variables([e.invars[i]]):
                 if found.spread.setdefault(v, wanted) != wanted:
                     found.rows.discard(v)
-    if _compat.SEGMENTS_ARE_FREED and any(map(has_update, body.eqns)):
+    if compat.SEGMENTS_ARE_FREED and any(map(has_update, body.eqns)):
         found.rows.update(v for v in body.invars if v not in found.spread)
     return found
 
@@ -182,4 +183,4 @@ def loads_itself(jaxpr: jex.Jaxpr) -> bool:
     """Returns whether a step loads what it has stored, as `jax.checkpoint` may."""
     everywhere = (x for e in jaxpr.eqns for x in (e, *within(e)))
     loads = (e for e in everywhere if e.primitive.name == "device_put")
-    return any(_memory.on_host(a.aval) for e in loads for a in e.invars)
+    return any(memory.on_host(a.aval) for e in loads for a in e.invars)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from optax_offload._ground.units import MIB, html_paragraph, html_table, size_text
 from optax_offload._report.rows import Row
-from optax_offload._units import MIB, html_paragraph, html_table, size_text
 
 # Shown for the path of a tree that is one leaf.
 THE_TREE_ITSELF = "(the tree itself)"

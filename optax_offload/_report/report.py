@@ -10,12 +10,21 @@ from typing import Any
 
 import jax
 
-from optax_offload import _host_memory, _memory, _rules, _trees
-from optax_offload._errors import CodecError, MemoryKindError, OffloadWarning
+from optax_offload._ground import trees
+from optax_offload._ground.errors import CodecError, MemoryKindError, OffloadWarning
+from optax_offload._ground.units import Printed, size_text
+from optax_offload._host import host_memory
 from optax_offload._low_bit import codecs_named, encoded_parts, in_other_forms
+from optax_offload._places import memory
+from optax_offload._places.rules import (
+    Placement,
+    Rules,
+    as_config,
+    decide,
+    why_nothing_moves,
+)
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
-from optax_offload._units import Printed, size_text
 
 # What a value without a memory kind is filed under.
 NO_KIND = "no memory kind"
@@ -36,8 +45,8 @@ class MemoryReport(Printed):
     """
 
     rows: tuple[Row, ...]
-    host: _host_memory.HostMemory = dataclasses.field(
-        default_factory=_host_memory.HostMemory
+    host: host_memory.HostMemory = dataclasses.field(
+        default_factory=host_memory.HostMemory
     )
 
     @property
@@ -195,11 +204,11 @@ class MemoryReport(Printed):
     def _why_nothing_moves(self) -> str:
         """A line on rules that leave all on the device, as of a small model."""
         planned = [(row.planned, row.why) for row in self.rows if row.planned]
-        return _rules.why_nothing_moves(planned)
+        return why_nothing_moves(planned)
 
 
 def memory_report(
-    tree: Any, rules: _rules.Rules | None = None, *, under: str = ""
+    tree: Any, rules: Rules | None = None, *, under: str = ""
 ) -> MemoryReport:
     """Reports where every leaf of a tree is, and where rules want it.
 
@@ -233,11 +242,11 @@ def memory_report(
       >>> print(oo.memory_report(state, ".*trace.*").check().totals)
       {'pinned_host': 131072}
     """
-    leaves = _trees.leaves_with_paths(tree)
+    leaves = trees.leaves_with_paths(tree)
     functions = [path for path, x in leaves if callable(x) and not hasattr(x, "dtype")]
     if functions:
         raise TypeError(
-            f"the tree has functions at {_trees.listed(functions)}. Give it arrays: of "
+            f"the tree has functions at {trees.listed(functions)}. Give it arrays: of "
             "an optimizer its state, memory_report(tx.init(params), rules), and of an "
             "Equinox model equinox.filter(model, equinox.is_array)"
         )
@@ -255,8 +264,8 @@ def memory_report(
 
 
 def _placements(
-    leaves: list[tuple[str, Any]], rules: _rules.Rules | None, under: str
-) -> list[_rules.Placement]:
+    leaves: list[tuple[str, Any]], rules: Rules | None, under: str
+) -> list[Placement]:
     """Returns the planned memory of each leaf; "" where no rule decides."""
     if rules is None:
         if under:
@@ -264,26 +273,24 @@ def _placements(
                 f"under={under!r} says where the paths of rules begin, and there are "
                 "no rules: give them too"
             )
-        return [_rules.Placement("", "no rules given")] * len(leaves)
-    sizes = [(path, _memory.movable_nbytes(x)) for path, x in leaves]
-    return _rules.place(_rules.as_config(rules), sizes, under=under)
+        return [Placement("", "no rules given")] * len(leaves)
+    sizes = [(path, memory.movable_nbytes(x)) for path, x in leaves]
+    return decide(as_config(rules), sizes, under=under)
 
 
-def _in_other_forms(
-    tree: Any, rules: _rules.Rules | None, under: str
-) -> dict[str, str]:
+def _in_other_forms(tree: Any, rules: Rules | None, under: str) -> dict[str, str]:
     """Finds leaves, and parts of leaves, in another form than the rules name."""
     if rules is None:
         return {}
-    config = _rules.as_config(rules).made_lenient()
+    config = as_config(rules).made_lenient()
     others = in_other_forms(tree, codecs_named(tree, config, under=under))
     said = {x.path: f"{x.form}, where the rules say {x.named}" for x in others}
-    paths = [path for path, _ in _trees.leaves_with_paths(tree)]
-    wholes = {path: _trees.encoded_leaf(path) or path for path in paths}
+    paths = [path for path, _ in trees.leaves_with_paths(tree)]
+    wholes = {path: trees.encoded_leaf(path) or path for path in paths}
     return {p: said[q] for p, q in wholes.items() if q in said}
 
 
-def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:
+def _host_needs(rows: list[Row], leaves: list[Any]) -> host_memory.HostMemory:
     needed: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     distinct: Counter[str] = Counter()
@@ -299,9 +306,9 @@ def _host_needs(rows: list[Row], leaves: list[Any]) -> _host_memory.HostMemory:
     platforms = {platform for x in leaves for platform in _platforms_here(x)}
     limits = ()
     if needed and platforms:
-        pinned = _memory.pinned_bytes_of_this_process() if "gpu" in platforms else 0
-        limits = tuple(_host_memory.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
-    return _host_memory.HostMemory(
+        pinned = memory.pinned_bytes_of_this_process() if "gpu" in platforms else 0
+        limits = tuple(host_memory.limits(gpu="gpu" in platforms, pinned_bytes=pinned))
+    return host_memory.HostMemory(
         dict(needed), dict(missing), limits, dict(distinct), dict(copies)
     )
 

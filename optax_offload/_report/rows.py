@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_offload import _memory, _rules
 from optax_offload._low_bit import codec_of
+from optax_offload._places import memory
+from optax_offload._places.rules import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Row:
 def row_of(
     path: str,
     x: Any,
-    placement: _rules.Placement,
+    placement: Placement,
     codec: str | None = None,
     named: str | None = None,
 ) -> Row:
@@ -81,7 +82,7 @@ def row_of(
         nbytes_per_device=nbytes_per_device,
         nbytes_per_host=nbytes_per_host,
         planned=placement.memory_kind or None,
-        actual=_memory.memory_kind_of(x),
+        actual=memory.memory_kind_of(x),
         why=placement.why + _why_not_encoded(x, placement, codec),
         codec=codec,
         named=named,
@@ -89,7 +90,7 @@ def row_of(
     )
 
 
-def _why_not_encoded(x: Any, placement: _rules.Placement, codec: str | None) -> str:
+def _why_not_encoded(x: Any, placement: Placement, codec: str | None) -> str:
     wanted = placement.rule and placement.rule.codec
     if codec is not None or wanted is None or not hasattr(x, "dtype"):
         return ""
@@ -99,7 +100,7 @@ def _why_not_encoded(x: Any, placement: _rules.Placement, codec: str | None) -> 
 
 def _sizes(x: Any) -> tuple[int, int, int]:
     """The bytes of a leaf in all, of its shard on a device, and of those here."""
-    nbytes = _memory.nbytes(x)
+    nbytes = memory.nbytes(x)
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.Sharding) or not nbytes:
         return nbytes, nbytes, nbytes

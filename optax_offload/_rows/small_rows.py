@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from jax.extend import core as jex
 
-from optax_offload import _memory, _tpu_layout
+from optax_offload._places import memory, tpu_layout
 from optax_offload._program import (
     Atom,
     Body,
@@ -44,17 +44,17 @@ def with_whole_stacks(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
         for i in operands:
             a = invars[i]
             if a not in here:
-                here[a] = builder.trace(lambda x: _memory.transfer(x, "device"), a)[0]
+                here[a] = builder.trace(lambda x: memory.transfer(x, "device"), a)[0]
             invars[i] = here[a]
         for k in results:
-            outvars[k] = jex.Var(_memory.device_type(e.outvars[k].aval))
+            outvars[k] = jex.Var(memory.device_type(e.outvars[k].aval))
         (body,) = entered(e)
         stored = [x.position for x in body.stores if x.position not in results]
         changed = with_rows(e, body.closed, stored)
         builder.add(changed.replace(invars=invars, outvars=outvars))
         for k in results:
             y = outvars[k]
-            (a,) = builder.trace(lambda x: _memory.transfer(x, "pinned_host"), y)
+            (a,) = builder.trace(lambda x: memory.transfer(x, "pinned_host"), y)
             builder.rename([e.outvars[k]], [a])
             here[a] = y
     results = builder.read_all(jaxpr.outvars)
@@ -80,6 +80,6 @@ def _stays_whole(v: jex.Var) -> bool:
 
     On several devices a layer may be sharded otherwise than what it takes.
     """
-    shared = _memory.devices_of(v.aval) > 1
-    moves = _tpu_layout.part_of_row_moves if shared else _tpu_layout.row_moves
-    return _memory.on_host(v.aval) and not moves(v.aval, 0)
+    shared = memory.devices_of(v.aval) > 1
+    moves = tpu_layout.part_of_row_moves if shared else tpu_layout.row_moves
+    return memory.on_host(v.aval) and not moves(v.aval, 0)

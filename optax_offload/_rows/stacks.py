@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import MIB
+from optax_offload._places import memory
 from optax_offload._program import (
     Builder,
     Program,
@@ -27,7 +28,6 @@ from optax_offload._program import (
 )
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.rules.registry import NotRowLocalError
-from optax_offload._units import MIB
 
 # Less is not worth a loop of its own.
 LEAST_STACK_BYTES = MIB
@@ -39,7 +39,7 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     As it was, if it makes none, if it takes anything from the host, as a step does that
     trains, or if it has effects.
     """
-    if closed.jaxpr.effects or any(map(_memory.on_host, closed.in_avals)):
+    if closed.jaxpr.effects or any(map(memory.on_host, closed.in_avals)):
         return closed
     program = flatten(closed)
     users: dict[jex.Var, int] = {}
@@ -53,7 +53,7 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
         for e in program.equations
         if e.primitive.name == "device_put"
         for a, v in in_pairs(e)
-        if isinstance(a, jex.Var) and a in alone and _memory.on_host(v.aval)
+        if isinstance(a, jex.Var) and a in alone and memory.on_host(v.aval)
         for rows in [_rows_of(program, a)]
         if rows is not None
     }
@@ -66,7 +66,7 @@ def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
     at = program.producers.get(a)
     if at is None or len(sizes) < 2 or sizes[0] < 2:
         return None
-    large = (_memory.movable_nbytes(a.aval) or 0) >= LEAST_STACK_BYTES
+    large = (memory.movable_nbytes(a.aval) or 0) >= LEAST_STACK_BYTES
     if not large or program.equations[at].primitive.name == "scan":
         return None
     analysis = Analysis(RowCount(sizes[0]), program.equations, program.producers)
@@ -80,8 +80,8 @@ def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
     found = analysis.row_local((), [a])
     # What is made whole for it, such as a key for each row, is at most a row.
     whole = (v for v in found.inputs if v in program.producers)
-    nbytes = sum(_memory.movable_nbytes(v.aval) or 0 for v in whole)
-    small = nbytes * sizes[0] <= _memory.nbytes(a.aval)
+    nbytes = sum(memory.movable_nbytes(v.aval) or 0 for v in whole)
+    small = nbytes * sizes[0] <= memory.nbytes(a.aval)
     return found if small and not analysis.conflict() else None
 
 

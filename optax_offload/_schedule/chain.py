@@ -17,7 +17,9 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import MIB, size_text
+from optax_offload._places import memory
+from optax_offload._places.step_options import Options
 from optax_offload._program import (
     Step,
     are_codes,
@@ -39,8 +41,6 @@ from optax_offload._schedule.segments import (
     nbytes,
     ties,
 )
-from optax_offload._step_options import Options
-from optax_offload._units import MIB, size_text
 
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
@@ -97,7 +97,7 @@ def is_small(step: Step, asked: Options) -> bool:
         return False
     named = {v for e in step.program.equations if are_codes(e) for v in e.invars}
     inputs = step.program.invars
-    resting = [v for v in inputs if _memory.on_host(v.aval) or v in named]
+    resting = [v for v in inputs if memory.on_host(v.aval) or v in named]
     codes = [v for v in resting if _is_integer(v)]
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
@@ -144,7 +144,7 @@ class _Cut:
         # Also constants of a trace: operands of the step as it is carried out.
         read = {v for e in self._program.equations for v in variables(e.invars)}
         given = {*self._program.invars, *read.difference(self._program.producers)}
-        self._arguments = {v for v in given if _memory.on_host(v.aval)}
+        self._arguments = {v for v in given if memory.on_host(v.aval)}
         self._given = given - self._arguments
         # What is taken of what rests or of codes on the device, and what is made of
         # these alone.
@@ -203,7 +203,7 @@ class _Cut:
         taken = {
             v
             for left in lefts
-            if any(_memory.on_host(a.aval) for a in left.operands)
+            if any(memory.on_host(a.aval) for a in left.operands)
             for v in variables(left.operands)
             if shape(v)
         }
@@ -235,7 +235,7 @@ class _Cut:
         )
         end = min(self._most, sum(1 for _ in forward))
         for v, made, last in liveness.in_memory(self._step, self._nodes):
-            size = _memory.movable_nbytes(v.aval) or 0
+            size = memory.movable_nbytes(v.aval) or 0
             if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:
                 yield v
 
@@ -264,7 +264,7 @@ class _Cut:
         found: set[jex.Var] = set()
         left = self.excess
         for v in self._gradients:
-            size = _memory.movable_nbytes(v.aval) or 0
+            size = memory.movable_nbytes(v.aval) or 0
             if size >= LEAST_RESIDUAL_BYTES and (on_host or left > 0):
                 found.add(v)
                 left -= nbytes([v])
@@ -277,7 +277,7 @@ class _Cut:
             return False
         (v,) = e.outvars
         taken = variables(e.invars)
-        if is_transfer(e) and not _memory.on_host(v.aval):
+        if is_transfer(e) and not memory.on_host(v.aval):
             if self._arguments.issuperset(taken):
                 (self._source[v],) = taken
                 return True
@@ -305,7 +305,7 @@ class _Cut:
             v = waiting.pop()
             if v in self._source:
                 loaded[v] = None
-                if not _memory.on_host(self._source[v].aval):
+                if not memory.on_host(self._source[v].aval):
                     positions.add(self._program.producers[v])
             elif v in self._again and self._again[v] not in positions:
                 positions.add(self._again[v])
@@ -345,7 +345,7 @@ class _Cut:
         """Returns whether an equation takes or leaves values where they rest."""
         e = self._program.equations[node.position]
         atoms = (*variables(e.invars), *e.outvars)
-        return any(_memory.on_host(v.aval) for v in atoms)
+        return any(memory.on_host(v.aval) for v in atoms)
 
     def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
@@ -373,7 +373,7 @@ class _Cut:
             taken = [v for i in positions[n] for v in self._step.reads(i)]
             again, loaded = self._made_of(taken)
             sources = ((v, self._source[v]) for v in loaded)
-            names = {v: x for v, x in sources if _memory.on_host(x.aval)}
+            names = {v: x for v, x in sources if memory.on_host(x.aval)}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
             defined = [v for x in nodes for v in self._outvars(x.position)]
@@ -417,7 +417,7 @@ class _Cut:
         """Returns whether each link has a variable, or loads it in no time."""
         if v in self._source or v in self._again:
             taken = (self._source[x] for x in self._made_of([v])[1])
-            loaded = (x for x in taken if _memory.on_host(x.aval))
+            loaded = (x for x in taken if memory.on_host(x.aval))
             return nbytes(loaded) < SMALL_BYTES
         return v in self._given
 
@@ -444,7 +444,7 @@ class _Cut:
         for v, n in made.items():
             if v in kept or n > min(segments[-1], fullest) or not shape(v):
                 continue
-            if (_memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
+            if (memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
                 continue
             at = self._store_at(n)
             near = self._segment_after(at)

@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _trees
+from optax_offload._ground import compat, trees
+from optax_offload._places import memory
 from optax_offload._program import (
     Call,
     Places,
@@ -73,7 +74,7 @@ class ChosenState:
         for equation, paths in by_equation.items():
             yield (
                 f"loaded again after its update, for {equation}, and stored where it "
-                f"rested: {_trees.listed(paths)}"
+                f"rested: {trees.listed(paths)}"
             )
 
 
@@ -213,7 +214,7 @@ class _Search:
         apart: list[_Found] = []
         for each in self._results():
             refused = self._refused(each)
-            if refused is not None and _memory.on_host(each.result.aval):
+            if refused is not None and memory.on_host(each.result.aval):
                 continue  # The step itself puts it back.
             if refused is not None:
                 path = self._made[each.source].output.path
@@ -290,7 +291,7 @@ class _Search:
         if has_update(e):  # That takes it, and gives new state of its own.
             return ()
         if e.primitive.name == "device_put":  # Where the step itself puts it.
-            return [x for a, x in handed_on(e) if a is v and _memory.on_host(x.aval)]
+            return [x for a, x in handed_on(e) if a is v and memory.on_host(x.aval)]
         return e.outvars
 
     def _between(self, source: jex.Var, result: jex.Var) -> _Found:
@@ -313,7 +314,7 @@ class _Search:
     def _refused(self, each: _Found) -> jex.JaxprEqn | None:
         """An equation that cannot be part of an update."""
         some = (self._program.equations[i] for i in sorted(each.positions))
-        return next(filter(_compat.has_effects, some), None)
+        return next(filter(compat.has_effects, some), None)
 
     def _update_for(self, each: _Found) -> int | None:
         """The position of the update that can make a result, if there is one."""
@@ -334,7 +335,7 @@ class _Search:
         if not self._depends(at).isdisjoint(others):
             return None
         moved = (i for i in needed(program.equations, others) if i > at)
-        if any(_compat.has_effects(program.equations[i]) for i in moved):
+        if any(compat.has_effects(program.equations[i]) for i in moved):
             return None
         return at
 
@@ -459,7 +460,7 @@ def _of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
         return False
     if e.primitive.name == "cond":
         bodies = map(flatten, e.params["branches"])
-        return not _compat.has_effects(e) and all(
+        return not compat.has_effects(e) and all(
             _of_each_number(inner, shape(inner.outvars[0]))
             and shape(inner.outvars[0]) in ((), sizes)
             for body in bodies

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import Step, facts, shape, variables
 from optax_offload._rows import is_arithmetic
 
@@ -69,7 +69,7 @@ class Crossing:
         i = self._step.program.producers[v]
         e = self._step.program.equations[i]
         cheap = is_arithmetic(e) or facts(e).again
-        movable = _memory.movable_nbytes(v.aval) is not None
+        movable = memory.movable_nbytes(v.aval) is not None
         return cheap and len(e.outvars) == 1 and movable and not self._step.tokens(i)
 
     def _leaves(
@@ -136,4 +136,4 @@ class Crossing:
 
 
 def _nbytes(v: jex.Var) -> int:
-    return _memory.nbytes_on_each_device(v.aval) if shape(v) else 0
+    return memory.nbytes_on_each_device(v.aval) if shape(v) else 0

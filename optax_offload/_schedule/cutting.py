@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import MIB
+from optax_offload._places import memory
 from optax_offload._schedule.liveness import Span
 from optax_offload._schedule.segments import nbytes
-from optax_offload._units import MIB
 
 # So much of what rests is taken in one segment, or what one equation takes: a few
 # milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
@@ -55,7 +55,7 @@ class Alive(NamedTuple):
     @classmethod
     def of(cls, span: Span, handed: bool) -> Alive:
         """What a variable is."""
-        size = _memory.nbytes_on_each_device(span.var.aval)
+        size = memory.nbytes_on_each_device(span.var.aval)
         return cls(span.made, span.last, size, handed)
 
 
@@ -78,7 +78,7 @@ class Filling(NamedTuple):
         """The bytes that are loaded, or those that are made if that is more."""
         loads = made = 0
         for v in some:
-            if _memory.on_host(v.aval):
+            if memory.on_host(v.aval):
                 loads += self.sizes[v]
             else:
                 made += self.sizes[v]
@@ -161,7 +161,7 @@ def parted(
 def _loads(piece: Piece, filling: Filling) -> set[jex.Var]:
     """What a segment takes that rests."""
     taken = filling.within(piece.begin, piece.end)
-    return {v for v in taken if _memory.on_host(v.aval)}
+    return {v for v in taken if memory.on_host(v.aval)}
 
 
 def _peak(piece: Piece, alive: Iterable[Alive]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 from jax.extend import core as jex
 
-from optax_offload import _memory, _tpu_layout
+from optax_offload._places import memory, tpu_layout
 from optax_offload._program import Step
 from optax_offload._rows import RowLocal, Sum
 from optax_offload._schedule.follow import Component
@@ -47,21 +47,21 @@ class Fused:
         Gradients of parameters in host memory are typed as if they were there too.
         """
         loaded = set(self.rows.inputs).difference(self.component.gradients)
-        return sum(_nbytes(v) for v in loaded if _memory.on_host(v.aval))
+        return sum(_nbytes(v) for v in loaded if memory.on_host(v.aval))
 
     @property
     def whole_on_tpu(self) -> list[jex.Var]:
         """What rests on the host, or waits there, and of which a TPU moves no row."""
         axes = self.rows.axes
         moved = {v: axes.get(v) for v in (*self.rows.inputs, *self.replaced)}
-        found = {v: axis for v, axis in moved.items() if _memory.on_host(v.aval)}
+        found = {v: axis for v, axis in moved.items() if memory.on_host(v.aval)}
         found |= dict.fromkeys(
             self.component.gradients if self.component.waits else (), 0
         )
         return [
             v
             for v, axis in found.items()
-            if axis is not None and not _tpu_layout.row_moves(v.aval, axis)
+            if axis is not None and not tpu_layout.row_moves(v.aval, axis)
         ]
 
     def summing(self, sums: Collection[Sum]) -> Fused:
@@ -81,4 +81,4 @@ def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:
 
 
 def _nbytes(v: jex.Var) -> int:
-    return _memory.nbytes_on_each_device(v.aval)
+    return memory.nbytes_on_each_device(v.aval)

@@ -9,7 +9,10 @@ from typing import Literal, NamedTuple, get_args
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._ground.units import MIB, Printed, size_text
+from optax_offload._places import memory
+from optax_offload._places.step_options import Options
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import cutting, late, order, pipeline, taken, waiting
@@ -24,8 +27,6 @@ from optax_offload._schedule.segments import Chain, nbytes
 from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import Schedule, schedule
-from optax_offload._step_options import Options
-from optax_offload._units import MIB, Printed, size_text
 
 Way = Literal["host", "recompute"]
 
@@ -177,7 +178,7 @@ class FusedStep(Printed):
         """The step in segments, or why it is not."""
         if self.scans or self.streaming or self.step.moves_rows:
             return "it has scans"
-        if not _compat.SEGMENTS_ARE_FREED:
+        if not compat.SEGMENTS_ARE_FREED:
             return (
                 "layers that no scan runs are not cut into turns: that takes JAX 0.12 "
                 "or newer"
@@ -401,8 +402,8 @@ def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
             f"{often} ({again * order.flops(each.scan):.3g} FLOPs more)"
             f"{_moved(each.late)}"
         )
-    if any(f.loaded_bytes for f in each.fused) and _memory.moved_by_kernels():
-        yield f"  {_memory.moved_by_kernels()}"
+    if any(f.loaded_bytes for f in each.fused) and memory.moved_by_kernels():
+        yield f"  {memory.moved_by_kernels()}"
     sums = sum(len(f.component.sums) for f in each.fused)
     if sums:
         yield f"  summed up row by row, in another order: {sums}"
@@ -422,7 +423,7 @@ def _of_turns(plan: FusedStep, each: FusedScan, number: int) -> Iterator[str]:
 
 
 def _whole_text(plan: FusedStep) -> str:
-    size = sum(_memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
+    size = sum(memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
     some = counted(len(plan.whole_on_tpu), "stack", size)
     return f"{some} moved whole, and not fused: no row of theirs is whole tiles"
 
@@ -443,7 +444,7 @@ def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
         unfused = []
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):
-        nbytes = _memory.nbytes_on_each_device(o.gradient.aval)
+        nbytes = memory.nbytes_on_each_device(o.gradient.aval)
         found.setdefault(o.reason, []).append(nbytes)
     for reason, sizes in found.items():
         left = counted(len(sizes), "gradient", sum(sizes))

@@ -8,7 +8,9 @@ from collections.abc import Mapping
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _tpu_layout
+from optax_offload._ground import compat
+from optax_offload._ground.units import MIB
+from optax_offload._places import tpu_layout
 from optax_offload._program import Atom, Program, Update, facts, shape, variables
 from optax_offload._rows import (
     NotRowLocalError,
@@ -19,7 +21,6 @@ from optax_offload._rows import (
     summed,
 )
 from optax_offload._schedule.group import Group, Part, Target
-from optax_offload._units import MIB
 
 # Leaves of less are loaded together with the others of their group: what their stores
 # gain beside those loads is less than the latency, and a part is a kernel to compile.
@@ -35,7 +36,7 @@ def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group
         no_buffer = any(
             t.alias is None and update.outputs[t.output].stored for t in targets
         )
-        in_place = bool(targets) and _compat.LOOPS_RUN_ONCE and not no_buffer
+        in_place = bool(targets) and compat.LOOPS_RUN_ONCE and not no_buffer
         return dataclasses.replace(
             group,
             targets=targets if in_place else group.targets,
@@ -82,7 +83,7 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
         for v, axis in row_local.axes.items()
         if v in moved or (v in sliced and math.prod(shape(v)) > row_local.rows)
     }
-    multiple = max(_tpu_layout.unit(aval, axis) for aval, axis in types)
+    multiple = max(tpu_layout.unit(aval, axis) for aval, axis in types)
     if row_local.rows < 2 * multiple:
         raise NotRowLocalError(f"{row_local.rows} rows, in units of {multiple}")
     group = dataclasses.replace(

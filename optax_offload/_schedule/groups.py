@@ -13,7 +13,8 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program import (
     Components,
     Program,
@@ -217,11 +218,11 @@ def _whole(
         if update.outputs[k].stored
     ]
     moved = (
-        sum(_memory.nbytes_on_each_device(x) for x, _ in some)
+        sum(memory.nbytes_on_each_device(x) for x, _ in some)
         for some in (loaded, stored)
     )
     decoded = (
-        sum(_memory.decoded_nbytes_on_each_device(*x) for x in some)
+        sum(memory.decoded_nbytes_on_each_device(*x) for x in some)
         for some in (loaded, stored)
     )
     tied_by = _first_of_each(ties) if several else ()
@@ -300,7 +301,7 @@ def _own(
     for i in reversed(shared):
         e = program.equations[i]
         wanted = {wanted_by[v] for v in e.outvars if v in wanted_by}
-        effects = _compat.has_effects(e)
+        effects = compat.has_effects(e)
         at = wanted.pop() if len(wanted) == 1 and not effects else None
         # A group that loads nothing waits for others before it takes its operands: of
         # a constant array a number remains to wait for.

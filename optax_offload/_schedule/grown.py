@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     Builder,
@@ -93,8 +93,8 @@ class Grown:
         """The position of the input that a variable of the step is, maybe a new one."""
         if x not in self.operands:
             self.operands.append(x)
-            self._invars.append(jex.Var(_memory.device_type(x.aval)))
-            self._inputs.append(Input(_memory.on_host(x.aval)))
+            self._invars.append(jex.Var(memory.device_type(x.aval)))
+            self._inputs.append(Input(memory.on_host(x.aval)))
         return self.operands.index(x)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     Builder,
@@ -93,7 +93,7 @@ def _gradients(step: Step) -> set[jex.Var]:
     while waiting:
         v = waiting.pop()
         i = program.producers.get(v)
-        if v in found or i is None or not shape(v) or _memory.on_host(v.aval):
+        if v in found or i is None or not shape(v) or memory.on_host(v.aval):
             continue
         found.add(v)
         if _is_elementwise(program.equations[i]):
@@ -164,7 +164,7 @@ def with_scaled(
     for at, i in enumerate(kept):
         given.setdefault(operands[i], at)
     new = [v for v in takes if v not in given]
-    inner = [jex.Var(_memory.device_type(v.aval)) for v in new]
+    inner = [jex.Var(memory.device_type(v.aval)) for v in new]
     invars = [*(old.invars[i] for i in kept), *inner]
     given |= {v: len(kept) + n for n, v in enumerate(new)}
     builder = Builder(old.constants)
@@ -195,7 +195,7 @@ def with_scaled(
     )
     inputs = (
         *(update.inputs[i] for i in kept),
-        *(Input(_memory.on_host(v.aval)) for v in new),
+        *(Input(memory.on_host(v.aval)) for v in new),
     )
     return Update(program, inputs, outputs), [*(operands[i] for i in kept), *new]
 
@@ -243,7 +243,7 @@ def stored(of: Update, v: jex.Var, path: str) -> Update:
       v: The gradient.
       path: The path of the leaf that is updated.
     """
-    inner = jex.Var(_memory.device_type(v.aval))
+    inner = jex.Var(memory.device_type(v.aval))
     output = Output(path, "pinned_host", None, is_update=False, like=0)
     program = Program([], {}, [inner], [inner], of.program.debug_info)
     return Update(program, (Input(),), (output,))

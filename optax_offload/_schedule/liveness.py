@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
-from optax_offload._flops import of_equation
-from optax_offload._program import Step, facts, variables
+from optax_offload._places import memory
+from optax_offload._program import Step, facts, flops_of, variables
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.rest import Outer
 
@@ -42,8 +41,8 @@ def passing(
     changes = [0] * (len(nodes) + 2)
     for v, made, last in spans(step, nodes, counted):
         if last > made:
-            changes[made + 1] += _memory.nbytes_on_each_device(v.aval)
-            changes[last + 1] -= _memory.nbytes_on_each_device(v.aval)
+            changes[made + 1] += memory.nbytes_on_each_device(v.aval)
+            changes[last + 1] -= memory.nbytes_on_each_device(v.aval)
     return [*itertools.accumulate(changes)]
 
 
@@ -97,7 +96,7 @@ def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
     Arithmetic is written over an operand of its size that nothing takes later.
     """
     there = kept(step, nodes)
-    sizes = {v: _memory.nbytes_on_each_device(v.aval) for v in there}
+    sizes = {v: memory.nbytes_on_each_device(v.aval) for v in there}
     written: set[int] = set()
     for span in spans(step, nodes, there):
         last = nodes[span.last].position
@@ -116,7 +115,7 @@ def _only_laid_out(e: jex.JaxprEqn) -> bool:
 def _is_fused(e: jex.JaxprEqn) -> bool:
     """Returns whether a result is computed where it is taken, or over an operand."""
     known = facts(e)
-    return not of_equation(e) and bool(
+    return not flops_of(e) and bool(
         is_arithmetic(e)
         or known.layout
         or known.in_place

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
-from optax_offload._link import LINK
+from optax_offload._ground import compat
+from optax_offload._ground.units import MIB
+from optax_offload._host.link import LINK
 from optax_offload._program import Program
 from optax_offload._schedule import window
 from optax_offload._schedule.group import Group
-from optax_offload._units import MIB
 
 # Two slices have to fit into the window, so that one can be loaded while another is
 # stored. Beyond these bytes slices need not grow, and more of them fit: they take 0.3
@@ -227,7 +227,7 @@ def fastest(groups: Sequence[Group], window_bytes: int) -> Loop | None:
     # peak (F63).
     largest = max(g.nbytes for g in groups)
     fits = largest <= min(bound, half) and not any(g.makes for g in groups)
-    whole = _compat.LOOPS_RUN_ONCE and fits
+    whole = compat.LOOPS_RUN_ONCE and fits
     loops = [_loop_of(groups, 1, (), window_bytes)] if whole else []
     if all(g.row_local is not None for g in groups):
         loops += _slice_loops(groups, window_bytes, bound)

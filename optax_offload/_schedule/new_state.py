@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     Caller,
@@ -72,6 +72,6 @@ def returned(
 
 def stays(e: jex.JaxprEqn) -> bool:
     """Returns whether an equation hands on state as it is, and where it is."""
-    to_host = any(_memory.on_host(v.aval) for v in e.outvars)
+    to_host = any(memory.on_host(v.aval) for v in e.outvars)
     moved = e.primitive.name == "device_put" and not to_host
     return facts(e).hands_on == "value" and not moved

@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload import _compat, _flops, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program import (
     Step,
     as_they_are,
     entered,
+    flops_of,
+    flops_of_jaxpr,
     variables,
 )
 from optax_offload._schedule.follow import Scan
@@ -76,7 +79,7 @@ def _until(body: jex.Jaxpr) -> tuple[dict[jex.Var, tuple[int, int]], tuple[int, 
                 n, m = inside.get(a, (0, 0)) if isinstance(a, jex.Var) else (0, 0)
                 found[v] = (flops + n, count + m)
         else:
-            more, others = _flops.of_equation(e), 1
+            more, others = flops_of(e), 1
             found.update((v, (flops + more, count + 1)) for v in e.outvars)
         flops, count = flops + more, count + others
     return found, (flops, count)
@@ -134,7 +137,7 @@ def placed_ahead(
         loads[time[n]] += sum(
             _nbytes(v) // scan.length
             for v in _taken(f)
-            if _memory.on_host(v.aval) and v not in (*ahead, *_gradients(f))
+            if memory.on_host(v.aval) and v not in (*ahead, *_gradients(f))
         )
     # A parameter is loaded before it is stored itself. Fractions are exact: each move
     # lessens the waiting, so there is a last one.
@@ -187,7 +190,7 @@ def _flops_of(
             continue
         at, inner = (*path, n), _called(e)
         if inner is None:
-            flops += 0 if at in done else _flops.of_equation(e)
+            flops += 0 if at in done else flops_of(e)
             done.add(at)
             wanted.update(variables(e.invars))
             continue
@@ -241,7 +244,7 @@ def moves_in_turn(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
     state alone loads and stores overlap more without it.
     """
     more = bool(scan.loaded)
-    return _compat.STORES_OVERLAP and (more or loads_first(step, scan, fused))
+    return compat.STORES_OVERLAP and (more or loads_first(step, scan, fused))
 
 
 def loads_first(step: Step, scan: Scan, fused: Sequence[Fused]) -> bool:
@@ -276,7 +279,7 @@ def _moved(scan: Scan, stores: Sequence[Fused | jex.Var]) -> tuple[int, int]:
     loaded = {
         v
         for v in (*scan.loaded, *(v for f in stores for v in _taken(f)))
-        if _memory.on_host(v.aval)
+        if memory.on_host(v.aval)
     }
     stored = (v for f in stores for v in _stored(f))
     return sum(map(_nbytes, loaded)), sum(map(_nbytes, stored))
@@ -286,7 +289,7 @@ def flops(scan: Scan) -> float:
     """The floating point operations of a scan's products, on each device."""
     aval: Any = scan.equation.outvars[0].aval
     devices = aval.sharding.mesh.size or 1
-    return scan.length * _flops.of_jaxpr(scan.body.jaxpr) / devices
+    return scan.length * flops_of_jaxpr(scan.body.jaxpr) / devices
 
 
 def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
@@ -310,7 +313,7 @@ def _spreads(step: Step, scan: Scan) -> bool:
     """Returns whether an iteration of a scan moves rows for others."""
     return (
         scan.length >= LEAST_LENGTH
-        and _compat.COPIES_AT_POSITIONS
+        and compat.COPIES_AT_POSITIONS
         and not step.tokens(scan.position)
     )
 
@@ -332,7 +335,7 @@ def delayed_rows(
       read: The arguments whose rows are loaded ahead, from the buffers that results
         are stored into: none of these is delayed.
     """
-    if scan.length < LEAST_LENGTH or not _compat.STORES_OVERLAP:
+    if scan.length < LEAST_LENGTH or not compat.STORES_OVERLAP:
         return frozenset()
     stored = [(n, v) for n, f in enumerate(fused) for v in _stored(f)]
     total = sum(_nbytes(v) for _, v in stored)
@@ -367,10 +370,10 @@ def _stored(f: Fused | jex.Var) -> list[jex.Var]:
     return [
         after
         for after, before in f.replaced.items()
-        if before is not None and _memory.on_host(after.aval)
+        if before is not None and memory.on_host(after.aval)
     ]
 
 
 def _nbytes(v: jex.Var) -> int:
     """The bytes of all rows on each device."""
-    return _memory.nbytes_on_each_device(v.aval)
+    return memory.nbytes_on_each_device(v.aval)

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory, _tpu_layout
-from optax_offload._lowered import is_unknown
-from optax_offload._program import Program, bound, shape
+from optax_offload._places import memory, tpu_layout
+from optax_offload._program import Program, bound, is_unknown, shape
 from optax_offload._rows import NotRowLocalError, RowLocal, analyze, kernel_of
 
 
@@ -78,7 +77,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
     loaded = [
         v
         for v, source in sources.items()
-        if _memory.on_host(source.aval) and source in rows.axes
+        if memory.on_host(source.aval) and source in rows.axes
     ]
     if any(is_unknown(v.aval) for v in loaded):
         raise NotRowLocalError("no type says along which axes it is not sharded")
@@ -112,7 +111,7 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
 
 def _size(found: RowLocal, loaded: Collection[jex.Var], least: float) -> int:
     """The size of a part along its axis: at least so many parts, if that can be."""
-    unit = max(_tpu_layout.unit(v.aval, found.axes[v]) for v in loaded)
+    unit = max(tpu_layout.unit(v.aval, found.axes[v]) for v in loaded)
     sizes = [n for n in range(unit, found.rows, unit) if found.rows % n == 0]
     if not sizes:
         raise NotRowLocalError(f"{found.rows} along an axis, in units of {unit}")

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program import (
     Output,
     Update,
@@ -43,7 +43,7 @@ def reading_passes(
     passes: list[Update] = []
     rest, whole = update, group(update)
     grouping = whole
-    if any(map(_compat.has_effects, update.program.equations)):
+    if any(map(compat.has_effects, update.program.equations)):
         return [], update, whole  # They would be had in each.
     while joined := _joined(grouping, most_bytes):
         sums = _sums(rest, joined)

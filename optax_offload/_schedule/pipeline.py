@@ -13,13 +13,13 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import MIB, size_text
+from optax_offload._places import memory
 from optax_offload._program import Step
 from optax_offload._rows import Sum
 from optax_offload._schedule import order
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-from optax_offload._units import MIB, size_text
 
 # A TPU's compiler takes any smaller transfer for one of this size: many of them, one
 # after the other, would keep it from overlapping anything else (F77).
@@ -237,7 +237,7 @@ def _state(fused: Sequence[Fused], given: Collection[jex.Var]) -> tuple[jex.Var,
         for f in fused
         if f.parts is None
         for v in f.rows.inputs
-        if f.rows.axes.get(v) == 0 and v not in given and _memory.on_host(v.aval)
+        if f.rows.axes.get(v) == 0 and v not in given and memory.on_host(v.aval)
     )
     return tuple(dict.fromkeys(found))
 
@@ -281,7 +281,7 @@ def _leaving_together(
     before: tuple[jex.Var, ...] = ()
     for u in updates:
         now = (v for v in u.results if v not in delayed)
-        leaving = tuple(v for v in now if _memory.on_host(v.aval))
+        leaving = tuple(v for v in now if memory.on_host(v.aval))
         if u.fused.parts is not None or not leaving:
             yield u
             continue
@@ -297,12 +297,12 @@ def _in_turn(scan: Scan, work: Work) -> dict[jex.Var, jex.Var]:
     large = [
         v
         for v in stores
-        if _memory.on_host(v.aval)
-        and _memory.nbytes_on_each_device(v.aval) // scan.length >= LEAST_IN_TURN_BYTES
+        if memory.on_host(v.aval)
+        and memory.nbytes_on_each_device(v.aval) // scan.length >= LEAST_IN_TURN_BYTES
     ]
     return dict(zip(large[1:], large, strict=False))
 
 
 def _rows_text(of: Sequence[jex.Var], length: int) -> str:
-    nbytes = sum(_memory.nbytes_on_each_device(v.aval) // length for v in of)
+    nbytes = sum(memory.nbytes_on_each_device(v.aval) // length for v in of)
     return f"{len(of)} row{'s' * (len(of) != 1)} of {size_text(nbytes)}"

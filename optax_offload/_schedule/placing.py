@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import MIB
+from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     Components,
@@ -22,7 +23,6 @@ from optax_offload._program import (
 from optax_offload._schedule import late
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Segment, nbytes
-from optax_offload._units import MIB
 
 # So much of what rests is taken by the updates of a turn. What is more is updated
 # between turns, in slices.
@@ -95,7 +95,7 @@ class Placing:
         waiting: dict[int, jex.Var] = {}
         for each, at in self._complete(left):
             taken = variables(left.operands[i] for i in each.inputs)
-            resting = [v for v in dict.fromkeys(taken) if _memory.on_host(v.aval)]
+            resting = [v for v in dict.fromkeys(taken) if memory.on_host(v.aval)]
             wait = [i for i in each.inputs if self._waits(left.operands[i], at)]
             at = (
                 self._turn(at, nbytes(resting), asked or TURN_BYTES)
@@ -156,7 +156,7 @@ class Placing:
     ) -> jex.Var:
         """Where a gradient waits, which the turn after the one that makes it stores."""
         if v not in self._waiting:
-            result = self._waiting[v] = jex.Var(_memory.host_type(v.aval))
+            result = self._waiting[v] = jex.Var(memory.host_type(v.aval))
             update = late.stored(left.update, v, path)
             store = RemainingUpdate(left.inlined, (result,), update, (v,))
             at = self._known[v]
@@ -209,7 +209,7 @@ class Placing:
         """Returns whether an equation is evaluated beside the update it follows."""
         e = self._step.program.equations[node.position]
         atoms = (*variables(e.invars), *e.outvars)
-        on_host = any(_memory.on_host(v.aval) for v in atoms)
+        on_host = any(memory.on_host(v.aval) for v in atoms)
         return at[1] == _BEFORE and not on_host and not self._step.tokens(node.position)
 
     def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
@@ -242,7 +242,7 @@ def _resting(piece: Outer) -> list[jex.Var]:
     if piece.left is None:
         return []
     taken = dict.fromkeys(variables(piece.left.operands))
-    return [v for v in taken if _memory.on_host(v.aval)]
+    return [v for v in taken if memory.on_host(v.aval)]
 
 
 def _piece(node: Outer, left: RemainingUpdate, outputs: Sequence[int]) -> Outer:

@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
-from optax_offload._flops import of_equation
-from optax_offload._program import Program, facts, variables
+from optax_offload._places import memory
+from optax_offload._program import Program, facts, flops_of, variables
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, Segment, nbytes
 
@@ -32,7 +31,7 @@ def products(program: Program, s: Segment) -> list[Product]:
     waited: set[int] = set()
     for i in s.positions:
         e = equations[i]
-        work = of_equation(e)
+        work = flops_of(e)
         for v in variables(e.invars) if work else ():
             if v not in given:
                 needs.setdefault(v, set())
@@ -59,6 +58,6 @@ def stores(s: Segment) -> Iterable[list[Move]]:
             taken = variables(left.operands[i] for i in each.inputs)
             gradients = tuple(v for v in taken if v not in s.names)
             made = (left.results[k] for k in each.outputs)
-            moves = [Move(v, nbytes([v])) for v in made if _memory.on_host(v.aval)]
+            moves = [Move(v, nbytes([v])) for v in made if memory.on_host(v.aval)]
             moves = [move for move in moves if move.nbytes >= LEAST_TIED_BYTES]
             yield [x._replace(gradients=gradients) for x in moves[:1]] + moves[1:]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     InlinedUpdate,
@@ -107,7 +107,7 @@ def _replacement(
         takes |= made_by[1]
         (v,) = e.outvars
         argument = next((x for x in takes if _replaces(step, v, x)), None)
-        if argument is not None and (beside or _memory.on_host(argument.aval)):
+        if argument is not None and (beside or memory.on_host(argument.aval)):
             found = Replacement(
                 inlined, k, tuple(sorted(positions)), frozenset(takes), argument, v
             )
@@ -189,7 +189,7 @@ def with_replacements(
         (grown.outvars[k],) = grown.read_all([each.result])
         grown.outputs[k] = Output(
             grown.outputs[k].path,
-            _memory.kind_of_type(each.result.aval),
+            memory.kind_of_type(each.result.aval),
             grown.input(each.argument),
             is_update=True,
         )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
 from optax_offload._schedule.fused import Fused
 from optax_offload._schedule.late import NOTHING, Reduced, with_scaled
@@ -161,7 +161,7 @@ def _with_scaled(
 
 def _made_whole(step: Step, left: RemainingUpdate) -> Iterator[jex.Var]:
     """The replacements that would be loaded with state that is on the device whole."""
-    arguments = {v for v in step.program.invars if _memory.on_host(v.aval)}
+    arguments = {v for v in step.program.invars if memory.on_host(v.aval)}
     made = {
         k: left.results[k]
         for k, output in enumerate(left.update.outputs)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._ground.units import size_text
+from optax_offload._places import memory
 from optax_offload._program import shape
 from optax_offload._schedule.rest import Outer
-from optax_offload._units import size_text
 
 
 class Product(NamedTuple):
@@ -95,13 +95,13 @@ class Segment:
     @property
     def replaced(self) -> dict[jex.Var, jex.Var | None]:
         """The argument that each result of its updates on the host replaces."""
-        return {v: x for v, x in self._in_place() if _memory.on_host(v.aval)}
+        return {v: x for v, x in self._in_place() if memory.on_host(v.aval)}
 
     @property
     def rewritten(self) -> dict[jex.Var, jex.Var]:
         """What each result on the device is written in the place of, if anything."""
         in_place = ((v, x) for v, x in self._in_place() if x is not None)
-        return {v: x for v, x in in_place if not _memory.on_host(v.aval) and shape(v)}
+        return {v: x for v, x in in_place if not memory.on_host(v.aval) and shape(v)}
 
     def _in_place(self) -> Iterator[tuple[jex.Var, jex.Var | None]]:
         for left in (node.left for node in self.updates if node.left):
@@ -279,4 +279,4 @@ class Chain:
 
 def nbytes(some: Iterable[jex.Var]) -> int:
     """The bytes of variables on each device."""
-    return sum(_memory.nbytes_on_each_device(v.aval) for v in some)
+    return sum(memory.nbytes_on_each_device(v.aval) for v in some)

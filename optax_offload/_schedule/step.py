@@ -9,7 +9,9 @@ from typing import Any, TypeAlias, get_args
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _compat, _memory, _trees
+from optax_offload._ground import compat, trees
+from optax_offload._places import memory
+from optax_offload._places.step_options import LateGradients, Options
 from optax_offload._program import Program, Step, keeps_state, variables
 from optax_offload._rows import NotRowLocalError, RowLocal
 from optax_offload._schedule import waiting
@@ -36,7 +38,6 @@ from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
 from optax_offload._schedule.unfused import gradients, in_bodies
-from optax_offload._step_options import LateGradients, Options
 
 # Gradients that are not fused, by reason.
 Refusals: TypeAlias = Iterator[list[Unfused]]
@@ -131,7 +132,7 @@ class _Search:
         used.update(variables(step.program.outvars))
         followed = [v for v in scan.body.stacked if v in used]
         unfused: list[Unfused] = []
-        if any(_memory.movable_nbytes(v.aval) is None for v in followed):
+        if any(memory.movable_nbytes(v.aval) is None for v in followed):
             unfused = [Unfused(v, "its scan stacks random keys") for v in followed]
             followed = []
         # What waits for gradients, as far as they could be followed.
@@ -274,7 +275,7 @@ class _Search:
     def _why_not(self) -> dict[Way, str]:
         """Returns why gradients cannot wait, for each way."""
         found: dict[Way, str] = {}
-        if any(map(_compat.has_ordered_effects, self._step.program.equations)):
+        if any(map(compat.has_ordered_effects, self._step.program.equations)):
             found["host"] = _ORDERED
         if self._step.tokens(self._scan.position):
             found["recompute"] = _ONCE
@@ -403,9 +404,9 @@ def _in_parts(step: Step, fused: Fused) -> Fused:
 def _row_bytes(fused: Fused) -> int:
     """The bytes of a row of state on each device; codes count as decoded."""
     codes = {fused.replaced[v] for v in fused.codes}
-    loads = [v for v in fused.rows.inputs if _memory.on_host(v.aval)]
+    loads = [v for v in fused.rows.inputs if memory.on_host(v.aval)]
     return sum(
-        _memory.decoded_nbytes_on_each_device(v.aval, v in codes) // fused.rows.rows
+        memory.decoded_nbytes_on_each_device(v.aval, v in codes) // fused.rows.rows
         for v in loads
     )
 
@@ -421,7 +422,7 @@ def _why_late(program: Program, found: RowUses, rows: RowLocal) -> str:
 def _type(v: jex.Var) -> tuple[object, ...]:
     aval: Any = v.aval
     spec = tuple(aval.sharding.spec)
-    return aval.shape, aval.dtype, spec, _memory.kind_of_type(aval)
+    return aval.shape, aval.dtype, spec, memory.kind_of_type(aval)
 
 
 def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
@@ -490,6 +491,6 @@ def _not_waiting(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
         )
         yield (
             f"late_gradients={asked!r} was asked for, and cannot be had for the "
-            f"gradients that the results {_trees.listed(leaves)} are updated with, "
+            f"gradients that the results {trees.listed(leaves)} are updated with, "
             f"which are on the device whole: {reason}.{can}"
         )

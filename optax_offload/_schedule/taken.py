@@ -7,10 +7,10 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload import _trees
+from optax_offload._ground import trees
+from optax_offload._ground.units import size_text
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._schedule.rest import Outer
-from optax_offload._units import size_text
 
 
 def misplaced(step: Step) -> Iterator[str]:
@@ -18,7 +18,7 @@ def misplaced(step: Step) -> Iterator[str]:
     if step.misplaced:
         yield (
             "state planned for pinned_host comes to its update on the device: "
-            f"{_trees.listed(step.misplaced)}. A call raises "
+            f"{trees.listed(step.misplaced)}. A call raises "
             "MemoryKindError, or moves it with on_misplaced='move'. A template of "
             "jax.eval_shape may say no memory: use optax_offload.eval_shape"
         )
@@ -64,7 +64,7 @@ def at_rest(
         if whole:
             # Codes are named, and then decoded.
             names = ["decoding" if name == "name" else name for name in whole]
-            how.append(f"loaded whole by {_trees.listed(names)}")
+            how.append(f"loaded whole by {trees.listed(names)}")
         if with_state:
             how.append("loaded with its state by its update")
         if returns:

@@ -9,14 +9,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from optax_offload import _memory
+from optax_offload._ground.units import Printed, size_text
+from optax_offload._places import memory
 from optax_offload._program import Branches, Update, described, find_branches
 from optax_offload._schedule import groups, sharing, window
 from optax_offload._schedule.group import Group
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.passes import reading_passes
 from optax_offload._schedule.window import MOST_WINDOW_BYTES, Window
-from optax_offload._units import Printed, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,8 +134,8 @@ class Straight(Printed):
             f"window of {size_text(self.window.nbytes)}: {self.window.reason}",
         ]
         lines += map(_line, self.loops)
-        if any(loop.rows for loop in self.loops) and _memory.moved_by_kernels():
-            lines.append(_memory.moved_by_kernels())
+        if any(loop.rows for loop in self.loops) and memory.moved_by_kernels():
+            lines.append(memory.moved_by_kernels())
         reasons: dict[str, int] = {}
         for group in self.whole:
             if group.whole_reason:

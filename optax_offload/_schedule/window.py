@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 # A window that nobody chose is a sixteenth of the state, between these two. With two
 # slices in it, each of two leaves, its transfers have 4 to 8 MiB, which take 80 to 170

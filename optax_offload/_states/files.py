@@ -26,7 +26,8 @@ import jax
 import numpy as np
 from jax.sharding import Sharding
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._states import locks, manifest, processes, zarr
 from optax_offload._states.checksums import Checksums
 from optax_offload._states.manifest import Entry
@@ -256,13 +257,13 @@ class StateFiles:
             return futures[str(index)].result().view(stored)[..., 0]
 
         def finish() -> jax.Array:
-            x = _memory.array_from(entry.shape, sharding, value)
+            x = memory.array_from(entry.shape, sharding, value)
             for index in indices.values():
                 checksums.check(index)
             if entry.key:
                 x = jax.random.wrap_key_data(x, impl=entry.key)
             if entry.weak_type:
-                x = _compat.weakly_typed(x)
+                x = compat.weakly_typed(x)
             return jax.block_until_ready(x)
 
         return finish

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 
-from optax_offload import _memory, _rules, _trees
-from optax_offload._errors import OffloadError
+from optax_offload._ground import trees
+from optax_offload._ground.errors import OffloadError
+from optax_offload._places import memory
+from optax_offload._places.rules import Rule, Rules, as_config, decide
 from optax_offload._states import records
 from optax_offload._states.placeholder import OnDisk
 
@@ -28,9 +30,9 @@ class Leaves:
 
     def __init__(self, tree: Any):
         """Flattens the tree."""
-        flat, self._structure = _trees.flatten_with_path(tree)
+        flat, self._structure = trees.flatten_with_path(tree)
         self._keys = [keys for keys, _ in flat]
-        self.paths = [_trees.path_string(keys) for keys in self._keys]
+        self.paths = [trees.path_string(keys) for keys in self._keys]
         self.leaves = [leaf for _, leaf in flat]
 
     def name(self, position: int) -> tuple[str, str]:
@@ -44,7 +46,7 @@ class Leaves:
 
     def named(self, positions: Sequence[int]) -> str:
         """The paths of leaves, for a message."""
-        return _trees.listed([self.paths[i] for i in positions])
+        return trees.listed([self.paths[i] for i in positions])
 
     def what_is_lost(self, others: dict[int, Any], unread: Sequence[int] = ()) -> str:
         """A sentence for an error with `with_leaves(others)`: the leaves that are lost.
@@ -82,7 +84,7 @@ class Leaves:
 
 
 def begin(
-    name: str, tree: Any, include: _rules.Rules, *, block: bool, memory_kind: str | None
+    name: str, tree: Any, include: Rules, *, block: bool, memory_kind: str | None
 ) -> tuple[Leaves, list[int]]:
     """The leaves of a tree, and the positions of those that are chosen.
 
@@ -98,7 +100,7 @@ def begin(
       TypeError: The call is under jit.
       ValueError: A pattern matches no leaf, or a leaf is deleted.
     """
-    if _memory.is_traced(tree):
+    if memory.is_traced(tree):
         raise TypeError(
             f"{name} is for between steps, and was called under jit: use "
             "optax_offload.set_memory_kind there"
@@ -123,12 +125,10 @@ def begin(
     return leaves, chosen
 
 
-def _choose(
-    include: _rules.Rules, leaves: Leaves, memory_kind: str | None
-) -> list[int]:
+def _choose(include: Rules, leaves: Leaves, memory_kind: str | None) -> list[int]:
     if isinstance(include, (str, re.Pattern)):
-        include = _rules.Rule(include, min_bytes=0)
-    config = _rules.as_config(include)
+        include = Rule(include, min_bytes=0)
+    config = as_config(include)
     for position, rule in enumerate(config.rules):
         if memory_kind and rule.memory_kind not in (
             "device",
@@ -141,10 +141,10 @@ def _choose(
                 "Here rules only choose leaves"
             )
     sizes = [
-        _memory.nbytes(x) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else 0
+        memory.nbytes(x) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) else 0
         for x in leaves.leaves
     ]
-    placements = _rules.place(config, list(zip(leaves.paths, sizes, strict=True)))
+    placements = decide(config, list(zip(leaves.paths, sizes, strict=True)))
     return [
         i
         for i, (size, placement) in enumerate(zip(sizes, placements, strict=True))

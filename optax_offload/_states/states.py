@@ -10,9 +10,11 @@ from typing import Any, Literal, TypeVar, get_args
 import jax
 from jax.sharding import Sharding
 
-from optax_offload import _file_system, _memory, _rules, _trees
-from optax_offload._errors import OffloadWarning
-from optax_offload._progress import logger
+from optax_offload._ground import file_system, trees
+from optax_offload._ground.errors import OffloadWarning
+from optax_offload._ground.progress import logger
+from optax_offload._places import memory
+from optax_offload._places.rules import Rules
 from optax_offload._states import disk, records, transfers
 from optax_offload._states import leaves as _leaves
 from optax_offload._states.leaves import Leaves
@@ -32,7 +34,7 @@ DISK_WINDOW_BYTES = 256 * 2**20
 
 def offload_states(  # noqa: PLR0913 - the public contract
     tree: T,
-    include: _rules.Rules = ".*",
+    include: Rules = ".*",
     *,
     memory_kind: Kind = "pinned_host",
     directory: str | os.PathLike[str] | None = None,
@@ -103,10 +105,10 @@ def offload_states(  # noqa: PLR0913 - the public contract
     found = []
     for positions in _leaves.grouped_by_array(leaves, chosen):
         x = leaves.leaves[positions[0]]
-        if _memory.memory_kind_of(x) in (None, memory_kind):
+        if memory.memory_kind_of(x) in (None, memory_kind):
             continue
         path = leaves.paths[positions[0]]
-        target = _memory.with_kind(path, x.sharding, memory_kind)
+        target = memory.with_kind(path, x.sharding, memory_kind)
         origin = records.origin_of(x) or x.sharding
         start = _to_memory(x, target)
         found.append(transfers.Transfer(positions, x, origin, start))
@@ -116,7 +118,7 @@ def offload_states(  # noqa: PLR0913 - the public contract
 
 def reload_states(
     tree: T,
-    include: _rules.Rules = ".*",
+    include: Rules = ".*",
     *,
     directory: str | os.PathLike[str] | None = None,
     donate: bool = True,
@@ -180,10 +182,10 @@ def reload_states(
         if target is not None:
             start = _to_memory(x, target)
             found.append(transfers.Transfer(positions, x, None, start))
-        elif _memory.memory_kind_of(x) is not None:
+        elif memory.memory_kind_of(x) is not None:
             staying.append(positions[0])
     on_host = [
-        i for i in staying if _memory.memory_kind_of(leaves.leaves[i]) != "device"
+        i for i in staying if memory.memory_kind_of(leaves.leaves[i]) != "device"
     ]
     # Leaves that came back before are known: then there is nothing left to do.
     known = found or any(records.record_of(leaves.leaves[i]) for i in chosen)
@@ -227,7 +229,7 @@ def _find_on_disk(leaves: Leaves, chosen: list[int], root: Path) -> None:
     unknown = [path for path in others if path not in leaves.paths]
     if unknown:
         warnings.warn(
-            f"{root} also holds {_trees.listed(unknown)}, which the template has not: "
+            f"{root} also holds {trees.listed(unknown)}, which the template has not: "
             "it stays there",
             OffloadWarning,
             stacklevel=3,
@@ -291,7 +293,7 @@ def _to_disk(
     ]
     if not groups:
         return leaves.with_leaves({})
-    mount = _file_system.mount_here(root)
+    mount = file_system.mount_here(root)
     if mount is not None and mount.kind == "memory":
         warnings.warn(
             f"{root} is memory ({mount.type} at {mount.point}): a state that is parked "

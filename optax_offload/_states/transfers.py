@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 import jax
 from jax.sharding import Sharding
 
-from optax_offload import _memory
-from optax_offload._errors import OffloadError, OffloadWarning
-from optax_offload._progress import Progress, logger
+from optax_offload._ground.errors import OffloadError, OffloadWarning
+from optax_offload._ground.progress import Progress, logger
+from optax_offload._places import memory
 from optax_offload._states import records
 from optax_offload._states.leaves import Leaves, one_line
 from optax_offload._states.placeholder import OnDisk
@@ -50,7 +50,7 @@ class Transfer:
     @property
     def nbytes(self) -> int:
         """The bytes of the array, over all devices together."""
-        return _memory.nbytes(self.source)
+        return memory.nbytes(self.source)
 
 
 def copy(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:

@@ -23,7 +23,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from optax_offload._link import LINK, Link
+from optax_offload._host.link import LINK, Link
 from optax_offload.aot._dataflow import accesses, touches_no_data, trip_count
 from optax_offload.aot._hlo import DEVICE_SPACE, Computation, Module, parse
 from optax_offload.aot._products import Flops, flops

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from optax_offload._link import Link
+from optax_offload._host.link import Link
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,7 @@ class Chip:
       memory_source: The source of that figure.
       link: The link to the host's memory, each way. Loads and stores run at once.
       link_source: The source of its bandwidth; "assumed" where none documents it. The
-        latency is assumed too, that of `optax_offload._link.LINK`, unless both were
-        measured.
+        latency is assumed too, that of `_host/link.py`, unless both were measured.
       flops_per_second: Dense matrix products in bfloat16.
       float32_flops_per_second: Dense matrix products of float32 at JAX's default
         precision: in TF32 on a GPU, in one pass of bfloat16 on a TPU.

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from optax_offload._link import LINK, Link
-from optax_offload._units import GIB, MIB
+from optax_offload._ground.units import GIB, MIB
+from optax_offload._host.link import LINK, Link
 from optax_offload.aot.chip import Architecture, Chip, Gpu, Tpu
 
 # GPUs of one host, which share its memory: as in NVIDIA's DGX and HGX machines, and in

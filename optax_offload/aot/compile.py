@@ -24,9 +24,10 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from optax_offload import _memory, _nnx, _trees
-from optax_offload._jit import compiling_for
-from optax_offload._units import MIB
+from optax_offload._ground import nnx, trees
+from optax_offload._ground.units import MIB
+from optax_offload._places import memory
+from optax_offload._step import compiling_for
 from optax_offload.aot import compilers
 from optax_offload.aot.peak import check_fit, does_not_fit, peak
 from optax_offload.aot.targets import Target
@@ -129,7 +130,7 @@ def lower(  # noqa: PLR0913
     out_shardings = options.get("out_shardings")
     if not jitted:
         donated = options.get("donate_argnums")
-        values = _nnx.as_values(fn, args, donated, [*static])
+        values = nnx.as_values(fn, args, donated, [*static])
         if values[1] is not args and out_shardings is not None:
             out_shardings = None, out_shardings  # First what becomes of the objects.
         fn, args = values
@@ -211,8 +212,8 @@ def _abstract(mesh: Mesh | AbstractMesh) -> AbstractMesh:
 def _check_sizes(what: str, tree: Any, target: Target) -> None:
     """Raises unless all leaves (arrays, structs, shardings) fit the target's mesh."""
     strangers = [
-        f"{what} {_trees.path_string(keys)!r} on {_sharding_of(leaf)}"
-        for keys, leaf in _trees.flatten_with_path(tree)[0]
+        f"{what} {trees.path_string(keys)!r} on {_sharding_of(leaf)}"
+        for keys, leaf in trees.flatten_with_path(tree)[0]
         if not _can_carry(_sharding_of(leaf), target)
     ]
     if strangers:
@@ -232,9 +233,9 @@ def _can_carry(sharding: Sharding | None, target: Target) -> bool:
 
 def _arguments(tree: Any, mesh: AbstractMesh) -> Any:
     """The templates of arguments, whose objects of NNX share what they shared."""
-    split = _nnx.splits(lambda: tree)()
+    split = nnx.splits(lambda: tree)()
     found = jax.tree.map(lambda leaf: _argument(leaf, mesh), split)
-    return found if split is tree else _nnx.merged(found)
+    return found if split is tree else nnx.merged(found)
 
 
 def _argument(leaf: Any, mesh: AbstractMesh) -> Any:
@@ -242,7 +243,7 @@ def _argument(leaf: Any, mesh: AbstractMesh) -> Any:
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
         return leaf  # A Python scalar, or a static argument of a jitted function.
     # An abstract mesh cannot tell which kind is the default one, so it is not named.
-    kind = _memory.memory_kind_of(leaf)
+    kind = memory.memory_kind_of(leaf)
     sharding = _moved(leaf, mesh, None if kind == "device" else kind)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(
@@ -261,7 +262,7 @@ def _output(leaf: Any, mesh: AbstractMesh) -> Any:
         return NamedSharding(mesh, leaf, memory_kind="device")
     if not isinstance(leaf, Sharding):
         return leaf  # For JAX to refuse.
-    return _moved(leaf, mesh, _memory.memory_kind_of(leaf))
+    return _moved(leaf, mesh, memory.memory_kind_of(leaf))
 
 
 def _moved(leaf: Any, mesh: AbstractMesh, kind: str | None) -> NamedSharding:

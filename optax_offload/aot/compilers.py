@@ -4,7 +4,7 @@ Nothing is loaded on import. A compiler is loaded for the first program that ask
 it, and the process must not notice: no backend of JAX is initialised, no plugin is
 registered with JAX, no environment variable or signal handler stays changed.
 
-Beside `_compat.py` this is the only module that uses private parts of JAX.
+Beside `_ground/compat.py` this is the only module that uses private parts of JAX.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import re
 
 import jax
 
-from optax_offload._units import size_text
+from optax_offload._ground.units import size_text
 from optax_offload.aot.targets import Target
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import jax
 
-from optax_offload._link import LINK
-from optax_offload._units import milliseconds, size_text
+from optax_offload._ground.units import milliseconds, size_text
+from optax_offload._host.link import LINK
 from optax_offload.aot._timeline import Model, Timeline
 from optax_offload.aot.targets import Target
 

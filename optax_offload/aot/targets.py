@@ -14,7 +14,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, AxisType
 
-from optax_offload._units import MIB, size_text
+from optax_offload._ground.units import MIB, size_text
 from optax_offload.aot import compilers
 from optax_offload.aot.chip import Chip, Gpu, Tpu
 from optax_offload.aot.chips import CHIPS, GPUS, GPUS_PER_HOST, TPUS

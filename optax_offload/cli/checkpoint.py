@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from optax_offload import _trees
+from optax_offload._ground import trees
 
 
 class SavedLeaf(NamedTuple):
@@ -49,7 +49,7 @@ def leaves(path: str | os.PathLike[str]) -> list[SavedLeaf]:
       ValueError: the checkpoint is damaged.
       ImportError: Orbax is not installed.
     """
-    found = _trees.leaves_with_paths(_metadata(_item(pathlib.Path(path).absolute())))
+    found = trees.leaves_with_paths(_metadata(_item(pathlib.Path(path).absolute())))
     paths = _without_boxes([p for p, _ in found])
     arrays = zip(paths, (x for _, x in found), strict=True)
     return [_saved(p, x) for p, x in arrays if hasattr(x, "shape")]

@@ -27,8 +27,10 @@ except ImportError as error:
 
 import jax
 
-from optax_offload import __version__, _link, _plan, _rule_files, aot
-from optax_offload._units import parse_size
+from optax_offload import __version__, _plan, aot
+from optax_offload._ground.units import parse_size
+from optax_offload._host import link as link_
+from optax_offload._places import rule_files
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
 from optax_offload.cli import tables
@@ -207,7 +209,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             check_can_write("--plot", plot, "peak.png")
             _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
-        link = _link.measure_link() if measure_link else None
+        link = link_.measure_link() if measure_link else None
         asked = _plan.Asked(
             budgets,
             allow=_plan.allowed(allow),
@@ -215,7 +217,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             folder=_cache_folder() if cache else None,
             frozen=frozen,
         )
-        given = None if rules is None else _rule_files.load_config(rules)
+        given = None if rules is None else rule_files.load_config(rules)
         with _progress() as progress:
             planner = _plan.Planner(
                 _plan.StepFactory(make_step, chips), asked, given, progress
@@ -306,7 +308,7 @@ def explain(  # noqa: PLR0913 - each parameter is an option
     with _errors():
         if (step is None) == (checkpoint is None):
             raise ValueError("give either --step or --checkpoint")
-        config = _rule_files.load_config(rules)
+        config = rule_files.load_config(rules)
         parameters: list[tuple[str, int | None]] = []
         if checkpoint is not None:
             saved = checkpoints.leaves(checkpoint)

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from optax_offload import _rules, _trees
+from optax_offload._ground import trees
+from optax_offload._places.rules import OffloadConfig, Placement, Rule, decide
 
 
 class PlacedLeaf(NamedTuple):
@@ -66,7 +67,7 @@ class Explanation:
 
 
 def explanation_of(
-    rules: Sequence[_rules.Rule], leaves: Sequence[tuple[str, int | None]]
+    rules: Sequence[Rule], leaves: Sequence[tuple[str, int | None]]
 ) -> Explanation:
     """Applies rules to leaves; a rule that matches nothing is no error here.
 
@@ -75,7 +76,7 @@ def explanation_of(
       leaves: The path and the bytes of each leaf; None for bytes that cannot move.
     """
     lenient = [dataclasses.replace(rule, optional=True) for rule in rules]
-    placements = _rules.place(_rules.OffloadConfig(lenient), leaves)
+    placements = decide(OffloadConfig(lenient), leaves)
     # By identity: of two equal rules the second decides nothing.
     deciding = {id(p.rule) for p in placements if p.rule is not None}
     return Explanation(
@@ -91,11 +92,11 @@ def explanation_of(
     )
 
 
-def _format(path: str, placement: _rules.Placement) -> tuple[str, str]:
+def _format(path: str, placement: Placement) -> tuple[str, str]:
     """The reason for a leaf's place, and the format that the leaf is in."""
     codec = placement.rule and placement.rule.codec
     if not codec:
         return placement.why, ""
-    if _trees.encoded_leaf(path) is not None:
+    if trees.encoded_leaf(path) is not None:
         return placement.why, codec
     return f"{placement.why}; not in {codec} here", ""

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optax_offload import _plan
-from optax_offload._units import size_text
+from optax_offload._ground.units import size_text
 from optax_offload.aot import CHIPS, Target
 from optax_offload.cli.checkpoint import SavedLeaf
 from optax_offload.cli.explanation import Explanation, PlacedLeaf

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from optax_offload import aot
-from optax_offload._link import LINK
+from optax_offload._host.link import LINK
 from optax_offload.aot import chips
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from small_programs import BOTH, BOTH_FOUR_DEVICES, DEVICE, HOST, descend, struct
 
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 from optax_offload.aot.compile import _output, mesh_of
 
 

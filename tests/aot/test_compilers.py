@@ -12,7 +12,7 @@ import pytest
 from small_programs import BOTH, descend, struct
 
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 from optax_offload.aot import compilers
 
 

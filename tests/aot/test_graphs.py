@@ -13,7 +13,8 @@ import jax
 import pytest
 
 from benchmarks.chip import overlap
-from optax_offload import _compat, aot
+from optax_offload import aot
+from optax_offload._ground import compat
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
@@ -48,7 +49,7 @@ def test_copies_start_before_the_product_and_end_after_it(form):
 
 # Whether the commands of the graph with the copies are a chain; None without a graph.
 IN_TURN = {
-    "slices, as compiled": not _compat.GRAPHS_OVERLAP,
+    "slices, as compiled": not compat.GRAPHS_OVERLAP,
     "slices, copies outside of graphs": None,
     "slices, no graphs": None,
     "slices, unordered graphs": False,

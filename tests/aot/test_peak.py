@@ -8,7 +8,7 @@ import pytest
 from small_programs import BOTH, descend, load_add_store, struct
 
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 from optax_offload.aot.chips import TPUS
 from optax_offload.aot.peak import check_fit, does_not_fit
 

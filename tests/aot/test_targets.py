@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import AxisType
 
 from optax_offload import aot
-from optax_offload._units import MIB
+from optax_offload._ground.units import MIB
 
 
 @pytest.mark.parametrize(

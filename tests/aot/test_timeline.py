@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from optax_offload._link import Link
+from optax_offload._host.link import Link
 from optax_offload.aot._timeline import (
     Done,
     Model,

@@ -10,7 +10,7 @@ from hlo_texts import BRANCHES, LOOP, NOTED, TOP_LEVEL, WAITING, gpu_slices
 from jax import lax
 
 from optax_offload import aot
-from optax_offload._link import Link
+from optax_offload._host.link import Link
 from optax_offload.aot._timeline import Model, Timeline
 
 # A transfer of 4 MiB takes 1 ms and 0.1 ms of latency, an operation that reads and

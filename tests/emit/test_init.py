@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._ground.units import MIB
 from optax_offload._program import trace
 from optax_offload._schedule import schedule
-from optax_offload._units import MIB
 
 SIX_BYTES = [
     oo.Rule(r".*/(mu|nu)/.*", codec="int8"),

@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _compat, aot
+from optax_offload import aot
 from optax_offload._emit import step as emit_step
+from optax_offload._ground import compat
+from optax_offload._ground.units import MIB
 from optax_offload._schedule import chain, cutting
-from optax_offload._units import MIB
 
 pytestmark = pytest.mark.skipif(
-    not _compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
+    not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
 )
 
 WIDTH = 16

@@ -23,7 +23,7 @@ from scanned_models import (
 )
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._schedule import chain, cutting
 
 BATCHES = jnp.stack([BATCH, BATCH + 1, BATCH * 3 % 32])
@@ -227,7 +227,7 @@ def test_layers_at_rest_in_bodies(form):
 def test_layers_of_a_python_loop_at_rest_in_bodies(form, residuals, monkeypatch):
     """Each turn of the user's loop is cut into segments."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 

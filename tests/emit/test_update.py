@@ -9,8 +9,9 @@ import optax
 import pytest
 from updates import traced
 
-from optax_offload import _compat, _memory
 from optax_offload._emit import run
+from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._schedule import schedule
 
 
@@ -30,7 +31,7 @@ def carried_out(tx, params, state, window_bytes=None, **options):
     @jax.jit
     def fn(*args):
         placed = [
-            _memory.transfer(x, "pinned_host") if i.on_host else x
+            memory.transfer(x, "pinned_host") if i.on_host else x
             for x, i in zip(args, update.inputs, strict=True)
         ]
         return run(update, planned, placed)
@@ -53,7 +54,7 @@ def test_stages_give_the_plain_values(shapes, options, stages):
     tx, params = optax.adam(1e-2), parameters(*shapes)
     state = tx.init(params)
     update, planned, results = carried_out(tx, params, state, **options)
-    if _compat.LOOPS_RUN_ONCE or "slice_axis" in options or "Alone" in stages:
+    if compat.LOOPS_RUN_ONCE or "slice_axis" in options or "Alone" in stages:
         assert [type(stage).__name__ for stage in planned.stages] == stages
     if shapes == [(97, 16, 256)]:
         (loop,) = planned.loops
@@ -103,7 +104,7 @@ def test_what_is_replaced_is_read_before():
 
     def fn(*args):
         placed = [
-            _memory.transfer(x, "pinned_host") if i.on_host else x
+            memory.transfer(x, "pinned_host") if i.on_host else x
             for x, i in zip(args, update.inputs, strict=True)
         ]
         return run(update, planned, placed)

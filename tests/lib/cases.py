@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optimizers import INSIDE, OUTSIDE, Wrap
 
 import optax_offload as oo
-from optax_offload import _rules
+from optax_offload._places.rules import as_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LR = 1e-2
@@ -103,7 +103,7 @@ class Case:
 
     def plain(self) -> Train:
         """The training without offload, with state in the formats of the rules."""
-        if not any(rule.codec for rule in _rules.as_config(self.rules).rules):
+        if not any(rule.codec for rule in as_config(self.rules).rules):
             return self.training(lambda inner: inner)
         return self.training(lambda inner: oo.low_bit(inner, self.rules, codec=None))
 

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import at_rest
 
 STEPS = 2
@@ -378,7 +378,7 @@ def _check_init(ours: _Steps, plain: _Steps) -> None:
     exact = ours.program.drawn.wrapped == "inside" and not ours.program.drawn.codec
     for (keys, x), y in zip(named, want, strict=True):
         path = jax.tree_util.keystr(keys)
-        nbytes = _memory.movable_nbytes(x)
+        nbytes = memory.movable_nbytes(x)
         host = nbytes is not None and nbytes >= 8 and x.ndim > 0
         if exact and x.sharding.memory_kind != ("pinned_host" if host else "device"):
             raise _FailedError(f"init: {path} is in {x.sharding.memory_kind}")

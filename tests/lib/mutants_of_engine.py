@@ -1,6 +1,6 @@
 """Small mistakes in the engine: `_program`, `_rows`, `_schedule`, `_emit`.
 
-And of its neighbours `_jit` and `_low_bit` those that came with it.
+And of its neighbours `_step` and `_low_bit` those that came with it.
 """
 
 from __future__ import annotations
@@ -226,14 +226,14 @@ IN_ENGINE = {
     ),
     # Positions.
     "rows copied as an older compiler reads positions": Mutant(
-        "_memory.py",
-        """    if _compat.COPIES_AT_POSITIONS:
+        "_places/memory.py",
+        """    if compat.COPIES_AT_POSITIONS:
         return lambda position: position
 """,
         """    if True:
         return lambda position: position
 """,
-        ("tests/test_memory.py::test_positions_that_no_compiler_follows",),
+        ("tests/places/test_memory.py::test_positions_that_no_compiler_follows",),
     ),
     # What is done in which order.
     "effects in no order": Mutant(
@@ -276,7 +276,7 @@ IN_ENGINE = {
     ),
     "effects had in each pass": Mutant(
         "_schedule/passes.py",
-        "if any(map(_compat.has_effects, update.program.equations)):",
+        "if any(map(compat.has_effects, update.program.equations)):",
         "if False:",
         (f"{PASSES}::test_no_pass[an effect]",),
     ),
@@ -382,19 +382,19 @@ IN_ENGINE = {
     ),
     # Buffers.
     "donation across memories": Mutant(
-        "_jit/donation.py",
+        "_step/donation.py",
         "return buffer.type, buffer.kind, buffer.sharding if partitioned else None",
         "return buffer.type, buffer.sharding if partitioned else None",
         (
-            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+            "tests/step/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
         ),
     ),
     "a wrong alias": Mutant(
-        "_jit/donation.py",
+        "_step/donation.py",
         "aliases[argument.position] = result.position",
         "aliases[argument.position] = free[-1].position",
         (
-            "tests/jit/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
+            "tests/step/test_donation.py::test_where_jax_pairs_well_the_program_is_the_same",
         ),
     ),
     # Low bits.

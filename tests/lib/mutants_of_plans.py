@@ -173,8 +173,8 @@ IN_PLANS = {
     ),
     "products of all devices on each": Mutant(
         "_plan/candidates.py",
-        "_flops.of_jaxpr(found.step.jaxpr) / factory.target.device_count,",
-        "_flops.of_jaxpr(found.step.jaxpr),",
+        "flops_of_jaxpr(found.step.jaxpr) / factory.target.device_count,",
+        "flops_of_jaxpr(found.step.jaxpr),",
         (f"{PLANNER}::test_products_are_those_of_each_device",),
     ),
     "the host's memory asked of the device": Mutant(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from mutant import Mutant
 
-MEMORY = "tests/test_memory.py"
-SHARDINGS = "tests/test_shardings.py"
-FRACTIONS = "tests/test_fractions.py"
-TEMPLATES = "tests/test_templates.py"
+MEMORY = "tests/places/test_memory.py"
+SHARDINGS = "tests/places/test_shardings.py"
+FRACTIONS = "tests/places/test_fractions.py"
+TEMPLATES = "tests/places/test_templates.py"
 DISK = "tests/states/test_disk.py"
 TABLES = "tests/cli/test_tables.py"
 CAPTURED = "tests/machine/test_captured.py"
@@ -21,67 +21,69 @@ _TYPES = f"{MEMORY}::test_what_a_type_says_of_its_parts"
 OUTSIDE = {
     # Places and shardings.
     "the smallest leaves of a share": Mutant(
-        "_rules.py",
+        "_places/rules.py",
         "key=lambda path: (-sizes[path], path)",
         "key=lambda path: (sizes[path], path)",
         (FRACTIONS,),
     ),
     "a share of a binary number": Mutant(
-        "_rules.py",
+        "_places/rules.py",
         "Fraction(str(rule.fraction))",
         "Fraction(rule.fraction)",
         (f"{FRACTIONS}::test_a_share_is_the_number_as_it_is_written",),
     ),
     "rules that are lenient for one of them": Mutant(
-        "_rules.py",
+        "_places/rules.py",
         "return all(rule.optional for rule in self.rules)",
         "return any(rule.optional for rule in self.rules)",
-        ("tests/test_rules.py::test_a_config_is_lenient_if_all_of_its_rules_are",),
+        (
+            "tests/places/test_rules.py::test_a_config_is_lenient_if_all_of_its_rules_are",
+        ),
     ),
     "a rule file whose parameters are not read": Mutant(
-        "_rule_files.py",
+        "_places/rule_files.py",
         'table.get("parameters", [])',
         "[]",
-        ("tests/test_rules.py::test_load_config_of_a_whole_training",),
+        ("tests/places/test_rules.py::test_load_config_of_a_whole_training",),
     ),
     "a box's rules before those given": Mutant(
-        "_shardings.py",
+        "_places/shardings.py",
         "rules = axis_rules or x.rules",
         "rules = x.rules or axis_rules",
         (_SHARDINGS_ASKED,),
     ),
     "a box's axes looked for that nobody asks": Mutant(
-        "_shardings.py",
+        "_places/shardings.py",
         "if m is not None and s is None and _mesh_of(m, mesh) is not None else None",
         "if m is not None and _mesh_of(m, mesh) is not None else None",
         (_SHARDINGS_ASKED,),
     ),
     "leaves spread along the axis that is sliced": Mutant(
-        "_spread.py",
+        "_places/spread.py",
         "ndim >= 3 or",
         "ndim > 3 or",
-        ("tests/test_spread.py::test_which_axis",),
+        ("tests/places/test_spread.py::test_which_axis",),
     ),
     "what Auto mode does not tell taken for whole": Mutant(
-        "_memory.py",
+        "_places/memory.py",
         "if kind == AxisType.Auto or name in axes_of(sharding.spec):",
         "if name in axes_of(sharding.spec):",
         (_TYPES,),
     ),
     "the bytes of a part rounded down": Mutant(
-        "_memory.py",
+        "_places/memory.py",
         "return -(-nbytes(x) // shards)",
         "return nbytes(x) // shards",
         (_TYPES,),
     ),
     "matrices of a mesh sliced in Auto mode": Mutant(
-        "_memory.py",
+        "_places/memory.py",
         "if auto and len(aval.shape) < 3:",
         "if auto and len(aval.shape) < 2:",
         (_TYPES,),
     ),
     "copies in pinned memory counted as one": Mutant(
-        "_memory.py",
+        "_places/memory.py",
         "        * len(x.sharding.addressable_devices)\n",
         "",
         (f"{MEMORY}::test_pinned_bytes_are_those_of_all_devices",),
@@ -119,19 +121,19 @@ OUTSIDE = {
     ),
     # Templates.
     "parts of a leaf of other rows": Mutant(
-        "_templates.py",
+        "_places/templates.py",
         "if s[:-1] == shape[:-1] and s[-1] >= shape[-1]",
         "if s[-1] >= shape[-1]",
         (f"{TEMPLATES}::test_parts_of_encoded_leaves_go_with_the_leaf",),
     ),
     "scales that are replicated": Mutant(
-        "_templates.py",
+        "_places/templates.py",
         "sharding.update(spec=PartitionSpec(*sharding.spec[: len(shape) - 1]))",
         "sharding.update(spec=PartitionSpec())",
         (f"{TEMPLATES}::test_parts_of_encoded_leaves_go_with_the_leaf",),
     ),
     "state gathered as any parameter is sharded": Mutant(
-        "_templates.py",
+        "_places/templates.py",
         "on_device = _only_over(at, anywhere if j is None else used[j])",
         "on_device = _only_over(at, anywhere)",
         (f"{TEMPLATES}::test_state_is_gathered_as_its_own_parameter_is_sharded",),
@@ -169,26 +171,26 @@ OUTSIDE = {
     ),
     # What a step is jitted with.
     "the memory of a type before that of a sharding": Mutant(
-        "_jit/shardings.py",
-        'return (_memory.memory_kind_of(entry) == "device") == (kind == "device")',
-        "return _memory.memory_kind_of(entry) == kind",
+        "_step/shardings.py",
+        'return (memory.memory_kind_of(entry) == "device") == (kind == "device")',
+        "return memory.memory_kind_of(entry) == kind",
         (
-            "tests/jit/test_jit_shardings.py::test_which_host_memory_is_what_a_sharding_says",
+            "tests/step/test_jit_shardings.py::test_which_host_memory_is_what_a_sharding_says",
         ),
     ),
     "a call for the devices of its last leaf": Mutant(
-        "_jit/machine.py",
+        "_step/machine.py",
         "if devices and len(devices) >= machine.devices:",
         "if devices:",
         (
-            "tests/jit/test_latency_hiding.py::test_a_call_is_for_as_many_devices_as_its_largest_leaf",
+            "tests/step/test_latency_hiding.py::test_a_call_is_for_as_many_devices_as_its_largest_leaf",
         ),
     ),
     "options before those that a user gives": Mutant(
-        "_jit/machine.py",
+        "_step/machine.py",
         "return found | given if found else None",
         "return {**given, **dict(OFF)} if found else None",
-        ("tests/jit/test_latency_hiding.py::test_what_a_user_gives_stands",),
+        ("tests/step/test_latency_hiding.py::test_what_a_user_gives_stands",),
     ),
     # States on disk.
     "one array for several places": Mutant(

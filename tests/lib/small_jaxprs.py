@@ -10,7 +10,7 @@ import jax.core
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import Program, flatten
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -23,7 +23,7 @@ def on_device(*shape: int, dtype: Any = jnp.float32) -> Any:
 
 def on_host(*shape: int, dtype: Any = jnp.float32) -> Any:
     """The type of an array that rests on the host."""
-    return _memory.host_type(on_device(*shape, dtype=dtype))
+    return memory.host_type(on_device(*shape, dtype=dtype))
 
 
 def load(x: Any) -> Any:

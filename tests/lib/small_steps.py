@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core as jex
 
 import optax_offload as oo
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import Step, take_apart
 
 LAYERS, WIDTH = 6, 8
@@ -27,7 +27,7 @@ def offloaded(tx: Any, **options: Any) -> Any:
 def at_rest(tree: Any) -> Any:
     """The types of a tree, all arrays with axes on the host."""
     return jax.tree.map(
-        lambda x: _memory.host_type(_type(x)) if x.shape else _type(x), tree
+        lambda x: memory.host_type(_type(x)) if x.shape else _type(x), tree
     )
 
 
@@ -64,7 +64,7 @@ def train_step(tx: Any, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
 
 def traced(step: Callable[..., Any], types: Sequence[Any]) -> jex.ClosedJaxpr:
     """A step, as if all of its arguments were on the device."""
-    with _memory.as_on_device(True):
+    with memory.as_on_device(True):
         return jax.make_jaxpr(step)(*map(on_device, types))
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_offload import _program, _trees
+from optax_offload import _program
+from optax_offload._ground import trees
 from optax_offload._program import Input, Output, Update
 from optax_offload._schedule import schedule as scheduled
 
@@ -44,12 +45,12 @@ def traced(
     inputs = [Input(False, slice_axis)] * first
     inputs += [
         Input(on_host(name, x), slice_axis)
-        for name, x in _trees.leaves_with_paths(state)
+        for name, x in trees.leaves_with_paths(state)
     ]
     inputs += [Input(False, slice_axis)] * first
     outputs: list[Output] = []
     for k, (keys, x) in enumerate(flat_out):
-        name = _trees.path_string(keys[1:])
+        name = trees.path_string(keys[1:])
         stored = k >= first and on_host(name, x)
         kind = "pinned_host" if stored else "device"
         outputs.append(Output(name, kind, k if in_place else None, k < first))

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _progress
+from optax_offload._ground import progress
 from optax_offload._low_bit import Encoded, by_parts, codec_of
 
 NAMES = ["nf4", "nf4-double", "int8-linear"]
@@ -98,7 +98,7 @@ def test_no_more_than_a_part_is_on_the_device(monkeypatch):
 def test_progress_is_in_the_log(monkeypatch, caplog):
     """As of a long transfer."""
     monkeypatch.setattr(by_parts, "PART_VALUES", 2**14)
-    monkeypatch.setattr(_progress, "SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1)
     with caplog.at_level(logging.INFO, "optax_offload"):
         oo.place(base(), rule("nf4"))
     assert caplog.messages

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optax_offload import _rules
 from optax_offload._low_bit import codecs, dynamic_map
 from optax_offload._low_bit.codecs import CODECS, codec_of
 from optax_offload._low_bit.encoded import Encoded
+from optax_offload._places.rules import CODEC_NAMES
 
 # Those with blocks: name, sign, and the block.
 FORMATS = [
@@ -184,7 +184,7 @@ def assert_published(name, signed, block, x):
 
 def test_names_are_those_of_rules():
     """Rules are read without this wing, and know the names."""
-    assert tuple(CODECS) == _rules.CODEC_NAMES
+    assert tuple(CODECS) == CODEC_NAMES
     assert [codec.name for codec in CODECS.values()] == list(CODECS)
 
 

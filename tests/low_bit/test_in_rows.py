@@ -8,8 +8,8 @@ import pytest
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._ground.units import MIB
 from optax_offload._low_bit import Encoded, by_rows, codec_of
-from optax_offload._units import MIB
 
 RULES = [
     oo.Rule(r".*/(mu|nu)/.*", codec="int8", min_bytes=0),

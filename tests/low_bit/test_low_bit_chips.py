@@ -8,7 +8,8 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_offload as oo
-from optax_offload import _memory, aot
+from optax_offload import aot
+from optax_offload._places import memory
 
 MIB = 2**20
 SHAPE = (16, 1024, 512)
@@ -61,9 +62,9 @@ def test_words_of_8_bits_would_be_tiled_anew(dtype, copied):
     def update(codes, gradient):
         def body(i, codes):
             row = lax.dynamic_slice_in_dim(codes, i, 1, 0)
-            row = _memory.transfer(row, "device").astype(jnp.float32)
+            row = memory.transfer(row, "device").astype(jnp.float32)
             row = row * 0.9 + lax.dynamic_slice_in_dim(gradient, i, 1, 0)
-            row = _memory.transfer(row.astype(dtype), "pinned_host")
+            row = memory.transfer(row.astype(dtype), "pinned_host")
             return lax.dynamic_update_slice_in_dim(codes, row, i, 0)
 
         return lax.fori_loop(0, SHAPE[0], body, codes)

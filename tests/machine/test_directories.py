@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from typer.testing import CliRunner
 
-from optax_offload import _file_system
+from optax_offload._ground import file_system
 from optax_offload._machine import Saved, diagnose, directory_view, look_at
 from optax_offload._machine.directory_view import DirectoryView
 from optax_offload.cli import command as cli
@@ -77,7 +77,7 @@ def finding_of(mount, texts="", view=None, path="/states"):
     seen = MEASURED | {"path": path, "measured_at": path} | (view or {})
     root = ROOT.format(**mount)
     machine = Saved(
-        f"== {_file_system.MOUNTS}\n{root}\n{texts}\n== directory\n{json.dumps(seen)}\n"
+        f"== {file_system.MOUNTS}\n{root}\n{texts}\n== directory\n{json.dumps(seen)}\n"
     )
     (found,) = (x for x in diagnose(machine).findings if x.topic == "directory")
     return found
@@ -204,7 +204,7 @@ def test_read_only():
     mount = DRIVE | {"type": "ext4", "device": "259:2"}
     text = ROOT.format(**mount).replace(" rw,relatime", " ro,relatime")
     seen = json.dumps(MEASURED | {"path": "/states", "measured_at": "/states"})
-    machine = Saved(f"== {_file_system.MOUNTS}\n{text}\n== directory\n{seen}\n")
+    machine = Saved(f"== {file_system.MOUNTS}\n{text}\n== directory\n{seen}\n")
     found = next(x for x in diagnose(machine).findings if x.topic == "directory")
     assert (found.level, "is mounted read-only" in found.seen) == ("fix", True)
 
@@ -301,8 +301,8 @@ def test_a_directory_that_cannot_be_used(tmp_path, monkeypatch, when):
 
 def test_memory_is_not_measured(tmp_path, monkeypatch):
     """It would take a GiB of it."""
-    mount = _file_system.Mount("/", "tmpfs", "tmpfs", "0:1", False)
-    monkeypatch.setattr(_file_system, "mount_here", lambda _: mount)
+    mount = file_system.Mount("/", "tmpfs", "tmpfs", "0:1", False)
+    monkeypatch.setattr(file_system, "mount_here", lambda _: mount)
     found = look_at(str(tmp_path))
     assert (found.write_bytes_per_second, found.error) == (None, "")
     assert found.free_bytes

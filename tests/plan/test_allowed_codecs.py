@@ -10,14 +10,10 @@ from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._plan.allowed import allowed, forms, worth_allowing
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.planner import Planner
-from optax_offload._plan.state import (
-    allowed,
-    forms,
-    movable_state,
-    worth_allowing,
-)
+from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 
 H100 = aot.Target("h100")

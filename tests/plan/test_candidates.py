@@ -9,7 +9,9 @@ import pytest
 from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
-from optax_offload import _compat, aot
+from optax_offload import aot
+from optax_offload._ground import compat
+from optax_offload._places.step_options import Options
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.candidates import prepared, traced
 from optax_offload._plan.planner import Planner
@@ -17,7 +19,6 @@ from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
 from optax_offload._schedule import chain, cutting
-from optax_offload._step_options import Options
 
 TARGET = aot.Target("h100")
 PARAMETERS = STACK + HEAD
@@ -79,7 +80,7 @@ def test_what_tracing_tells():
 @pytest.mark.parametrize("clipped", [False, True])
 def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     """Each by its own; what fills more than a turn is none of them."""
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 

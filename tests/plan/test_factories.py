@@ -9,11 +9,11 @@ import pytest
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._places.step_options import Options
 from optax_offload._plan.candidates import traced
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
-from optax_offload._step_options import Options
 
 H100 = aot.Target("h100")
 PATH = pathlib.Path(__file__).parent.parent.parent / "examples" / "factories.py"

@@ -11,11 +11,11 @@ from jax import lax
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._plan.allowed import forms, of_parameters, worth_allowing
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.candidates import prepared
 from optax_offload._plan.frozen import names_of, parameters_of
 from optax_offload._plan.planner import Planner
-from optax_offload._plan.state import forms, of_parameters, worth_allowing
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Outlook, Variant, variants
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from optax_offload import aot
+from optax_offload._places.step_options import Options
 from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import Search, _distance, _moves_more
@@ -16,7 +17,6 @@ from optax_offload._plan.variants import (
     Variant,
     variants,
 )
-from optax_offload._step_options import Options
 
 GIB = 2**30
 # 8 GiB of parameters, of which 7 are scanned, 16 of state (4 in a codec), gradients

@@ -7,6 +7,7 @@ import pytest
 from step_factories import HEAD, STACK, adam_step
 
 from optax_offload import aot
+from optax_offload._places.step_options import Options
 from optax_offload._plan import budget
 from optax_offload._plan.budget import Asked, Budget
 from optax_offload._plan.candidates import CompiledCandidate, traced
@@ -15,7 +16,6 @@ from optax_offload._plan.search import Search
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Outlook, Variant
-from optax_offload._step_options import Options
 
 GIB = 2**30
 H100 = aot.Target("h100")

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_offload as oo
-from optax_offload import _plan, _rule_files, aot
+from optax_offload import _plan, aot
+from optax_offload._places import rule_files
+from optax_offload._places.step_options import Options
 from optax_offload._plan import candidates, state
 from optax_offload._plan.alternatives import (
     Alternatives,
@@ -21,7 +23,6 @@ from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import PassedOver
 from optax_offload._plan.variants import Variant
-from optax_offload._step_options import Options
 
 MIB, GIB = 2**20, 2**30
 
@@ -62,7 +63,7 @@ def test_rule_files_are_read_as_written(
     config = oo.OffloadConfig(rules, window_bytes, parameters, options)
     file = tmp_path_factory.mktemp("rules") / "rules.toml"
     summary = [" ".join(text.split())]
-    written = _rule_files.config_text(config, summary, [summary] * len(rules))
+    written = rule_files.config_text(config, summary, [summary] * len(rules))
     file.write_text(written, encoding="utf-8")
     assert oo.load_config(file) == config
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from optax_offload import aot
+from optax_offload._places.step_options import Options
 from optax_offload._plan.budget import Budget
 from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import Search, _distance, _moves_more
@@ -17,7 +18,6 @@ from optax_offload._plan.variants import (
     Variant,
     variants,
 )
-from optax_offload._step_options import Options
 
 BUDGET = 100
 UNFUSED = Options(fuse=False)

@@ -15,7 +15,7 @@ from jax import lax
 from scanned_models import BATCH, DONATED, make_params, make_step, offloaded, ulps
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program import at_rest
 from optax_offload._rows import stacks
 
@@ -332,7 +332,7 @@ def test_residuals_asked_for_and_none_there():
 @pytest.mark.aot
 def test_an_old_jax_on_a_gpu_is_refused(monkeypatch):
     """Its compiler copies other rows than it should (U10)."""
-    monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", False)
+    monkeypatch.setattr(compat, "COPIES_AT_POSITIONS", False)
     target = oo.aot.Target("h100")
     params = oo.set_memory_kind(
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_params()),
@@ -596,7 +596,7 @@ def test_the_memory_of_one_vmapped_row():
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(not _compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
+@pytest.mark.skipif(not compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
 def test_the_memory_of_one_layer():
     """Twice the layers take no more of the device, to make and to train."""
     few, many = trained_on_a_chip(16), trained_on_a_chip(32)

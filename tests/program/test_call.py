@@ -6,8 +6,8 @@ from jax.extend import core as jex
 from small_jaxprs import on_device
 
 import optax_offload as oo
+from optax_offload._places.rules import Rule
 from optax_offload._program import Builder, called, is_transfer, variables
-from optax_offload._rules import Rule
 
 LEAF = on_device(8, 128)
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program import CODES as NAME
 
 LAYERS, WIDTH, BLOCK = 4, 16, 16
@@ -396,7 +396,7 @@ def peak(
 
 @pytest.mark.slow
 @pytest.mark.aot
-@pytest.mark.skipif(not _compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
+@pytest.mark.skipif(not compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
 @pytest.mark.parametrize("target", ["h100", "v5e:1x1"])
 def test_the_peak_of_a_base_that_is_decoded_before(target):
     """At most that of layers that decode their own."""

@@ -11,7 +11,7 @@ from small_jaxprs import closed_of, load, names, on_device, on_host, only
 from small_jaxprs import store as to_host
 
 import optax_offload._emit  # noqa: F401
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import entered, is_transfer, resting_scan, within
 from optax_offload._program.resting_scans import with_resting_scans
 
@@ -44,8 +44,8 @@ def test_a_body_that_moves_nothing():
     assert not any(map(is_transfer, body.jaxpr.eqns))
     assert [x.stack for x in body.loads] == list(body.xs)
     assert [x.stack for x in body.stores] == [body.stacked[0]]
-    assert _memory.on_host(body.stacked[0].aval)
-    assert not _memory.on_host(body.stacked[1].aval)
+    assert memory.on_host(body.stacked[0].aval)
+    assert not memory.on_host(body.stacked[1].aval)
 
 
 def test_leaves_that_are_moved_together():
@@ -119,10 +119,10 @@ def moved(h, *rows):
     """The scan, of stacks made of a row each, where its types want these."""
     closed = with_resting_scans(closed_of(scanned(layer), *TYPES))
     whole = [jnp.stack([x] * STACK[0]) for x in rows]
-    stacks = [_memory.transfer(x, "pinned_host") for x in whole]
+    stacks = [memory.transfer(x, "pinned_host") for x in whole]
     results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, h, *stacks)
-    assert list(map(_memory.on_host, results)) == [False, True, False]
-    return [_memory.transfer(x, "device") for x in results]
+    assert list(map(memory.on_host, results)) == [False, True, False]
+    return [memory.transfer(x, "device") for x in results]
 
 
 def as_it_is(h, *rows):

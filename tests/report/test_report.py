@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _host_memory, _memory
+from optax_offload._host import host_memory
+from optax_offload._places import memory
 from optax_offload._report import report as reporting
 from optax_offload._states import records
 
@@ -263,7 +264,7 @@ def machine(root, free_kib, total_kib=1000):
 def test_too_little_host_memory(shape, tmp_path, monkeypatch):
     """A warning before the first step, for what is not there yet only."""
     machine(tmp_path, free_kib=300)
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     state = optax.adam(1e-3).init(PARAMS)
     if shape == "template":
         state = oo.eval_shape(optax.adam(1e-3).init, PARAMS)
@@ -288,7 +289,7 @@ def test_too_little_host_memory(shape, tmp_path, monkeypatch):
 def test_host_memory_of_shards(tmp_path, monkeypatch):
     """Each device's copy of a replicated leaf is memory of its own."""
     machine(tmp_path, free_kib=700)
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     tx = oo.offload(optax.adam(1e-3))
 
@@ -306,7 +307,7 @@ def test_host_memory_of_shards(tmp_path, monkeypatch):
 def test_devices_that_are_not_attached(tmp_path, monkeypatch):
     """Their host is not this machine, but what they need is known."""
     machine(tmp_path, free_kib=1)
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     mesh = jax.sharding.AbstractMesh(
         (4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)
     )
@@ -320,15 +321,15 @@ def test_devices_that_are_not_attached(tmp_path, monkeypatch):
 def test_pinned_bytes_are_counted_once():
     """However often, and of a sharded array too."""
     rows = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"), memory_kind="pinned_host")
-    before = _memory.pinned_bytes_of_this_process()
+    before = memory.pinned_bytes_of_this_process()
     x = jax.device_put(jnp.ones((256, 128)), rows)
-    counted = [_memory.pinned_bytes_of_this_process() - before for _ in range(3)]
+    counted = [memory.pinned_bytes_of_this_process() - before for _ in range(3)]
     assert counted == [x.nbytes] * 3
 
 
 def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):
     """State of GPUs is held to it, with what other arrays have pinned."""
-    monkeypatch.setattr(_host_memory, "ROOT", tmp_path)
+    monkeypatch.setattr(host_memory, "ROOT", tmp_path)
     monkeypatch.setattr(reporting, "_platforms_here", lambda x: {"gpu"})
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
     leaf = jax.ShapeDtypeStruct((2**27,), jnp.float32)

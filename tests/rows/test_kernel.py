@@ -7,7 +7,7 @@ import numpy as np
 from small_jaxprs import closed_of, load, names, on_device, on_host, program_of
 from small_jaxprs import store as to_host
 
-from optax_offload import _memory
+from optax_offload._places import memory
 from optax_offload._program import is_transfer, variables
 from optax_offload._rows import RowLocal, kernel_of
 
@@ -41,7 +41,7 @@ def test_a_kernel_moves_nothing():
     assert not any(map(is_transfer, kernel.rows.equations))
     assert names(kernel.rows.equations) == ["mul", "add", "neg"]
     taken = [*kernel.rows.inputs, *kernel.rows.outputs]
-    assert not any(_memory.on_host(v.aval) for v in taken)
+    assert not any(memory.on_host(v.aval) for v in taken)
     assert kernel.sources == rows.inputs
     assert kernel.targets == rows.outputs
 

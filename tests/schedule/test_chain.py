@@ -8,13 +8,13 @@ import pytest
 from small_updates import update_of
 
 import optax_offload as oo
-from optax_offload import _compat
-from optax_offload._memory import nbytes, on_host
+from optax_offload._ground import compat
+from optax_offload._ground.units import size_text
+from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step
 from optax_offload._schedule import Segment, chain, cutting, placing
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, ties
-from optax_offload._units import size_text
 
 LAYERS, WIDTH = 5, 16
 MATRIX_BYTES = WIDTH * WIDTH * 4
@@ -25,7 +25,7 @@ WEIGHT = (WIDTH, WIDTH)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES)
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -110,9 +110,9 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
     x = jnp.ones((4, WIDTH))
     assert planned(loss, matrices(2), x).chain is None
     assert planned(loss, matrices(3), x).chain is not None
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", False)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", False)
     assert planned(loss, matrices(3), x).chain is None
-    monkeypatch.setattr(_compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
     assert planned(jax.grad(loss), matrices(), x).chain is None
 
@@ -266,7 +266,7 @@ def test_gradients_wait_on_the_host(where):
 
 
 @pytest.mark.skipif(
-    not _compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
+    not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
 )
 def test_gradients_wait_on_the_host_where_that_saves_anything():
     """As many as fit beside the most that a step keeps elsewhere do on the device."""

@@ -2,9 +2,9 @@
 
 import pytest
 
+from optax_offload._ground.units import MIB
 from optax_offload._schedule import cutting
 from optax_offload._schedule.cutting import Alive, Filling, Piece, parted
-from optax_offload._units import MIB
 
 # The logits, what the loss makes of them, and the gradient of the head.
 LOGITS, ERRORS, HEAD = 1600 * MIB, 1599 * MIB, 150 * MIB

@@ -16,12 +16,14 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, u
 import optax_offload as oo
 from benchmarks.common.steps import train_step
 from benchmarks.common.workloads import gated
-from optax_offload import _compat, _memory, aot
+from optax_offload import aot
 from optax_offload._emit import streamed_step
+from optax_offload._ground import compat
+from optax_offload._places import memory
+from optax_offload._places.step_options import Options
 from optax_offload._program import at_rest
 from optax_offload._schedule import order, pipeline
-from optax_offload._step_options import Options
-from optax_offload._stream import plan_of
+from optax_offload._step.streaming import plan_of
 
 BOUND = 32
 
@@ -74,7 +76,7 @@ def test_every_row_is_stored(length, unroll, reverse):
     assert (f"backward scan of {length} iterations" in text) == fused
     # What is not fused is sliced by loops of ours, which say so too.
     if fused:
-        by_kernels = not _compat.COPIES_AT_POSITIONS
+        by_kernels = not compat.COPIES_AT_POSITIONS
         assert ("kernels move these slices" in text) == by_kernels
 
 
@@ -112,7 +114,7 @@ def test_late_rows_with_every_jax(reverse, monkeypatch):
     What leaves the device in an iteration does so together (F65), and what only the
     rest of the step takes is computed before the scan (F67).
     """
-    monkeypatch.setattr(_compat, "STORES_OVERLAP", True)
+    monkeypatch.setattr(compat, "STORES_OVERLAP", True)
     params, loss = make_params(5), make_loss(reverse=reverse)
     plain, tx = optax.adam(1e-2), offloaded(optax.adam(1e-2))
     want = train(jax.jit(make_step(plain, loss)), plain, params, steps=3)
@@ -135,13 +137,13 @@ def delayed(tx, length):
     ordered = order.by_gradients(each.scan, each.now)
     found = order.delayed_rows(each.scan, ordered)
     on_host = [
-        sum(_memory.on_host(v.aval) for v in f.component.results) for f in ordered
+        sum(memory.on_host(v.aval) for v in f.component.results) for f in ordered
     ]
     return sorted(v.aval.shape for v in found), on_host
 
 
 later_jax = pytest.mark.skipif(
-    not _compat.STORES_OVERLAP, reason="no row is delayed before JAX 0.11"
+    not compat.STORES_OVERLAP, reason="no row is delayed before JAX 0.11"
 )
 
 
@@ -190,7 +192,7 @@ def test_positions_of_copies_are_those_of_rows(reverse):
     moved = [t for t in aot.transfers(compiled) if "slice" in t.form]
     found = list(program.slice_positions(compiled))
     assert {t.direction for t in moved if t.times > 1} == {"load", "store"}
-    assert bool(found) == _compat.COPIES_AT_POSITIONS
+    assert bool(found) == compat.COPIES_AT_POSITIONS
     loads = collections.defaultdict(list)
     for t, positions in found:
         rows = [position // t.nbytes for position in positions]
@@ -293,7 +295,7 @@ def test_loads_ahead_are_beside_most_products(residuals, monkeypatch):
 def every_row(computes_longer, monkeypatch):
     """As with the newest JAX, residuals of any size, and as long as is said."""
     for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
-        monkeypatch.setattr(_compat, name, True)
+        monkeypatch.setattr(compat, name, True)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
     monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from small_updates import update_of
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._schedule.groups import group
 
 STACK = 16, 128, 256
@@ -16,7 +16,7 @@ STACK = 16, 128, 256
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def only(fn, state, gradient=STACK, **options):
@@ -124,7 +124,7 @@ def test_why_it_is_updated_whole(fn, reason):
 
 def test_whole_and_out_of_place_before_loops_that_run_once(monkeypatch):
     """Older compilers write whole leaves into no buffer in a loop."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", False)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", False)
     _, found = only(lambda g, m: (g, m[::-1] + g), [STACK])
     assert not found.in_place
 

@@ -6,7 +6,7 @@ import pytest
 from small_jaxprs import names
 from small_updates import update_of
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._schedule.groups import group
 
 STACK = 16, 128, 256
@@ -16,7 +16,7 @@ ROW_BYTES = 4 * 128 * 256
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def momenta(fn=lambda g, s: 0.9 * s + g):

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from small_steps import at_rest, loss, offloaded, stack, taken_apart, train_step
 
+from optax_offload._places.step_options import Options
 from optax_offload._schedule import plan, refusals
-from optax_offload._step_options import Options
 
 BYTES = 6 * 8 * 8 * 4
 CLIPPED = optax.clip_by_global_norm(1.0)

@@ -13,7 +13,7 @@ from program import emitted
 from scanned_models import BATCH, loss, make_params, offloaded, train, ulps
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 BOTH = "2 gradients of 12.00 KiB"
@@ -213,7 +213,7 @@ def test_no_scan_runs_more_than_it_has_to(late_gradients, scans):
     traced = step.trace(params, tx.init(params), BATCH)
     jaxprs = (emitted(traced.jaxpr, on_tpu=on_tpu) for on_tpu in (True, False))
     counts = [[e.primitive.name for e in x.eqns].count("scan") for x in jaxprs]
-    late = late_gradients == "recompute" and _compat.STORES_OVERLAP
+    late = late_gradients == "recompute" and compat.STORES_OVERLAP
     assert counts == [scans, scans + late]
 
 

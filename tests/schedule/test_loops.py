@@ -4,7 +4,7 @@ import optax
 import pytest
 from updates import plan_of, stacked, traced
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._schedule import schedule as scheduled
 from optax_offload._schedule.loops import Loop, Remainder
 
@@ -16,7 +16,7 @@ UNEQUAL = [(rows, 4096) for rows in (2048, 3072, 2560, 3584)]
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def test_groups_of_like_rows_share_a_loop():

@@ -9,10 +9,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from optax_offload import _memory, _stream, _tpu_layout, aot
+from optax_offload import aot
 from optax_offload._emit import streamed
+from optax_offload._places import memory, tpu_layout
+from optax_offload._places.step_options import Options
 from optax_offload._schedule import for_tpu
-from optax_offload._step_options import Options
+from optax_offload._step import streaming
 
 LAYERS, WIDTH = 8, 128
 
@@ -34,8 +36,8 @@ def test_rows_that_move(shape, dtype, row, part):
     """What compilers for a v5e said (F24)."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     aval = jax.core.ShapedArray(x.shape, x.dtype)
-    assert _tpu_layout.row_moves(aval, 0) is row
-    assert _tpu_layout.part_of_row_moves(aval, 0) is part
+    assert tpu_layout.row_moves(aval, 0) is row
+    assert tpu_layout.part_of_row_moves(aval, 0) is part
 
 
 def layer(h, w):
@@ -89,7 +91,7 @@ TX = {
 
 def traced(step, args, **asked):
     """The plan of a step, its arguments and the structure of its results."""
-    return _stream.traced(step, args, {}, Options(**asked))
+    return streaming.traced(step, args, {}, Options(**asked))
 
 
 def whole(plan):
@@ -130,7 +132,7 @@ def test_numbers_of_the_plan(tx, loss, at_rest):
     assert not any(v.aval.shape in shapes for v in taken(ours))
     given = jax.jit(lambda *values: streamed(ours, values))(*values)
     want = jax.jit(lambda *values: streamed(plan, values))(*values)
-    kinds = [[_memory.memory_kind_of(x) for x in some] for some in (given, want)]
+    kinds = [[memory.memory_kind_of(x) for x in some] for some in (given, want)]
     assert kinds[0] == kinds[1]
     for a, b in zip(given, want, strict=True):
         a, b = (np.asarray(x, np.float32) for x in (a, b))
@@ -144,7 +146,7 @@ def taken(plan):
         for each in plan.scans
         for f in each.fused
         for v in f.rows.inputs
-        if _memory.on_host(v.aval)
+        if memory.on_host(v.aval)
     ]
 
 

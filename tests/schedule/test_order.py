@@ -8,13 +8,14 @@ from jax import lax
 from small_jaxprs import load, on_device, on_host
 from small_steps import WIDTH, offloaded, taken_apart, trained
 
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._places import memory
+from optax_offload._places.step_options import Options
 from optax_offload._program import take_apart
 from optax_offload._schedule import Scan, plan
 from optax_offload._schedule import order as ordering
 from optax_offload._schedule.order import by_gradients
 from optax_offload._schedule.pipeline import Work, for_gpu, for_tpu
-from optax_offload._step_options import Options
 
 LENGTH, ROWS = 6, 512
 TRACE = optax.trace(0.9)
@@ -24,7 +25,7 @@ TRACE = optax.trace(0.9)
 def newest(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
     for flag in ("LOOPS_RUN_ONCE", "STORES_OVERLAP", "COPIES_AT_POSITIONS"):
-        monkeypatch.setattr(_compat, flag, True)
+        monkeypatch.setattr(compat, flag, True)
 
 
 def stack(width=WIDTH, length=LENGTH):
@@ -77,7 +78,7 @@ def test_the_last_rows_are_delayed():
     _, scan, fused = planned()
     fused = by_gradients(scan, fused)
     found = ordering.delayed_rows(scan, fused)
-    (state,) = (v for v in fused[1].replaced if _memory.on_host(v.aval))
+    (state,) = (v for v in fused[1].replaced if memory.on_host(v.aval))
     assert found == {state}
 
 
@@ -88,7 +89,7 @@ def test_rows_that_are_not_delayed(change, value, monkeypatch):
     """Of older compilers, of few iterations, and of what is read an iteration ahead."""
     _, scan, fused = planned(length=3 if change == "length" else LENGTH)
     if change == "STORES_OVERLAP":
-        monkeypatch.setattr(_compat, change, value)
+        monkeypatch.setattr(compat, change, value)
     read = [v for f in fused for v in f.replaced.values()] if change == "read" else []
     assert not ordering.delayed_rows(scan, by_gradients(scan, fused), read)
 
@@ -185,7 +186,7 @@ def test_rows_that_are_not_loaded_ahead(how, monkeypatch):
         length=3 if how == "short" else LENGTH, unroll=2 if how == "unrolled" else 1
     )
     if how == "older":
-        monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", False)
+        monkeypatch.setattr(compat, "COPIES_AT_POSITIONS", False)
     assert ordering.rows_ahead(step, scan) == []
 
 
@@ -291,12 +292,12 @@ def test_a_tpu_is_told_the_order_where_it_matters(monkeypatch):
     monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
     assert ordering.moves_in_turn(step, scan, fused)
     turn = for_tpu(step, scan, Work(fused, ()))
-    state = [v for f in fused for v in f.rows.inputs if _memory.on_host(v.aval)]
+    state = [v for f in fused for v in f.rows.inputs if memory.on_host(v.aval)]
     assert turn.first == tuple(dict.fromkeys(state))
     assert turn.updates[0].loads == turn.first
     assert turn.updates[0].held == fused[0].component.gradients
     monkeypatch.undo()
-    monkeypatch.setattr(_compat, "STORES_OVERLAP", True)
+    monkeypatch.setattr(compat, "STORES_OVERLAP", True)
     step, scan, fused = planned(params_at_rest=True)
     assert ordering.moves_in_turn(step, scan, fused)
     assert not for_tpu(step, scan, Work(fused, ())).first

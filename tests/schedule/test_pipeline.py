@@ -13,13 +13,14 @@ from program import emitted
 import optax_offload as oo
 from benchmarks.common.steps import train_step
 from benchmarks.common.workloads import gated
-from optax_offload import _compat, _memory
+from optax_offload._ground import compat
+from optax_offload._ground.units import size_text
+from optax_offload._places import memory
 from optax_offload._program import at_rest
 from optax_offload._program.bodies import entered, of_platforms
 from optax_offload._program.graph import in_pairs
 from optax_offload._program.primitives import handed_on
 from optax_offload._schedule import order
-from optax_offload._units import size_text
 
 WORKLOAD = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
 CHIPS = ["GPU", "TPU"]
@@ -29,7 +30,7 @@ CHIPS = ["GPU", "TPU"]
 def every_row(monkeypatch):
     """As with the newest JAX, and residuals of any size."""
     for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
-        monkeypatch.setattr(_compat, name, True)
+        monkeypatch.setattr(compat, name, True)
     monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
 
 
@@ -53,15 +54,15 @@ def moved(body):
             kept = list(zip(e.invars[1:], e.outvars, strict=True))
         same.update((v, same.get(a, a)) for a, v in kept)
         for a, v in in_pairs(e) if e.primitive.name == "device_put" else ():
-            if _memory.on_host(a.aval) and not _memory.on_host(v.aval):
+            if memory.on_host(a.aval) and not memory.on_host(v.aval):
                 loads.add(v)
-            elif _memory.on_host(v.aval) and not _memory.on_host(a.aval):
+            elif memory.on_host(v.aval) and not memory.on_host(a.aval):
                 stores.add(same.get(a, a))
     before = body.split(body.jaxpr.invars).carry
     after = body.given(body.jaxpr.outvars).carried
-    ahead = [_memory.nbytes(v.aval) for v in after if v in loads]
+    ahead = [memory.nbytes(v.aval) for v in after if v in loads]
     rows = [v for v in before if v in stores and v.aval.shape[:1] == (1,)]
-    return ahead, [_memory.nbytes(v.aval) for v in rows]
+    return ahead, [memory.nbytes(v.aval) for v in rows]
 
 
 def said(some, how):

@@ -8,8 +8,8 @@ import pytest
 from jax import lax
 
 import optax_offload as oo
-from optax_offload import _compat
-from optax_offload._stream import Options, traced
+from optax_offload._ground import compat
+from optax_offload._step.streaming import Options, traced
 
 WIDTH, ROWS = 128, 512
 
@@ -134,7 +134,7 @@ def test_updates_in_the_place_of_gradients():
 
 
 @pytest.mark.aot
-@pytest.mark.skipif(not _compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
+@pytest.mark.skipif(not compat.COPIES_AT_POSITIONS, reason="refused before JAX 0.11.1")
 def test_no_update_is_there_whole():
     """Of parameters in bfloat16, whose updates are in float32."""
     tx = oo.offload(SGD, window_bytes=2**18)

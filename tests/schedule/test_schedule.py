@@ -9,7 +9,7 @@ import pytest
 from updates import plan_of, stacked, traced
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program import described
 from optax_offload._schedule import schedule as scheduled
 
@@ -20,7 +20,7 @@ NBYTES = 8 * 4 * 4
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def layers(n):
@@ -196,7 +196,7 @@ def test_kernels_of_older_compilers_are_said(monkeypatch):
     """Where a GPU's copies would be of other rows (U10), and there are slices."""
 
     def text(shape, right):
-        monkeypatch.setattr(_compat, "COPIES_AT_POSITIONS", right)
+        monkeypatch.setattr(compat, "COPIES_AT_POSITIONS", right)
         return str(plan_of(optax.adam(1e-3), stacked(shape), slice_axis=0)[0])
 
     said = f"on GPUs, with JAX {jax.__version__}, kernels move these slices"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._rows import RowLocal
 from optax_offload._schedule import Group, Loop, Part, sharing
 from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, fastest
@@ -14,7 +14,7 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def runs_once(monkeypatch):
     """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(_compat, "LOOPS_RUN_ONCE", True)
+    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def group(number, rows, nbytes, *, in_place=True, parts=1):

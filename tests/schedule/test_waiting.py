@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 from small_steps import trained
 
+from optax_offload._places.step_options import Options
 from optax_offload._schedule import plan, waiting
-from optax_offload._step_options import Options
 
 CLIP = optax.clip_by_global_norm
 SIZE = 6, 8, 8

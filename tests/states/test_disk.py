@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from state_trees import files, kinds, make_tree, on_device, steps, template_of, what
 
 import optax_offload as oo
-from optax_offload import _file_system
+from optax_offload._ground import file_system
 from optax_offload._states import files as state_files
 from optax_offload._states import locks, manifest, records, zarr
 
@@ -286,17 +286,17 @@ def test_too_little_space(tmp_path, monkeypatch):
 
 def test_directory_that_is_memory(tmp_path, monkeypatch):
     """It is said, at the caller's line; a drive and what is not known are not."""
-    memory = _file_system.Mount("/tmp", "tmpfs", "tmpfs", "0:40", False)
-    drive = _file_system.Mount("/", "ext4", "/dev/sda1", "8:1", False)
+    memory = file_system.Mount("/tmp", "tmpfs", "tmpfs", "0:40", False)
+    drive = file_system.Mount("/", "ext4", "/dev/sda1", "8:1", False)
     message = r"is memory \(tmpfs at /tmp\): a state that is parked there stays in host"
-    monkeypatch.setattr(_file_system, "mount_here", lambda _: memory)
+    monkeypatch.setattr(file_system, "mount_here", lambda _: memory)
     with pytest.warns(oo.OffloadWarning, match=message) as warned:
         there = to_disk({"w": jnp.ones(3)}, directory=tmp_path, block=True)
     assert [w.filename for w in warned] == [__file__]
     to_disk(there, directory=tmp_path)  # Nothing goes there.
     assert kinds(oo.reload_states(there)) == {"w": "device"}
     for mount in (drive, None):
-        monkeypatch.setattr(_file_system, "mount_here", lambda _, m=mount: m)
+        monkeypatch.setattr(file_system, "mount_here", lambda _, m=mount: m)
         oo.reload_states(to_disk({"w": jnp.ones(3)}, directory=tmp_path))
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from test_manifest import sealed
 
 import optax_offload as oo
-from optax_offload import _trees
+from optax_offload._ground import trees
 from optax_offload._states import manifest, zarr
 
 pytest.importorskip("tensorstore", reason="needs the extra disk")
@@ -135,7 +135,7 @@ def test_files_in_the_wrong_place(tmp_path, kind, by):
     with pytest.raises(oo.OffloadError) as caught:
         oo.reload_states(tree, donate=False, **kw)
     lost = str(caught.value).split(": on disk, and cannot")[0].split(". ")[-1]
-    assert lost == _trees.listed(sorted(name for name in make() if name in wrong))
+    assert lost == trees.listed(sorted(name for name in make() if name in wrong))
 
 
 def test_only_what_is_read_is_checked(tmp_path):

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from state_trees import kinds, on_device, what
 
 import optax_offload as oo
-from optax_offload import _progress as progress
+from optax_offload._ground import progress
 from optax_offload._states import records
 
 

@@ -11,7 +11,8 @@ import program
 import pytest
 
 import optax_offload as oo
-from optax_offload import _compat, aot
+from optax_offload import aot
+from optax_offload._ground import compat
 
 pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
 pytest.importorskip("libtpu", reason='needs pip install "optax-offload[aot]"')
@@ -141,7 +142,7 @@ def test_slices_are_copies(chip, around):
     slices = [t for t in aot.transfers(compiled) if "slice" in t.form]
     assert {t.direction for t in slices} == {"load", "store"}
     assert all(t.times > 1 for t in slices)
-    copies = chip == "v5e" or _compat.COPIES_AT_POSITIONS
+    copies = chip == "v5e" or compat.COPIES_AT_POSITIONS
     assert {t.by for t in slices} == {"copy engine" if copies else "kernel"}
     if chip == "v5e":
         return

@@ -21,7 +21,7 @@ from harness import (
 from optimizers import INSIDE, OUTSIDE
 
 import optax_offload as oo
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._schedule import group_slices
 
 # Bits are compared as users compile; what is as near as rounding goes, with fewer
@@ -172,7 +172,7 @@ def test_whole_leaves_have_the_same_bits(name):
     """In a window without end; slices are the cause of most exceptions."""
     params = make_params()
     rule = EVERYTHING
-    if not _compat.LOOPS_RUN_ONCE:
+    if not compat.LOOPS_RUN_ONCE:
         rule = dataclasses.replace(rule, slice_axis=None)
     tx = oo.offload(INSIDE[name](), rule, window_bytes=2**60)
     got, _ = run_updates(tx, params, committed(tx.init(params)))

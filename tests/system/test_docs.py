@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 import optax_offload as oo
-from optax_offload import _memory, aot
+from optax_offload import aot
+from optax_offload._places import memory
 from optax_offload.cli import command as cli
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -67,7 +68,7 @@ def check_printed(expected, printed, numbers_vary):
     """As doctest compares them, with `...` for what is left out."""
     # Pages show what is printed with JAX 0.11.1 and newer, where kernels move no slices
     # and rows are loaded ahead.
-    older = _memory.moved_by_kernels()
+    older = memory.moved_by_kernels()
     if older:
         printed = re.sub(rf" *{re.escape(older)}\n", "", printed)
         ahead = r"^(scan of \d+ iterations:\n)?  on a [GT]PU.*\n"

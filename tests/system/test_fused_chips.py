@@ -14,7 +14,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_offload as oo
 from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import gated
-from optax_offload import _compat, aot
+from optax_offload import aot
+from optax_offload._ground import compat
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -25,7 +26,7 @@ COLLECTIVES = (
     "collective",
     "reduce-scatter",
 )
-NEWER = _compat.LOOPS_RUN_ONCE
+NEWER = compat.LOOPS_RUN_ONCE
 # A TPU's compiler unrolls the products of more tokens: older ones take as long again.
 LAYERS, TOKENS = 6, 768 if NEWER else 256
 # How many layers' gradients may be left, or as much. Older compilers keep more beside

@@ -14,6 +14,7 @@ PACKAGE = ROOT / "optax_offload"
 FILES = sorted(PACKAGE.rglob("*.py"))
 WINGS = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
 MOST_LINES = 500
+SHELVES = {"_ground", "_host", "_places"}
 
 
 def name(path):
@@ -29,9 +30,15 @@ def test_no_file_is_long(file):
 
 @pytest.mark.parametrize("wing", WINGS, ids=name)
 def test_a_door_only_exports(wing):
-    """A docstring, imports and `__all__`, which has all that is imported."""
+    """A docstring, imports and `__all__`, which has all that is imported.
+
+    Of a shelf, whose files are imported by their names, it is a docstring.
+    """
     tree = ast.parse((wing / "__init__.py").read_text())
     assert ast.get_docstring(tree)
+    if wing.name in SHELVES:
+        assert len(tree.body) == 1
+        return
     imports = [x for x in tree.body if isinstance(x, ast.ImportFrom)]
     (exports,) = (x.value for x in tree.body if isinstance(x, ast.Assign))
     assert len(tree.body) == len(imports) + 2

@@ -20,7 +20,7 @@ FILES = (
     "schedules/_inject_test.py",
     "transforms",
 )
-# Clipping has no state: its update is the plain one (`tests/test_offload.py`).
+# Clipping has no state: its update is the plain one (`tests/step/test_offload.py`).
 LEFT_OUT = "transforms/_clipping_test.py"
 # docs/limits.md says why, and what to write instead.
 READS_STATE = "computes with state outside of update"

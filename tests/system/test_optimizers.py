@@ -24,8 +24,8 @@ from scanned_models import (
 )
 
 import optax_offload as oo
-from optax_offload import _memory
 from optax_offload._low_bit import known_fields
+from optax_offload._places import memory
 from optax_offload._program import at_rest
 
 # In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
@@ -141,7 +141,7 @@ def assert_kinds(tx, results, of_params="device", of_state="pinned_host"):
     params, state, _ = results
     wanted = jax.eval_shape(tx.init, params)
     for x, like in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
-        movable = _memory.nbytes(like) >= 8 and x.ndim > 0
+        movable = memory.nbytes(like) >= 8 and x.ndim > 0
         assert x.sharding.memory_kind == (of_state if movable else "device")
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(params)}
     assert kinds == {of_params}

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload import _compat
+from optax_offload._ground import compat
 from optax_offload._program import shape
 
 Axis = int | None
@@ -100,7 +100,7 @@ def rule_of(e: jex.JaxprEqn) -> Rule:
 
     Equations with effects are refused too, since these would happen for every slice.
     """
-    if _compat.has_effects(e):
+    if compat.has_effects(e):
         return _REFUSED
     return RULES.get(e.primitive.name, _REFUSED)
 

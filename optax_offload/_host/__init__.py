@@ -1,0 +1,1 @@
+"""The host: how much memory it lends, and the link to it."""

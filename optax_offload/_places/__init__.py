@@ -1,0 +1,1 @@
+"""Where leaves belong: rules, memory kinds, shardings, layouts and templates."""
