@@ -52,6 +52,16 @@ def load_whole(x: Any) -> Any:
     return memory.transfer(x, "device")
 
 
+def moved(x: Any, memory_kind: str) -> Any:
+    """A value in a memory, all of it, wherever it is."""
+    return memory.transfer(x, memory_kind)
+
+
+def as_typed(x: Any, aval: Any) -> Any:
+    """A value in the memory that its type in the step has, all of it."""
+    return moved(x, memory.kind_of_type(aval))
+
+
 def store(
     y: Any,
     memory_kind: str,

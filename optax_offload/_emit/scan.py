@@ -16,6 +16,7 @@ from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import (
     Leaf,
     RowKernel,
+    as_typed,
     load_whole,
     rows_of,
     store,
@@ -338,7 +339,7 @@ class ScanLoop:
         buffers[v] = self._leaves[v].store(buffers[v], row, i)
 
     def _read(self, a: Any) -> Any:
-        return read(a, lambda v: _as_typed(self._env[v], v))
+        return read(a, lambda v: as_typed(self._env[v], v.aval))
 
     def _row(self, v: jex.Var, i: Any, axis: int, buffers: Buffers) -> Any:
         """The row of a value of the step, as it was before the scan."""
@@ -359,7 +360,7 @@ class ScanLoop:
             return a.val[i]
         if a in loaded:
             return lax.squeeze(loaded[a], (0,))
-        return _as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a)
+        return as_typed(lax.squeeze(self._row(a, i, 0, buffers), (0,)), a.aval)
 
     def _after_loads(
         self,
@@ -397,8 +398,3 @@ class ScanLoop:
         after, _ = self._now.get(v, (v, None))
         now = buffers if after in unit.results else before
         return now.get(after, self._env[v])
-
-
-def _as_typed(x: Any, v: jex.Var) -> Any:
-    """A value in the memory that the step has it in."""
-    return memory.transfer(x, memory.kind_of_type(v.aval))

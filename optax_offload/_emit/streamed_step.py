@@ -17,6 +17,7 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload._emit import step as emit
+from optax_offload._emit.moves import as_typed
 from optax_offload._ground import compat
 from optax_offload._ground.errors import (
     UNPINNED,
@@ -231,10 +232,7 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     plan = _with_steps_inside(plan, sharded)
 
     def fn(*given: Any) -> list[Any]:
-        values = {
-            v: memory.transfer(x, memory.kind_of_type(v.aval))
-            for v, x in bound(operands, given).items()
-        }
+        values = {v: as_typed(x, v.aval) for v, x in bound(operands, given).items()}
         return emit.results(plan, values, sharded, on_tpu=on_tpu)
 
     return lower(ctx, fn, found, given)

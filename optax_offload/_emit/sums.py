@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from optax_offload._emit.moves import as_typed, load_whole
 from optax_offload._places import memory
 from optax_offload._program import Program, bound, facts, variables
 from optax_offload._rows import Sum
@@ -74,7 +75,7 @@ def added(
     one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
 
     def value(v: jex.Var, like: Any) -> Any:
-        found = memory.transfer(rows[v] if v in rows else env[v], "device")
+        found = load_whole(rows[v] if v in rows else env[v])
         return lax.convert_element_type(found, like.dtype)
 
     values = [value(v, inside.aval) for inside, v in free.items()]
@@ -86,7 +87,7 @@ def finished(program: Program, s: Sum, total: Any) -> Any:
     """The result of a reduction, given the total of all rows."""
     aval: Any = program.equations[s.position].outvars[0].aval
     total = lax.convert_element_type(total, aval.dtype)
-    return memory.transfer(total, memory.kind_of_type(aval))
+    return as_typed(total, aval)
 
 
 def _widened(e: jex.JaxprEqn) -> jex.JaxprEqn:

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload._emit.loop import Traces, run_loop, whole_kernel
-from optax_offload._emit.moves import Leaf, load_whole, store
+from optax_offload._emit.moves import Leaf, load_whole, moved, store
 from optax_offload._ground import trees
 from optax_offload._ground.errors import warn
 from optax_offload._places import memory
@@ -162,7 +162,7 @@ def run(
     return [
         done[k]
         if k in done
-        else memory.transfer(read(a, env.__getitem__), update.outputs[k].memory_kind)
+        else moved(read(a, env.__getitem__), update.outputs[k].memory_kind)
         for k, a in enumerate(program.outvars)
     ]
 
@@ -294,8 +294,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> A
     update, window_bytes = what.update, what.caller.window_bytes
 
     def fn(*data: Any) -> list[Any]:
-        kinds = ("pinned_host" if x.on_host else "device" for x in update.inputs)
-        args = memory.transfer_all(what.given.keys(list(data)), kinds)
+        args = [
+            moved(x, "pinned_host" if of.on_host else "device")
+            for x, of in zip(what.given.keys(list(data)), update.inputs, strict=True)
+        ]
         return key_data(carry_out(update, window_bytes, args, sharded))
 
     return lower(ctx, fn, found, data)

@@ -81,6 +81,15 @@ def test_a_mutant_names_tests_that_are_there(mutant):
         assert not function or f"\ndef {function.partition('[')[0]}(" in text, test
 
 
+def test_one_file_of_the_emitter_writes_transfers():
+    """So that whoever looks for a load or a store finds it there."""
+    files = (PACKAGE / "_emit").glob("*.py")
+    found = {
+        f.name for f in files if re.search("memory.transfer|device_put", f.read_text())
+    }
+    assert found == {"moves.py"}
+
+
 def test_folders_of_tests_are_rooms():
     """Each wing has one, and what is of no wing has its place too."""
     folders = [p for p in (ROOT / "tests").iterdir() if [*p.glob("*.py")]]
