@@ -41,6 +41,7 @@ class Alternative:
       over_plain: That over the time of the step as given; None where one is not known.
       fits: Whether it is within both budgets.
       why: ``"chosen"``, or why it is not.
+      same: The other ways that were found to make the same program.
     """
 
     what: str
@@ -51,6 +52,12 @@ class Alternative:
     over_plain: float | None
     fits: bool
     why: str
+    same: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The description, with the other ways that make the same program."""
+        return ", the same program as ".join([self.what, *self.same])
 
     @property
     def chosen(self) -> bool:
@@ -78,7 +85,7 @@ class Alternatives(Printed):
         """The table as text: what, peak, host, link, step, over plain, why."""
         return [
             (
-                row.what,
+                row.text,
                 size_text(row.used_bytes),
                 size_text(row.host_bytes),
                 size_text(row.link_bytes),
@@ -147,7 +154,8 @@ def alternatives(
     """The table of compiled ways, and lines on those that were not compiled.
 
     Args:
-      compiled: The candidates that were compiled; first the step as given.
+      compiled: The candidates that were compiled; first the step as given. Those that
+        were then found to be the program of another have no row of their own.
       passed_over: The ways that were not compiled.
       budget: The memory that a step may take.
       target: The chips.
@@ -184,10 +192,14 @@ def alternatives(
             over_plain=over,
             fits=found.fits,
             why=why(found),
+            same=tuple(
+                c.what for c in compiled if c.same_as and c.program == found.program
+            ),
         )
 
     timed = [c.time for c in compiled if c.time is not None]
-    rows = sorted(map(row, compiled), key=lambda r: (-r.used_bytes, r.link_bytes))
+    own = (c for c in compiled if not c.same_as)
+    rows = sorted(map(row, own), key=lambda r: (-r.used_bytes, r.link_bytes))
     return Alternatives(
         rows=tuple(rows),
         not_compiled=tuple(_not_compiled(passed_over, budget, target)),
@@ -225,7 +237,7 @@ def _not_compiled(
     passed_over: Sequence[PassedOver], budget: Budget, target: Target
 ) -> Iterator[str]:
     """A line for each reason, with the one of them that comes nearest."""
-    for reason in ("failed", "host", "peak", "more", "slower"):
+    for reason in ("failed", "same", "host", "peak", "more", "slower"):
         some = [p for p in passed_over if p.reason == reason]
         if not some:
             continue
@@ -233,6 +245,9 @@ def _not_compiled(
         if reason == "failed":
             near = some[0]
             line = f"that failed: {near.error}"
+        elif reason == "same":
+            near = some[0]
+            line = "whose options change nothing of the program"
         elif reason == "host":
             near = min(some, key=lambda p: p.host_bytes)
             need = size_text(near.host_bytes * target.devices_per_host)

@@ -9,7 +9,7 @@ import os
 from optax_offload._ground.units import size_text
 from optax_offload._host import host_memory
 from optax_offload._plan.allowed import Codecs
-from optax_offload.aot import Target
+from optax_offload.aot import Measured, Target
 
 # The share of a device's memory that a program cannot have. A GPU's: CUDA's context,
 # modules, NCCL's buffers, fragmentation, batches on their way. A TPU's: batches and
@@ -52,6 +52,8 @@ class Asked:
       link_bytes_per_second: Bandwidth of the link; None takes the documented one.
       folder: The folder that keeps figures of compiled programs; None keeps nothing.
       frozen: The regex of the parameters that are not trained; None for none.
+      programs: The figures of the programs that were compiled for it, by digest; those
+        of others are added.
     """
 
     budget: Budget
@@ -59,6 +61,7 @@ class Asked:
     link_bytes_per_second: float | None = None
     folder: str | os.PathLike[str] | None = None
     frozen: str | None = None
+    programs: dict[str, Measured] = dataclasses.field(default_factory=dict)
 
 
 def default_budget_bytes(target: Target) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +21,13 @@ from optax_offload._plan.budget import Asked
 from optax_offload._plan.frozen import placed_in
 from optax_offload._plan.state import MovableState
 from optax_offload._plan.step import Step, StepFactory, unjitted
-from optax_offload._plan.variants import Facts, Sizes, Variant
+from optax_offload._plan.variants import (
+    WITHOUT_OPTIONS,
+    Facts,
+    Planned,
+    Sizes,
+    Variant,
+)
 from optax_offload._program import flops_of_jaxpr
 from optax_offload._schedule import FusedStep
 from optax_offload._step import jit, offload
@@ -29,6 +36,8 @@ from optax_offload._step import jit, offload
 STATE_AT_ONCE = "state loaded at once"
 # And of what no other name is known for.
 THE_REST = "other temporaries"
+# What a way raises that the step, or the library, does not allow.
+FAILURES = (ValueError, TypeError, NotImplementedError, RuntimeError)
 # And what is neither parameters nor state, with what is not known to be.
 OTHERS = "other arguments and results"
 
@@ -52,6 +61,8 @@ class CompiledCandidate:
       outside: The reasons why gradients are left outside of the backward pass; nothing
         where fusing was not tried.
       was_kept: Whether it was compiled before, and read from disk.
+      program: A digest of the program; "" where it is not known.
+      same_as: The way that was compiled before and makes the same program; "" for none.
     """
 
     variant: Variant
@@ -67,6 +78,8 @@ class CompiledCandidate:
     time: aot.StepTime | None = None
     outside: tuple[str, ...] = ()
     was_kept: bool = False
+    program: str = ""
+    same_as: str = ""
 
     @property
     def fused(self) -> bool:
@@ -100,6 +113,8 @@ class CompiledCandidate:
         if self.time is not None:
             step = f", modeled step {milliseconds(self.time.seconds)}"
         how = "cached" if self.was_kept else seconds_text(self.seconds)
+        if self.same_as:
+            return f"{self.what}: the same program as {self.same_as}"
         return (
             f"{self.what}: peak {size_text(self.used_bytes)}, "
             f"{size_text(self.host_bytes)} on the host{step}, {fits} ({how})"
@@ -116,14 +131,14 @@ def compiled(
     facts: Facts,
     asked: Asked,
 ) -> CompiledCandidate:
-    """Compiles a step.
+    """Compiles a step, unless another way made the same program.
 
     Args:
       factory: Makes the step.
       state: The state that can be selected, with moments as the variant keeps them.
       variant: The variant.
       facts: What is known of the step, for the parts of its peak.
-      asked: The request to `plan`.
+      asked: The request to `plan`, and the programs that were compiled for it.
     """
     started = time.perf_counter()
     with warnings.catch_warnings():  # A table says what each way takes.
@@ -138,6 +153,7 @@ def compiled(
             jit=jitted or jax.jit,
             link_bytes_per_second=asked.link_bytes_per_second,
             folder=asked.folder,
+            known=asked.programs,
         )
     on_host = variant.host_bytes(facts)
     if found.peak is not None:
@@ -157,6 +173,7 @@ def compiled(
         parts=parts_of(variant, facts, found.peak, found.used_bytes),
         outside=facts.outside if variant.options.fuse else (),
         was_kept=found.was_kept,
+        program=found.program,
     )
 
 
@@ -176,7 +193,7 @@ def parts_of(
     joined = f" (by {facts.joined_by})" if facts.joined_by else ""
     for name, nbytes in (
         ("gradients", unfused + variant.late_bytes_left(facts)),
-        ("residuals", facts.residual_bytes * (variant.options.residuals == "device")),
+        ("residuals", facts.residual_bytes - variant.residual_bytes(facts)),
         (STATE_AT_ONCE + joined, at_once * (sizes.moved_state(variant) > 0)),
     ):
         size = min(max(nbytes, 0), left)
@@ -257,7 +274,52 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
         state_at_once_bytes=at_once,
         joined_by=joined,
         on_gpus=factory.target.platform == "gpu" and factory.target.device_count > 1,
+        cut=found.chain is not None,
+        overlaps=factory.target.chip.overlaps,
     )
+
+
+def planned(
+    factory: StepFactory, state: MovableState, ways: Iterable[Variant]
+) -> dict[Variant, Planned]:
+    """Plans a step in some ways, and compiles none of them.
+
+    Args:
+      factory: Makes the step.
+      state: The state that can be selected.
+      ways: The ways. Those that differ in their options alone share a trace.
+
+    Returns:
+      What becomes of the step in each way, but for those that cannot be planned.
+    """
+    found: dict[Variant, Planned] = {}
+    shared: dict[Variant, list[Variant]] = {}
+    for way in ways:
+        key = dataclasses.replace(way, options=WITHOUT_OPTIONS)
+        shared.setdefault(key, []).append(way)
+    for first, *others in shared.values():
+        # One that fails is compiled all the same, and says why.
+        with contextlib.suppress(*FAILURES):
+            step, _ = prepared(factory, state, first)
+            for way in (first, *others):
+                streamed = jit(
+                    step.fn, donate_argnums=step.donate_argnums or (), **way.options
+                )
+                with _quietly(step, factory):
+                    plan = streamed.schedule(*step.args)
+                found[way] = Planned(
+                    plan.gradient_bytes, plan.residual_bytes, plan.is_streamed
+                )
+    return found
+
+
+@contextlib.contextmanager
+def _quietly(step: Step, factory: StepFactory) -> Iterator[None]:
+    """On the mesh of a target, without warnings of what is planned only."""
+    mesh = aot.mesh_of(step.args, factory.target)
+    with warnings.catch_warnings(), jax.sharding.use_abstract_mesh(mesh):
+        warnings.simplefilter("ignore", OffloadWarning)
+        yield
 
 
 def _of_jitted(step: Step, state: MovableState) -> Facts:

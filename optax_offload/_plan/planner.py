@@ -24,6 +24,7 @@ from optax_offload._plan.candidates import (
     Progress,
     compiled,
     parts_of,
+    planned,
     traced,
 )
 from optax_offload._plan.frozen import FrozenParameters, names_of
@@ -206,17 +207,22 @@ class Planner:
             search.run()
             self._move_less()
             least = search.least()
-            # What needs least is the end of the table.
-            if least is not None and search.best is not None:
+            # What needs least is the end of the table, where that does not take long.
+            if least is not None and search.best is not None and not self._is_slow:
                 used = min(c.used_bytes for c in self.compiled)
                 if search.predicted(least) < used:
                     search.ask(least)
         self.complete = True
 
     @property
+    def _is_slow(self) -> bool:
+        """Whether a compilation takes long: of layers that no scan runs it does."""
+        return self._facts.cut and self.compiled[0].seconds > QUICK_SECONDS
+
+    @property
     def compiled(self) -> tuple[CompiledCandidate, ...]:
         """The candidates that were compiled so far; the first is the step as given."""
-        return tuple(self._known.values())
+        return tuple(c for c in self._known.values() if not c.same_as)
 
     @property
     def best(self) -> CompiledCandidate | None:
@@ -230,7 +236,8 @@ class Planner:
         """The table of what was looked at by now."""
         passed = () if self._search is None else tuple(self._search.passed_over())
         budget, target = self._asked.budget, self._factory.target
-        return alternatives(self.compiled, passed, budget, target, self.best)
+        tried = tuple(self._known.values())
+        return alternatives(tried, passed, budget, target, self.best)
 
     def plan(self) -> Plan:
         """The best that was found by now.
@@ -280,11 +287,14 @@ class Planner:
     def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
         so_far = time.perf_counter() - self._started
         self._progress(
-            f"compiling: {variant.text(self._facts.sizes)} ({len(self._known)} "
+            f"compiling: {variant.text(self._facts.sizes)} ({len(self.compiled)} "
             f"compiled, at most {left} more, {so_far:.0f} s so far)"
         )
         state = self._states[variant.codecs]
         found = compiled(self._factory, state, variant, self._facts, self._asked)
+        for other in self.compiled:
+            if found.program and other.program == found.program:
+                found = dataclasses.replace(found, same_as=other.what)
         self._progress(found)
         return found
 
@@ -301,7 +311,13 @@ class Planner:
         )
         for codecs, each in self._states.items():
             self._states[codecs] = each.with_rows(facts.row_arguments)
-        self._facts = dataclasses.replace(facts, sizes=Sizes.of(self._states))
+        facts = dataclasses.replace(facts, sizes=Sizes.of(self._states))
+        if facts.cut:
+            ways = [v for v in variants(facts) if not v.codecs]
+            self._progress(f"planning {len(ways)} ways")
+            known = planned(self._factory, self._states[()], ways)
+            facts = dataclasses.replace(facts, planned=known)
+        self._facts = facts
         # Now it can be told what fills the device where the step is as given.
         for variant, found in self._known.items():
             parts = parts_of(variant, self._facts, found.peak, found.used_bytes)

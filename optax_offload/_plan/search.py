@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from optax_offload._plan.budget import Budget
-from optax_offload._plan.candidates import CompiledCandidate
+from optax_offload._plan.candidates import FAILURES, CompiledCandidate
 from optax_offload._plan.state import MOST_LAST, Selection
 from optax_offload._plan.variants import Expectation, Variant, small_windows
 
@@ -28,7 +28,10 @@ MOST_STAND_INS = 3
 # Each attempt is a compilation. The second knows by how much the first was short.
 STAND_IN_ATTEMPTS = 2
 
-Reason = Literal["failed", "host", "peak", "more", "slower"]
+# Ways that are not compiled whatever else is found.
+_NEVER = ("failed", "same", "host")
+
+Reason = Literal["failed", "same", "host", "peak", "more", "slower"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +40,8 @@ class PassedOver:
 
     Attributes:
       variant: The way.
-      reason: That it failed to compile, or what there is too much of: host memory,
-        device memory, what moves (less of it fits), time.
+      reason: That it failed to compile, that it is the same as another, or what there
+        is too much of: host memory, device memory, what moves (less of it fits), time.
       used_bytes: The peak that is predicted for it, on each device.
       host_bytes: The host memory that it needs for each device.
       seconds: The time of a step that is predicted.
@@ -90,7 +93,7 @@ class Search:
     @property
     def best(self) -> CompiledCandidate | None:
         """The fastest that was compiled and fits; of equals what moves less."""
-        fitting = [c for c in self.known.values() if c.fits]
+        fitting = [c for c in self.known.values() if c.fits and not c.same_as]
         return min(
             fitting,
             key=lambda c: (c.step_seconds, c.moved_bytes + c.parameter_bytes),
@@ -106,7 +109,7 @@ class Search:
         if variant not in self.known and variant not in self.failed:
             try:
                 self.known[variant] = self._compile(variant, left)
-            except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+            except FAILURES as error:
                 text = f"{type(error).__name__}: {error}"
                 self.failed[variant] = text.partition("\n")[0]
         return self.known.get(variant)
@@ -132,7 +135,7 @@ class Search:
         ways = [
             v
             for v in self._variants
-            if v not in self.known and self._reason(v) not in ("host", "failed")
+            if v not in self.known and self._reason(v) not in _NEVER
         ]
         order = {v: (self.predicted(v), self._expect(v).link_bytes) for v in ways}
         return min(ways, key=order.__getitem__, default=None)
@@ -214,6 +217,8 @@ class Search:
         if variant in self.failed:
             return "failed"
         expected, budget = self._expect(variant), self._budget
+        if expected.is_other:
+            return "same"
         if budget.host_bytes is not None and expected.host_bytes > budget.host_bytes:
             return "host"
         if self.predicted(variant) > budget.device_bytes * (1 + PEAK_SLACK):

@@ -5,16 +5,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from optax_offload._ground.units import size_text
 from optax_offload._places.rules import OffloadConfig
 from optax_offload._places.step_options import LateGradients, Options, Residuals
 from optax_offload._plan.allowed import REMAINDER, Codecs, of_parameters
 from optax_offload._plan.state import MOST_LAST, MovableState, Parameters, Selection
+from optax_offload._schedule import MOST_WINDOW_BYTES
 
 # Windows that are tried where nothing else fits: rows of more bytes are then updated in
 # parts, and less is loaded ahead.
 SMALL_WINDOWS = (2**28, 2**23)
+WITHOUT_OPTIONS = Options(fuse=False)
 # A GPU's program in the order that takes least memory: collectives are waited for.
 WITHOUT_HIDING = Options(fuse=False, latency_hiding="off")
 
@@ -37,7 +40,7 @@ class Variant:
     state: Selection = frozenset()
     codecs: Codecs = ()
     parameters: Parameters = "device"
-    options: Options = dataclasses.field(default_factory=lambda: Options(fuse=False))
+    options: Options = WITHOUT_OPTIONS
     window_bytes: int | None = None
     frozen: Parameters = "device"
 
@@ -93,19 +96,34 @@ class Variant:
 
     def late_bytes_left(self, facts: Facts) -> int:
         """The bytes of gradients that it leaves on the device, of those it fuses."""
+        planned = facts.planned_as(self)
+        if planned is not None:
+            return max(facts.gradient_bytes - planned.gradient_bytes, 0)
         if not self.options.fuse:
             return facts.gradient_bytes
         waits = self.options.late_gradients in ("host", "recompute")
         return 0 if waits else facts.late_bytes
+
+    def residual_bytes(self, facts: Facts) -> int:
+        """The bytes of residuals that rest on the host, on each device."""
+        planned = facts.planned_as(self)
+        if planned is not None:
+            return planned.residual_bytes
+        return facts.residual_bytes * (self.options.residuals == "host")
+
+    def fuses(self, facts: Facts) -> bool:
+        """Whether updates are carried out in the backward pass."""
+        planned = facts.planned_as(self)
+        return self.options.fuse if planned is None else planned.gradient_bytes > 0
 
     def host_bytes(self, facts: Facts) -> int:
         """The host memory that it needs for each device."""
         options = self.options
         waits = options.fuse and options.late_gradients == "host"
         late = facts.late_bytes if waits else 0
-        residuals = facts.residual_bytes if options.residuals == "host" else 0
         moved = facts.sizes.moved_state(self) + facts.sizes.parameters[self.parameters]
-        return moved + facts.sizes.moved_frozen(self) + late + residuals
+        frozen = facts.sizes.moved_frozen(self)
+        return moved + frozen + late + self.residual_bytes(facts)
 
     def link_bytes(self, facts: Facts) -> tuple[int, int]:
         """The bytes that it loads and stores in a step, on each device, at least."""
@@ -203,6 +221,20 @@ class Sizes:
         return self.all_frozen - plain.get(variant.frozen, 0)
 
 
+class Planned(NamedTuple):
+    """What becomes of a step in a way, by the plan of that step.
+
+    Attributes:
+      gradient_bytes: The gradients that never exist, on each device.
+      residual_bytes: The residuals that rest on the host, on each device.
+      is_streamed: Whether anything is carried out otherwise than it is written.
+    """
+
+    gradient_bytes: int
+    residual_bytes: int
+    is_streamed: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What is known of a step before it is compiled; bytes on each device.
@@ -222,6 +254,11 @@ class Facts:
       joined_by: The equation that joins it; "" where none does.
       can_stream: Whether the step can be jitted anew, with other options.
       on_gpus: Whether it is for several GPUs, whose collectives a scheduler hides.
+      cut: Whether layers that no scan runs are taken in turns. What is fused then, and
+        which residuals rest on the host, depends on all that rests.
+      overlaps: Whether transfers of such turns overlap what is computed: before Hopper
+        a GPU's compiler hides nothing unless it is told to (F83).
+      planned: The ways of such a step that were planned, with all state moved or none.
     """
 
     sizes: Sizes
@@ -236,6 +273,25 @@ class Facts:
     joined_by: str = ""
     can_stream: bool = True
     on_gpus: bool = False
+    cut: bool = False
+    overlaps: bool = True
+    planned: Mapping[Variant, Planned] = dataclasses.field(default_factory=dict)
+
+    def planned_as(self, variant: Variant) -> Planned | None:
+        """The plan of a way, or of that with all state of its own dtype; if any was."""
+        if not self.planned or of_parameters(variant.codecs):
+            return None
+        every = frozenset(range(len(self.sizes.patterns[()])))
+        state = every if variant.state else variant.state
+        like = dataclasses.replace(variant, state=state, codecs=(), window_bytes=None)
+        return self.planned.get(like)
+
+    def is_other_without_options(self, variant: Variant) -> bool:
+        """Whether a way is the one without its options, as these change nothing."""
+        planned = self.planned_as(variant)
+        # A scheduler is no part of the plan of a step.
+        without = variant.options in (WITHOUT_OPTIONS, WITHOUT_HIDING)
+        return planned is not None and not planned.is_streamed and not without
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,6 +304,7 @@ class Expectation:
       device_bytes: Its peak on each device, if what it moves is all gone from it.
       host_bytes: The host memory that it needs for each device.
       link_bytes: The bytes that cross the link in a step, both ways together.
+      is_other: Whether it is another way, without options that change nothing.
     """
 
     seconds: float
@@ -255,6 +312,7 @@ class Expectation:
     device_bytes: int
     host_bytes: int
     link_bytes: int
+    is_other: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,14 +333,14 @@ class Outlook:
 
     def __call__(self, variant: Variant) -> Expectation:
         """Returns the predictions for a variant."""
-        facts, sizes, options = self.facts, self.facts.sizes, variant.options
+        facts, sizes = self.facts, self.facts.sizes
         loaded, stored = variant.link_bytes(facts)
         gone = sizes.state[()] - sizes.device_state(variant)
         gone -= sizes.given_state[()]
         gone += sizes.parameters[variant.parameters]
         gone += sizes.device_frozen(Variant()) - sizes.device_frozen(variant)
         gone += facts.gradient_bytes - variant.late_bytes_left(facts)
-        gone += facts.residual_bytes * (options.residuals == "host")
+        gone += variant.residual_bytes(facts)
         return Expectation(
             seconds=self._seconds(variant, loaded, stored),
             serial_seconds=self.least_seconds(variant)
@@ -290,6 +348,7 @@ class Outlook:
             device_bytes=max(self.plain_bytes - gone, 0),
             host_bytes=variant.host_bytes(facts),
             link_bytes=loaded + stored,
+            is_other=facts.is_other_without_options(variant),
         )
 
     def least_seconds(self, variant: Variant) -> float:
@@ -301,7 +360,10 @@ class Outlook:
     def _seconds(self, variant: Variant, loaded: int, stored: int) -> float:
         compute = self.least_seconds(variant)
         link = max(loaded, stored) / self.link_bytes_per_second
-        if variant.options.fuse:
+        planned = self.facts.planned_as(variant)
+        if planned is not None and planned.is_streamed and not self.facts.overlaps:
+            return compute + (loaded + stored) / self.link_bytes_per_second
+        if variant.fuses(self.facts):
             return max(compute, link)
         # Loads of parameters for the forward and the backward pass lie beside these.
         late = stored / self.link_bytes_per_second
@@ -334,8 +396,13 @@ def variants(facts: Facts) -> list[Variant]:
 
 
 def small_windows(variant: Variant) -> list[Variant]:
-    """A variant whose updates take less at once."""
-    return [dataclasses.replace(variant, window_bytes=n) for n in SMALL_WINDOWS]
+    """A variant whose updates take less at once.
+
+    Outside of a backward pass they take no more than the library's largest window.
+    """
+    fused = variant.options.fuse
+    some = (n for n in SMALL_WINDOWS if fused or n < MOST_WINDOW_BYTES)
+    return [dataclasses.replace(variant, window_bytes=n) for n in some]
 
 
 def _parameters(

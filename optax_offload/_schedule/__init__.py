@@ -21,8 +21,10 @@ from optax_offload._schedule.update import (
     Straight,
     schedule,
 )
+from optax_offload._schedule.window import MOST_WINDOW_BYTES
 
 __all__ = [
+    "MOST_WINDOW_BYTES",
     "Branched",
     "Chain",
     "ChosenState",

@@ -332,21 +332,26 @@ def asked_for(options: Mapping[str, Any]) -> bool:
 
 def warn_if_none(
     traced: jax.stages.Traced, plan: FusedStep, options: Mapping[str, Any]
-) -> None:
+) -> bool:
     """Warns of a step that returns new state on the host and donates nothing.
 
-    An empty ``donate_argnums`` says that nothing should be.
+    An empty ``donate_argnums`` says that nothing should be. State that should be on the
+    host and is not comes first: its error, or the warning that it is moved.
 
     Args:
       traced: A call.
       plan: The plan of its step.
       options: The arguments that `jax.jit` is given.
+
+    Returns:
+      Whether it warned.
     """
     donates = any(k.startswith("donate") for k in options)
     kept = [v.aval for v in plan.step.planned]
     results = [a.aval for a in plan.step.jaxpr.outvars]
-    if donates or not kept or not any(map(memory.on_host, results)):
-        return
+    right = kept and not plan.step.misplaced
+    if donates or not right or not any(map(memory.on_host, results)):
+        return False
     where = "donate_argnums=..."
     if not any(k.startswith("static") for k in options):
         where = f"donate_argnums={_replaced(traced, plan)}"
@@ -357,6 +362,7 @@ def warn_if_none(
         f"optax_offload.jit(step, {where}), or with donate_argnums=() if you need the "
         "old state after it"
     )
+    return True
 
 
 def _replaced(traced: jax.stages.Traced, plan: FusedStep) -> tuple[int, ...]:

@@ -346,7 +346,7 @@ class _Variants:
             # As `jax.jit` does: a list stands for the tuple of positional arguments.
             self._given["in_shardings"] = tuple(self._given["in_shardings"])
         self._jitted: dict[Hashable, Any] = {}
-        self.planned: list[str] = []
+        self.planned, self._warned = list[str](), False
         self.current = self._variant(self._given)
         # What is traced for devices that are not attached, is not what is called here.
         self._of_target: dict[machine.Machine, Any] = {}
@@ -438,14 +438,14 @@ class _Variants:
             other = told != wanted.told and machine.may_be_a_gpu()
             if not fits or other:
                 raise OtherVariant(wanted)
-            first, self.planned = not self.planned, [*plan.step.planned.values()]
+            self.planned = [*plan.step.planned.values()]
             if not self._is_nested:
                 check_effects(traced, plan)
                 arrays = [*filter(streaming.is_array, jax.tree.leaves((args, kwargs)))]
                 if not _ahead.get() and streaming.moves(arrays, self._asked):
                     one_memory.warn_if_one_memory()
-                if not _ahead.get() and first:
-                    donation.warn_if_none(traced, plan, self._options)
+                if not (_ahead.get() or self._warned):
+                    self._warned = donation.warn_if_none(traced, plan, self._options)
                 streaming.check_new_state(plan, traced.out_info)
                 donation.check_returned(traced, plan)
                 args, kwargs = donation.pair((args, kwargs), traced, plan)

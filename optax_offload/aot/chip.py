@@ -42,6 +42,11 @@ class Chip:
     memory_bytes_per_second: float
     memory_bandwidth_source: str
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether its compiler overlaps transfers with computation unasked."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tpu(Chip):
@@ -99,3 +104,8 @@ class Gpu(Chip):
     core_count: int
     l2_cache_bytes: int
     clock_ghz: float
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether its compiler overlaps transfers unasked: from Hopper on (F83)."""
+        return self.architecture.capability >= (9, 0)

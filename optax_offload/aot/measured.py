@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -43,12 +43,14 @@ class Measured:
       peak: The memory in parts; None where the compiler refused the program.
       time: The modeled time of a run; None where the compiler refused the program.
       was_kept: Whether this was read from disk, and nothing was compiled.
+      program: A digest of the program, of its target and of the compilers' versions.
     """
 
     used_bytes: int
     peak: Peak | None
     time: StepTime | None
     was_kept: bool = False
+    program: str = dataclasses.field(default="", compare=False)
 
 
 # The options of `jax.jit` have the names that they have there.
@@ -61,6 +63,7 @@ def measure(  # noqa: PLR0913
     jit: Callable[..., Any] = jax.jit,
     link_bytes_per_second: float | None = None,
     folder: str | os.PathLike[str] | None = None,
+    known: MutableMapping[str, Measured] | None = None,
 ) -> Measured:
     """Compiles a function, and reads its peak and its modeled time.
 
@@ -78,6 +81,8 @@ def measure(  # noqa: PLR0913
       folder: The folder that keeps the figures, by a digest of the program, the target
         and the versions of the compilers. A program that is found there is not
         compiled. None keeps nothing.
+      known: The figures of programs that were compiled before, by their digests; those
+        of this one are added. None looks for none.
 
     Returns:
       The figures of the program.
@@ -101,17 +106,18 @@ def measure(  # noqa: PLR0913
         {"out_shardings": out_shardings, "donate_argnums": donate_argnums},
         jit=jit,
     )
-    file = None
-    if folder is not None:
-        digest = _digest(lowered, target, link_bytes_per_second)
-        file = Path(folder) / f"{digest}.json"
-        found = _read(file)
-        if found is not None:
-            return found
-    measured = _measured(lowered, target, link_bytes_per_second)
-    if file is not None:
-        _write(file, measured)
-    return measured
+    digest = _digest(lowered, target, link_bytes_per_second)
+    known = {} if known is None else known
+    if digest in known:
+        return known[digest]
+    file = None if folder is None else Path(folder) / f"{digest}.json"
+    found = None if file is None else _read(file)
+    if found is None:
+        found = _measured(lowered, target, link_bytes_per_second)
+        if file is not None:
+            _write(file, found)
+    known[digest] = dataclasses.replace(found, program=digest)
+    return known[digest]
 
 
 def _measured(
@@ -174,7 +180,7 @@ def _read(file: Path) -> Measured | None:
 def _write(file: Path, measured: Measured) -> None:
     """Keeps what was read; whole or not at all, as several processes may do so."""
     table = dataclasses.asdict(measured)
-    del table["was_kept"]
+    del table["was_kept"], table["program"]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=file.parent)

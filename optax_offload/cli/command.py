@@ -75,10 +75,10 @@ FactoryArgument = Annotated[
     ),
 ]
 TargetOption = Annotated[
-    str,
+    str | None,
     typer.Option(
-        help="The chips to compile for, such as h100:8. `optax-offload targets` lists "
-        "them."
+        help="The chips to compile for, such as h100:8 (required). `optax-offload "
+        "targets` lists them."
     ),
 ]
 SetOption = Annotated[
@@ -135,7 +135,7 @@ def main_options(
 )
 def fit(  # noqa: PLR0913 - each parameter is an option
     factory: FactoryArgument,
-    target: TargetOption,
+    target: TargetOption = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -198,6 +198,11 @@ def fit(  # noqa: PLR0913 - each parameter is an option
 ) -> None:
     """Finds the fastest way to train a step within memory, by compiling it."""
     with _errors():
+        if target is None:
+            raise ValueError(
+                "missing option --target, such as --target h100: "
+                "`optax-offload targets` lists the chips"
+            )
         # Mistakes that would otherwise fail after minutes of compiling.
         chips = Target(target, memory_bytes=_size("--memory", memory))
         budgets = _plan.checked_budget(
@@ -256,7 +261,7 @@ def _size(option: str, text: str | None) -> int | None:
 
 
 def _say_what_was_found(planner: _plan.Planner) -> None:
-    """Ends the process where nothing that fits was found before Ctrl-C."""
+    """Ends the process where nothing that fits was found before Ctrl-C or SIGTERM."""
     if planner.best is not None:
         _err.print("interrupted: this is the best way found so far", style="bold")
         return

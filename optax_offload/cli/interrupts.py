@@ -1,21 +1,22 @@
-"""Work that Ctrl-C ends at once, although compilers ignore it."""
+"""Work that Ctrl-C or SIGTERM ends at once, although compilers ignore it."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
 
 
 def until_interrupted(work: Callable[[], None]) -> bool:
-    """Runs something in a thread of its own, until it ends or Ctrl-C is pressed.
+    """Runs something in a thread of its own, until it ends or is interrupted.
 
     A compiler holds the thread that called it until it is done; so that is not the main
-    one, which Ctrl-C interrupts.
+    one, which Ctrl-C interrupts, and SIGTERM as `timeout` and job schedulers send it.
 
     Args:
-      work: The function to run. It is left running after Ctrl-C: see `leave`.
+      work: The function to run. It is left running if it is interrupted: see `leave`.
 
     Returns:
       Whether it ended by itself.
@@ -33,12 +34,15 @@ def until_interrupted(work: Callable[[], None]) -> bool:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         # A wait without an end is not interrupted on every platform.
         while thread.is_alive():
             thread.join(0.2)
     except KeyboardInterrupt:
         return False
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if raised:
         raise raised[0]
     return True

@@ -101,7 +101,7 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
         console.print(f"   {line}".rstrip(), highlight=False)
     for row, line in zip(found.rows, figures, strict=True):
         why = "" if row.chosen else f" ({row.why})"
-        say(console, f"{row.what}{why}", mark="-> " if row.chosen else "   ")
+        say(console, f"{row.text}{why}", mark="-> " if row.chosen else "   ")
         console.print(f"   {line}", highlight=False)
     console.print()
     for line in found.not_compiled:

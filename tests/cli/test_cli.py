@@ -590,8 +590,10 @@ def ctrl_c():
 
 
 @pytest.mark.usefixtures("ctrl_c")
-def test_what_is_found_before_ctrl_c_is_told(monkeypatch):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_what_is_found_before_an_interrupt_is_told(monkeypatch, sent):
     """At once, whatever the other thread does; and errors are the caller's."""
+    before = signal.getsignal(signal.SIGTERM)
     started = threading.Event()
 
     def work():
@@ -601,13 +603,14 @@ def test_what_is_found_before_ctrl_c_is_told(monkeypatch):
     monkeypatch.setattr(
         threading.Thread,
         "join",
-        lambda self, timeout: signal.raise_signal(signal.SIGINT),
+        lambda self, timeout: signal.raise_signal(sent),
     )
     assert interrupts.until_interrupted(work) is False
     monkeypatch.undo()
     assert interrupts.until_interrupted(lambda: None) is True
     with pytest.raises(ZeroDivisionError):
         interrupts.until_interrupted(lambda: 1 / 0)
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def interrupted(monkeypatch, best, compiled):
@@ -633,6 +636,13 @@ def test_ctrl_c_prints_the_best_found(invoke, monkeypatch):
     interrupted(monkeypatch, best=None, compiled=(3,))
     result = invoke(*args, code=130)
     assert "interrupted: nothing compiled so far fits" in result.stderr
+
+
+def test_a_missing_target_says_what_lists_them(invoke):
+    """Before anything is loaded."""
+    error = " ".join(invoke("fit", "no:such", code=2).stderr.split())
+    assert "missing option --target" in error
+    assert "`optax-offload targets` lists the chips" in error
 
 
 def test_the_command_is_installed_by_this_name():

@@ -59,6 +59,30 @@ def test_the_error_comes_alone(moved, fuse):
         jitted(tx, fuse)(params, state, x)
 
 
+@pytest.mark.parametrize("on_misplaced", ["raise", "move"])
+def test_what_is_not_donated_is_told_once_state_is_right(on_misplaced):
+    """Where the step belongs comes first, and what to donate then."""
+    tx = oo.offload(optax.adam(1e-3), RULE, on_misplaced=on_misplaced)
+    params, x = arguments()
+
+    @oo.jit
+    def step(params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    if on_misplaced == "raise":
+        with pytest.raises(oo.MemoryKindError):
+            step(params, plain(tx, params), x)
+        state = tx.init(params)
+    else:
+        with pytest.warns(oo.OffloadWarning, match="All of it is on") as told:
+            _, state = step(params, plain(tx, params), x)
+        assert len(told) == 1
+    with pytest.warns(oo.OffloadWarning, match=r"donate_argnums=\(0, 1\)") as told:
+        step(params, state, x)
+    assert len(told) == 1
+
+
 def test_what_moves_it_is_told_once():
     """It is a buffer that no result takes, for this step."""
     tx = oo.offload(optax.adam(1e-3), RULE, on_misplaced="move")
