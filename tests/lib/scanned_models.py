@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from harness import EVERYTHING, committed, plain
 from jax import lax
@@ -88,24 +87,3 @@ def train(
     for _ in range(steps):
         params, state, *rest = step(params, state, batch)
     return params, state, *rest
-
-
-def ulps(got: Any, want: Any) -> float:
-    """The largest difference, in units of the last place of each leaf's maximum.
-
-    Of leaves that are no floats it is an error if they differ.
-    """
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    worst = 0.0
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (x.dtype, x.shape) == (y.dtype, y.shape)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            np.testing.assert_array_equal(x, y)
-            continue
-        unit = float(jnp.finfo(x.dtype).eps)
-        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-        scale = max(np.max(np.abs(y), initial=0), np.finfo(np.float64).tiny)
-        worst = max(worst, float(np.max(np.abs(x - y), initial=0) / scale / unit))
-    return worst

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 from harness import plain, quick_of
 from jax import lax
-from scanned_models import BATCH, DONATED, make_params, make_step, offloaded, ulps
+from scanned_models import BATCH, DONATED, make_params, make_step, offloaded
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 from optax_offload._ground import compat
 from optax_offload._program import at_rest
 from optax_offload._rows import stacks

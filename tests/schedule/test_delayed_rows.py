@@ -11,9 +11,10 @@ import program
 import pytest
 from harness import committed, quick_of
 from jax import lax
-from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train, ulps
+from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 from benchmarks.common.steps import train_step
 from benchmarks.common.workloads import gated
 from optax_offload import aot

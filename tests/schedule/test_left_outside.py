@@ -10,9 +10,10 @@ import optax
 import pytest
 from jax import lax
 from program import emitted
-from scanned_models import BATCH, loss, make_params, offloaded, train, ulps
+from scanned_models import BATCH, loss, make_params, offloaded, train
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 from optax_offload._ground import compat
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))

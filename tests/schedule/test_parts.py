@@ -16,10 +16,10 @@ from scanned_models import (
     make_params,
     make_step,
     train,
-    ulps,
 )
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 from optax_offload import aot
 from optax_offload._ground import compat
 

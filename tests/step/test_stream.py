@@ -14,10 +14,10 @@ from scanned_models import (
     make_step,
     offloaded,
     train,
-    ulps,
 )
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 
 NOTHING = "nothing is fused into a backward pass"
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))

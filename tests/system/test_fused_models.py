@@ -20,10 +20,10 @@ from scanned_models import (
     offloaded,
     scanned,
     train,
-    ulps,
 )
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 
 # In units of the last place of each leaf's maximum; 18.6 was seen, of linen.
 BOUND = 32

@@ -8,9 +8,10 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType
-from scanned_models import DONATED, offloaded, ulps
+from scanned_models import DONATED, offloaded
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 
 BOUND = 8
 HOST = oo.Rule(".*", min_bytes=64)

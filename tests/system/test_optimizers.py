@@ -20,10 +20,10 @@ from scanned_models import (
     make_step,
     offloaded,
     train,
-    ulps,
 )
 
 import optax_offload as oo
+from benchmarks.common.differences import ulps
 from optax_offload._low_bit import known_fields
 from optax_offload._places import memory
 from optax_offload._program import at_rest
