@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ import numpy as np
 from absl import flags, logging
 
 import optax_offload as oo
-from benchmarks.common import alone, command
+from benchmarks.common import alone, command, turns
 from optax_offload._ground.units import MIB
 
 FLAGS = flags.FLAGS
@@ -174,40 +173,32 @@ WAYS = {
 }
 
 
-def disk_rows(directory: Path) -> list[dict[str, Any]]:
-    """The seconds of each way and round."""
+def moved(name: str, state: State, directory: Path) -> turns.Seconds:
+    """The seconds of writing and of reading back, by a way."""
+    place = directory / name
+    write, read = WAYS[name](state, place)
+    seconds: turns.Seconds = {}
+    for what, run in (("write", write), ("read", read)):
+        os.sync()
+        back, seconds[what], _ = turns.clocked(run)
+    for key, x in state.items():
+        np.testing.assert_array_equal(back[key], x)
+    shutil.rmtree(place)
+    return seconds
+
+
+def disk_table(directory: Path) -> turns.Rounds:
+    """Our throughput over that of the others, to the disk and back."""
     state = jax.block_until_ready(make_state(FLAGS.disk_mib))
-    rows = []
-    for turn in range(FLAGS.rounds + 1):
-        for name, way in WAYS.items():
-            place = directory / f"{name}-{turn}"
-            row: dict[str, Any] = {"way": name, "round": turn}
-            write, read = way(state, place)
-            for what, run in (("write", write), ("read", read)):
-                os.sync()
-                started = time.perf_counter()
-                back = run()
-                row[what] = time.perf_counter() - started
-            for key, x in state.items():
-                np.testing.assert_array_equal(back[key], x)
-            del back, write, read
-            shutil.rmtree(place)
-            if turn:  # The first warms everything up.
-                rows.append(row)
-    return rows
-
-
-def print_ratios(rows: list[dict[str, Any]]) -> None:
-    """Our median throughput over that of the others."""
-
-    def median(way: str, what: str) -> float:
-        return statistics.median(r[what] for r in rows if r["way"] == way)
-
+    ways = {name: functools.partial(moved, name, state, directory) for name in WAYS}
+    # The first round warms everything up.
+    found = turns.in_turns(ways, FLAGS.rounds, unmeasured=1)
     columns = ("write", "read")
     command.print_header(("our throughput over",), columns)
     for way in WAYS:
-        ratios = [median(way, what) / median("ours", what) for what in columns]
+        ratios = [turns.ratio(found, way, "ours", what) for what in columns]
         command.print_row((way,), ratios)
+    return found
 
 
 def main() -> None:
@@ -215,8 +206,7 @@ def main() -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax says much.
     with tempfile.TemporaryDirectory(dir=FLAGS.directory) as temporary:
         memory = memory_table(Path(temporary))
-        disk = disk_rows(Path(temporary))
-    print_ratios(disk)
+        disk = disk_table(Path(temporary))
     command.write(memory=memory, disk=disk)
 
 

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import time
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 import optax_offload as oo
-from benchmarks.common import command
+from benchmarks.common import command, turns
 
 COUNTS = (10, 100, 1000)
 ROUNDS = 40
@@ -70,16 +68,21 @@ def main() -> None:
         states: dict[str, Any] = {
             name: {f"{i:04}": zero + 0 for i in range(count)} for name in ways
         }
-        times: dict[str, list[float]] = defaultdict(list)
-        for turn in range(ROUNDS):
-            first = turn % len(ways)
-            for name in [*list(ways)[first:], *list(ways)[:first]]:
-                jax.block_until_ready(states[name])
-                start = time.perf_counter()
+
+        def calls(name: str, call: Any, states: Any = states) -> turns.Seconds:
+            def some() -> None:
                 for _ in range(CALLS):
-                    states[name] = ways[name](states[name])
-                times[name].append((time.perf_counter() - start) / CALLS)
-        command.print_row((str(count),), [1e6 * min(times[name]) for name in ways])
+                    states[name] = call(states[name])
+
+            jax.block_until_ready(states[name])
+            return {"call": turns.clocked(some)[1] / CALLS}
+
+        timed = {
+            name: functools.partial(calls, name, way) for name, way in ways.items()
+        }
+        found = turns.in_turns(timed, ROUNDS)
+        least = [1e6 * min(found[name]["call"]) for name in ways]
+        command.print_row((str(count),), least)
 
 
 if __name__ == "__main__":

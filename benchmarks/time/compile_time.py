@@ -13,8 +13,6 @@ Run (the second is the step alone):
 from __future__ import annotations
 
 import functools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,15 +22,19 @@ import optax
 from absl import flags
 
 import optax_offload as oo
-from benchmarks.common import command
+from benchmarks.common import command, turns
 from benchmarks.common.steps import MODES, compile_step, train_step
 from benchmarks.common.workloads import WORKLOADS, Workload
 from optax_offload import aot
 
 FLAGS = flags.FLAGS
+MODES_OF = {
+    "update": ("no offload", "recipe", "ours"),
+    "unrolled": ("no offload", "ours"),
+    "step": ("no offload", "ours", "fused"),
+}
 PHASES = ("trace", "lower", "compile")
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-Seconds = dict[str, float]
 
 
 def on_device(*shape: int) -> jax.ShapeDtypeStruct:
@@ -41,7 +43,7 @@ def on_device(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=device)
 
 
-def timed_update(mode: str, count: int) -> Seconds:
+def timed_update(mode: str, count: int) -> turns.Seconds:
     """An update of so many matrices of 128 KiB: above `Rule.min_bytes`, so all move."""
     params = {f"layer_{i}": on_device(128, 256) for i in range(count)}
     tx = MODES[mode].optimizer(CLIPPED)
@@ -56,7 +58,7 @@ def timed_update(mode: str, count: int) -> Seconds:
     return seconds_of(stage, (params, state, params))
 
 
-def timed_unrolled(mode: str, count: int) -> Seconds:
+def timed_unrolled(mode: str, count: int) -> turns.Seconds:
     """A step of so many layers, of 64 KiB each, in a Python loop."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -72,80 +74,56 @@ def timed_unrolled(mode: str, count: int) -> Seconds:
     return seconds_of(stage, (params, oo.eval_shape(tx.init, params), x))
 
 
-def timed_step(mode: str, target: str) -> Seconds:
+def timed_step(mode: str, target: str) -> turns.Seconds:
     """The whole step of a decoder."""
     jax.clear_caches()
     args = WORKLOADS["decoder_scanned"](), aot.Target(target), MODES[mode]
-    return clocked("total", compile_step, *args)[1]
+    return {"total": turns.clocked(compile_step, *args)[2]}
 
 
-def clocked(what: str, call: Any, *args: Any) -> tuple[Any, Seconds]:
-    """What a call returns, and its seconds, by the clock and of the CPU."""
-    started, started_cpu = time.perf_counter(), time.process_time()
-    found = call(*args)
-    seconds = time.perf_counter() - started
-    return found, {what: seconds, f"cpu_{what}": time.process_time() - started_cpu}
-
-
-def seconds_of(stage: Any, given: tuple[Any, ...]) -> Seconds:
-    """The seconds of each phase and of all of them."""
+def seconds_of(stage: Any, given: tuple[Any, ...]) -> turns.Seconds:
+    """The CPU seconds of each phase and of all of them."""
     jax.clear_caches()  # Or only the first mode would trace optax's own jits.
-    seconds: Seconds = {}
+    seconds: turns.Seconds = {}
     for phase in PHASES:
         args = given if phase == "trace" else ()
-        stage, found = clocked(phase, getattr(stage, phase), *args)
-        seconds |= found
-    for prefix in ("", "cpu_"):
-        seconds[f"{prefix}total"] = sum(seconds[prefix + phase] for phase in PHASES)
-    return seconds
+        stage, _, seconds[phase] = turns.clocked(getattr(stage, phase), *args)
+    return seconds | {"total": sum(seconds.values())}
 
 
-def in_turns(
-    what: str, modes: Sequence[str], timed: Callable[[str], Seconds]
-) -> list[dict[str, Any]]:
-    """A row for each round and mode; prints medians, and the last over the others."""
-    rows: list[dict[str, Any]] = []
-    for number in range(FLAGS.rounds):
-        for mode in modes:
-            rows.append({"of": what, "mode": mode, "round": number} | timed(mode))
-    phases = [key for key in rows[0] if key.endswith(("total", *PHASES))]
+def table(
+    what: str, modes: Sequence[str], timed: Callable[..., turns.Seconds], size: Any
+) -> turns.Rounds:
+    """The seconds of each mode and round; prints medians, and the last over others."""
+    ways = {mode: functools.partial(timed, mode, size) for mode in modes}
+    found = turns.in_turns(ways, FLAGS.rounds)
+    phases = [*found[modes[0]]]
     command.print_header((what, ""), phases)
-    own = {
-        mode: {p: [r[p] for r in rows if r["mode"] == mode] for p in phases}
-        for mode in modes
-    }
     for mode in modes:
-        medians = [statistics.median(own[mode][p]) for p in phases]
+        medians = [turns.median(found, mode, phase) for phase in phases]
         command.print_row((mode, "seconds"), medians)
     for mode in modes[:-1]:
-        ratios = [
-            statistics.median(
-                a / b for a, b in zip(own[modes[-1]][p], own[mode][p], strict=True)
-            )
-            for p in phases
-        ]
+        ratios = [turns.ratio(found, modes[-1], mode, phase) for phase in phases]
         command.print_row((modes[-1], f"of {mode}"), ratios)
-    return rows
+    return found
 
 
 def main() -> None:
     """Times each part."""
-    count, rows = FLAGS.leaves, []
-    if "update" in FLAGS.parts:
-        timed = functools.partial(timed_update, count=count)
-        rows += in_turns(f"{count} leaves", ("no offload", "recipe", "ours"), timed)
-    if "unrolled" in FLAGS.parts:
-        timed = functools.partial(timed_unrolled, count=count)
-        rows += in_turns(f"{count} layers", ("no offload", "ours"), timed)
-    for target in FLAGS.targets if "step" in FLAGS.parts else ():
-        timed = functools.partial(timed_step, target=target)
-        rows += in_turns(target, ("no offload", "ours", "fused"), timed)
-    command.write(rows=rows)
+    count, tables = FLAGS.leaves, {}
+    parts = {
+        f"{count} leaves": ("update", timed_update, count),
+        f"{count} layers": ("unrolled", timed_unrolled, count),
+        **{target: ("step", timed_step, target) for target in FLAGS.targets},
+    }
+    for what, (part, timed, size) in parts.items():
+        if part in FLAGS.parts:
+            tables[what] = table(what, MODES_OF[part], timed, size)
+    command.write(cpu_seconds=tables)
 
 
 if __name__ == "__main__":
-    parts = ["update", "unrolled", "step"]
-    flags.DEFINE_list("parts", parts, "What is timed.")
+    flags.DEFINE_list("parts", list(MODES_OF), "What is timed.")
     flags.DEFINE_integer("leaves", 600, "Leaves, and layers, that are compiled.")
     flags.DEFINE_integer("rounds", 3, "Turns of each mode.")
     command.define_shared(targets=["h100", "v5e:2x2"])
