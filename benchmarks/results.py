@@ -20,12 +20,12 @@ import datetime
 import functools
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.chip import machine
 
@@ -50,11 +50,6 @@ class Table:
     unasked: bool = True
     writes_json: bool = True
 
-    @property
-    def module(self) -> str:
-        """The program."""
-        return self.command.split()[0]
-
 
 Large = functools.partial(Table, unasked=False)
 # Minutes are estimates, until the file of a result says how long it took. What writes
@@ -68,9 +63,9 @@ TABLES = (
     Table("census", "benchmarks.link.census --bandwidth_gbps=50", 18),
     Table("compile_time", "benchmarks.time.compile_time", 12),
     Table("arithmetic", f"{HOST_UPDATE} --part=arithmetic", 1, writes_json=False),
-    Large("making", "benchmarks.memory.making --nosteps", 3),
+    Large("making", "benchmarks.memory.making", 3),
     Large("picture", "benchmarks.memory.picture", 3, writes_json=False),
-    Large("host_update", HOST_UPDATE, 40, writes_json=False),
+    Large("host_update", f"{PEAKS} --modes='on the host'", 20),
     Large("host_update_time", f"{HOST_UPDATE} --part=times", 2, writes_json=False),
     Large(
         "least_memory", f"{PEAKS} --find=least --workloads=leaves,stacked,tutorial", 40
@@ -91,49 +86,40 @@ def chosen(names: Sequence[str]) -> list[Table]:
     return [known[name] for name in names] or [t for t in TABLES if t.unasked]
 
 
-def origin(table: Table, seconds: float) -> dict[str, Any]:
-    """How figures were made."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": f"python -m {table.command}",
-        "seconds": round(seconds),
-        **machine.versions(),
-        "cores": os.cpu_count(),
-    }
-
-
 def run(table: Table, folder: Path) -> bool:
     """Makes a table, and writes it if all went well; says so."""
     scratch = Path("out/results")
     scratch.mkdir(parents=True, exist_ok=True)
-    out = scratch / table.name
-    command = [sys.executable, "-m", *table.command.split()]
-    if table.writes_json:
-        command.append(f"--out={out}")
+    out, log = scratch / table.name, scratch / f"{table.name}.log"
+    command = [sys.executable, "-m", *shlex.split(table.command)]
+    command += [f"--out={out}"] * table.writes_json
     print(f"{table.name}: some {table.minutes} minutes ...", flush=True)
     start = time.perf_counter()
-    with (scratch / f"{table.name}.log").open("w") as log:
+    with log.open("w") as file:
+        variables = {**os.environ, "JAX_PLATFORMS": "cpu"}
         result = subprocess.run(
-            command,
-            env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            check=False,
+            command, env=variables, stdout=subprocess.PIPE, stderr=file, check=False
         )
-    seconds = time.perf_counter() - start
+    seconds = round(time.perf_counter() - start)
     if result.returncode:
-        print(f"{table.name}: exit code {result.returncode}, see {log.name}")
+        print(f"{table.name}: exit code {result.returncode}, see {log}")
         return False
-    made = origin(table, seconds)
+    made = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": f"python -m {table.command}",
+        "seconds": seconds,
+        **machine.versions(),
+        "cores": os.cpu_count(),
+    }
     folder.mkdir(parents=True, exist_ok=True)
     head = "".join(f"{key}: {value}\n" for key, value in made.items())
-    (folder / f"{table.name}.txt").write_text(f"{head}\n{result.stdout}")
+    path = folder / f"{table.name}.txt"
+    path.write_text(f"{head}\n{result.stdout.decode()}")
     if table.writes_json:
         figures = json.loads(out.with_suffix(".json").read_text())
         text = json.dumps({**made, "figures": figures}, indent=1)
-        (folder / f"{table.name}.json").write_text(text + "\n")
-    print(f"{table.name}: {seconds:.0f} s, {folder / table.name}.txt", flush=True)
+        path.with_suffix(".json").write_text(text + "\n")
+    print(f"{table.name}: {seconds} s, {path}", flush=True)
     return True
 
 

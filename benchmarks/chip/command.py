@@ -7,26 +7,20 @@ import json
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.chip import machine, page, record, running
-from benchmarks.chip.largest import LARGEST
-from benchmarks.chip.link import LINK, constants
-from benchmarks.chip.others import OTHERS
-from benchmarks.chip.overlap import OVERLAP
-from benchmarks.chip.peaks import PEAKS
+from benchmarks.chip.link import constants
 from benchmarks.chip.setting import Part, Setting
-from benchmarks.chip.time import TIME
-from benchmarks.chip.values import VALUES
 from benchmarks.common import alone
 from benchmarks.common.alone import ROOT
 
 # Most valuable first.
-PARTS = {
-    part.name: part for part in (VALUES, PEAKS, LINK, OVERLAP, TIME, LARGEST, OTHERS)
-}
+NAMES = ("values", "peaks", "link", "overlap", "time", "largest", "others")
+PARTS = {name: running.part_of(name) for name in NAMES}
 MINUTES = 25.0
 RESULTS = ROOT / "benchmarks" / "results" / "chips"
 # What the package takes of it.
@@ -50,19 +44,13 @@ def parser() -> argparse.ArgumentParser:
     add("--page", action="store_true", help="only make the page from what was measured")
     add("--commit", help="what to call the commit, where git cannot say")
     add("--out", type=Path, help="where lines and logs go [default: out/chip]")
-    for hidden in ("--cases", "--setting", "--lines"):
-        add(hidden, help=argparse.SUPPRESS)
-    add("names", nargs="*", help=argparse.SUPPRESS)
     return made
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Does what is asked for."""
     asked = parser().parse_args(argv)
-    if asked.cases:
-        setting = Setting.read(asked.setting)
-        running.run_cases(PARTS[asked.cases], setting, asked.names, Path(asked.lines))
-    elif asked.page:
+    if asked.page:
         tables = page.read(RESULTS)
         page.PAGE.write_text(page.text(tables))
         MEASURED.write_text(json.dumps(constants(tables), indent=1) + "\n")
@@ -85,21 +73,29 @@ def chosen(names: str | None) -> list[Part]:
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Runs parts; the number of cases that did not end well."""
+    """Runs parts; 1 if a case did not end well, or 0."""
     parts = chosen(asked.only)
     folder = asked.out or ROOT / "out" / ("chip-dry" if asked.dry else "chip")
-    # What is of toy size is not for the page.
-    results = folder if asked.dry else RESULTS
-    head = head_of(asked)
+    facts = facts_of_this_machine(asked.dry)
+    head = {
+        **facts,
+        "commit": asked.commit or machine.commit(),
+        "date": record.now()[:10],
+        "dry": asked.dry,
+    }
+    free = int(machine.HOST_SHARE * facts["host"]["free_bytes"])
+    setting = Setting(False, facts["target"], facts["memory_bytes"], free)
+    if asked.dry:
+        setting = Setting(True, None, TOY_BYTES, TOY_BYTES)
     name = f"{record.slug(head['device'])}-{record.slug(head['commit'])}"
-    kept = record.Record(folder.resolve() / name, results / f"{name}.json", head)
-    setting = setting_of(asked.dry, head)
+    # What is of toy size is not for the page.
+    path = (folder if asked.dry else RESULTS) / f"{name}.json"
+    kept = record.Record(folder.resolve() / name, path, head)
     began = time.monotonic()
     try:
         for part in parts:
-            left = 60 * asked.minutes - (time.monotonic() - began)
             started = time.monotonic()
-            running.run_part(part, setting, kept, left)
+            running.run_part(part, setting, kept, 60 * asked.minutes - started + began)
             kept.save(PARTS)
             told(part, setting, kept, time.monotonic() - started)
     finally:
@@ -109,17 +105,7 @@ def run(asked: argparse.Namespace) -> int:
         toy = folder / "on-a-chip.md"
         toy.write_text(page.text([json.loads(kept.path.read_text())]))
         print(f"the page of these toys: {toy}")
-    return min(1, sum(len(kept.missing(p.name, p.cases(setting))) for p in parts))
-
-
-def head_of(asked: argparse.Namespace) -> dict[str, Any]:
-    """What stands at the top of the JSON."""
-    return {
-        **facts_of_this_machine(asked.dry),
-        "commit": asked.commit or machine.commit(),
-        "date": record.now()[:10],
-        "dry": asked.dry,
-    }
+    return int(any(kept.missing(p.name, p.cases(setting)) for p in parts))
 
 
 def facts_of_this_machine(dry: bool) -> dict[str, Any]:
@@ -138,22 +124,11 @@ def facts_of_this_machine(dry: bool) -> dict[str, Any]:
     return facts
 
 
-def setting_of(dry: bool, head: dict[str, Any]) -> Setting:
-    """For all parts."""
-    if dry:
-        return Setting(True, None, TOY_BYTES, TOY_BYTES)
-    free = int(machine.HOST_SHARE * head["host"]["free_bytes"])
-    return Setting(False, head["target"], head["memory_bytes"], free)
-
-
 def told(part: Part, setting: Setting, kept: record.Record, seconds: float) -> None:
     """Says how a part went, and why what is missing is."""
     known = record.entries(kept.lines(part.name))
-    names = [*part.cases(setting)]
-    outcomes = [known.get(n, {}).get("outcome", "not begun") for n in names]
-    counts = ", ".join(f"{outcomes.count(x)} {x}" for x in dict.fromkeys(outcomes))
-    print(f"{part.name}: {counts}; {seconds:.0f} s", flush=True)
-    for name, outcome in zip(names, outcomes, strict=True):
-        if outcome != "done":
-            reason = known.get(name, {}).get("reason", "the time was up")
-            print(f"  {name}: {outcome}: {' '.join(reason.split())[-300:]}", flush=True)
+    cases = {n: known.get(n, {"outcome": "not begun"}) for n in part.cases(setting)}
+    counts = Counter(entry["outcome"] for entry in cases.values())
+    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in counts.items())
+    print(f"{part.name}: {outcomes}; {seconds:.0f} s", flush=True)
+    print("".join(f"  {line}\n" for line in page.left_out(cases)), end="", flush=True)

@@ -12,9 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks.chip.setting import Case, Figures, Part, Setting
-from benchmarks.chip.training import Training, count, counted_peak, halved
+from benchmarks.chip.training import (
+    Training,
+    count,
+    counted_peak,
+    gated_or_toy,
+    halved,
+)
 from benchmarks.common import alone
-from benchmarks.common.workloads import Workload, gated
+from benchmarks.common.workloads import Workload
+from benchmarks.memory.search import interpolated
 
 # From plain to what takes least, and whether parameters are in bfloat16.
 MODELS = {
@@ -36,16 +43,13 @@ SEARCH_SECONDS = 100
 
 def workload(layers: int, half: bool, dry: bool) -> Workload:
     """A decoder's layers, without attention, of 4096 tokens."""
-    if dry:
-        work = gated(tokens=32, layers=layers, width=64, inner=256, vocabulary=128)
-    else:
-        work = gated(layers=layers)
+    work = gated_or_toy(dry, layers=layers)
     return halved(work) if half else work
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each kind of step."""
-    names = ["six bytes"] if setting.dry else [*MODELS]
+    names = ["fused"] if setting.dry else [*MODELS]
     return {name: functools.partial(search, setting, name) for name in names}
 
 
@@ -101,9 +105,10 @@ def predict(setting: Setting, name: str) -> Figures:
         ("device", DEVICE_SHARE * setting.memory_bytes),
         ("host", setting.host_bytes),
     ):
-        one, two = found[where]
-        if two > one:
-            counts[where] = few + int((limit - one) * few / (two - one))
+        used = dict(zip((few, 2 * few), found[where], strict=True))
+        layers = interpolated(used, int(limit))
+        if layers is not None:
+            counts[where] = layers
     where = min(counts, key=lambda x: counts[x])
     most = max(1, counts[where])
     if setting.dry:
@@ -149,7 +154,7 @@ def in_a_process(function: Callable[..., Figures], **options: Any) -> Figures:
         return {"failed": str(error)}
 
 
-LARGEST = Part(
+PART = Part(
     "largest",
     minutes=8,
     case_seconds=240,

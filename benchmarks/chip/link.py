@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -38,7 +38,8 @@ ROUNDS = 5
 # Both ways have less than this share of what one has alone, where they take turns.
 IN_TURN = 0.55
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-Way = Callable[[Any, Any, Any], Any]
+LOAD, STORE, PRODUCT = PIECES = ("load", "store", "product")
+Way = Callable[..., Any]
 
 
 def row_at(rows: jax.Array, i: Any) -> jax.Array:
@@ -54,27 +55,40 @@ def with_row(rows: jax.Array, row: jax.Array, i: Any) -> jax.Array:
     return lax.dynamic_update_index_in_dim(rows, jax.device_put(row, HOST), i, 0)
 
 
-def load(source: Any, sink: Any, row: Any) -> Any:
-    """All rows of a host array, one after the other."""
-    return sink, lax.fori_loop(0, source.shape[0], lambda i, _: row_at(source, i), row)
+def turns(
+    pieces: Collection[str],
+    count: int,
+    load: Callable[[Any, Any], Any] = row_at,
+    store: Callable[[Any, Any, Any], Any] = with_row,
+) -> Way:
+    """A loop whose turns do these pieces, none of which waits for another.
 
+    Args:
+      pieces: Of `LOAD`, `STORE` and `PRODUCT`.
+      count: The number of turns.
+      load: What a turn loads, of the source and the turn's number.
+      store: The sink that has a row, of the sink, the row and the turn's number.
 
-def store(source: Any, sink: Any, row: Any) -> Any:
-    """A row of the device into all rows of a host array."""
-    del source
-    return lax.fori_loop(
-        0, sink.shape[0], lambda i, sink: with_row(sink, row, i), sink
-    ), row
+    Returns:
+      A function of a source, a sink, a row, and of a product a matrix and what it is
+      multiplied with. What is not done is handed on.
+    """
 
+    def loop(source: Any, sink: Any, row: Any, *of_product: Any) -> Any:
+        def turn(i: Any, carry: Any) -> Any:
+            sink, loaded, *product = carry
+            if STORE in pieces:
+                sink = store(sink, row, i)
+            if LOAD in pieces:
+                loaded = load(source, i)
+            if PRODUCT in pieces:
+                matrix, x = of_product[0], product[0]
+                product = [jnp.dot(x, matrix, precision="highest")]
+            return sink, loaded, *product
 
-def both(source: Any, sink: Any, row: Any) -> Any:
-    """A load and a store in each iteration, which do not wait for each other."""
+        return lax.fori_loop(0, count, turn, (sink, 0 * row, *of_product[1:]))
 
-    def move(i: Any, carry: Any) -> Any:
-        sink, _ = carry
-        return with_row(sink, row, i), row_at(source, i)
-
-    return lax.fori_loop(0, source.shape[0], move, (sink, row))
+    return loop
 
 
 def load_by_kernel(source: Any, sink: Any, row: Any) -> Any:
@@ -92,12 +106,13 @@ def store_by_kernel(source: Any, sink: Any, row: Any) -> Any:
     return sink, row
 
 
-WAYS: dict[str, Way] = {
-    "load": load,
-    "store": store,
-    "both": both,
-    "load by kernel": load_by_kernel,
-    "store by kernel": store_by_kernel,
+# The ways in which rows are moved, given their number.
+WAYS: dict[str, Callable[[int], Way]] = {
+    "load": functools.partial(turns, [LOAD]),
+    "store": functools.partial(turns, [STORE]),
+    "both": functools.partial(turns, [LOAD, STORE]),
+    "load by kernel": lambda _: load_by_kernel,
+    "store by kernel": lambda _: store_by_kernel,
 }
 
 
@@ -125,7 +140,7 @@ def compiled(way: str, nbytes: int, sharding: Any) -> jax.stages.Compiled:
     )
     row = jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32, sharding=sharding)
     jitted = jax.jit(
-        WAYS[way],
+        WAYS[way](rows_of(nbytes)),
         donate_argnums=(1, 2),
         out_shardings=(host, sharding),
         keep_unused=True,
@@ -229,4 +244,4 @@ def constants(tables: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-LINK = Part("link", minutes=3, case_seconds=90, cases=cases, each_alone=True)
+PART = Part("link", minutes=3, case_seconds=90, cases=cases, each_alone=True)

@@ -162,4 +162,4 @@ def gated(torch: Any, layers: int, width: int, inner: int, vocabulary: int) -> A
     return Model()
 
 
-OTHERS = Part("others", minutes=4, case_seconds=90, cases=cases, each_alone=True)
+PART = Part("others", minutes=4, case_seconds=90, cases=cases, each_alone=True)

@@ -19,14 +19,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.chip.link import DEVICE, HOST, done_by, median_seconds, row_at, with_row
+from benchmarks.chip.link import (
+    DEVICE,
+    HOST,
+    PIECES,
+    done_by,
+    median_seconds,
+    row_at,
+    turns,
+    with_row,
+)
 from benchmarks.chip.setting import Case, Figures, Part, Setting
 from benchmarks.chip.training import first_device
 
 # A row is a matrix of this width in float32.
 WIDTH, TOY_WIDTH = 4096, 32
 TURNS = 8
-LOAD, STORE, PRODUCT = PIECES = ("load", "store", "product")
 TOGETHER = [
     pieces
     for n in range(1, 1 + len(PIECES))
@@ -48,8 +56,8 @@ class Form:
 
     Attributes:
       count: So many rows are in host memory.
-      load: What a turn loads, of the source and the turn's number.
-      store: The sink that has a row, of the sink, the row and the turn's number.
+      load: As of `turns`.
+      store: As of `turns`.
       options: The names of the options that it is tried with.
     """
 
@@ -80,25 +88,6 @@ FORMS = {
 }
 
 
-def program(form: Form, pieces: Collection[str]) -> Callable[..., Any]:
-    """Turns that do these pieces; what is not done is handed on."""
-
-    def turns(source: Any, sink: Any, row: Any, matrix: Any, product: Any) -> Any:
-        def turn(i: Any, carry: Any) -> Any:
-            sink, loaded, product = carry
-            if STORE in pieces:
-                sink = form.store(sink, row, i)
-            if LOAD in pieces:
-                loaded = form.load(source, i)
-            if PRODUCT in pieces:
-                product = jnp.dot(product, matrix, precision="highest")
-            return sink, loaded, product
-
-        return lax.fori_loop(0, TURNS, turn, (sink, 0 * row, product))
-
-    return turns
-
-
 def arguments(form: Form, width: int, place: Any) -> tuple[jax.ShapeDtypeStruct, ...]:
     """The types of a source, a sink, a row to store, a matrix, and a product."""
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -110,7 +99,8 @@ def arguments(form: Form, width: int, place: Any) -> tuple[jax.ShapeDtypeStruct,
 
 def jitted(form: Form, pieces: Collection[str]) -> Any:
     """The program, in which the sink and the product take their arguments' memory."""
-    return jax.jit(program(form, pieces), donate_argnums=(1, 4), keep_unused=True)
+    program = turns(pieces, TURNS, form.load, form.store)
+    return jax.jit(program, donate_argnums=(1, 4), keep_unused=True)
 
 
 def measure(setting: Setting, form: Form, options: Mapping[str, str]) -> Figures:
@@ -163,4 +153,4 @@ def cases(setting: Setting) -> Mapping[str, Case]:
     }
 
 
-OVERLAP = Part("overlap", minutes=2, case_seconds=60, cases=cases)
+PART = Part("overlap", minutes=2, case_seconds=60, cases=cases)

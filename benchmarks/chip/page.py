@@ -78,7 +78,8 @@ def section(table: Table) -> str:
         lines.append(above)
         for case, figures in done(cases).items():
             lines.append(fill.format(pattern, *case.split("/"), **figures))
-        lines += ["", *left_out(cases)]
+        out = left_out(cases)
+        lines += ["", *out, *[""] * bool(out)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -99,12 +100,11 @@ def origin(table: Table) -> str:
 
 def left_out(cases: Mapping[str, Table]) -> list[str]:
     """What did not end well, and why."""
-    lines = [
+    return [
         f"- {name}: {entry['outcome']}: {short(entry.get('reason', NOT_RUN))}"
         for name, entry in cases.items()
         if entry["outcome"] != "done"
     ]
-    return [*lines, ""] if lines else []
 
 
 def short(reason: str) -> str:

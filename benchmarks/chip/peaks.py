@@ -12,8 +12,8 @@ import optax
 import optax_offload as oo
 from benchmarks.chip.machine import free_bytes
 from benchmarks.chip.setting import Case, Figures, Part, Setting
-from benchmarks.chip.training import Training, counted_peak, halved
-from benchmarks.common.workloads import WORKLOADS, Workload, gated
+from benchmarks.chip.training import Training, counted_peak, gated_or_toy, halved
+from benchmarks.common.workloads import WORKLOADS, Workload
 from examples import models
 
 LLAMA = "the shape of Llama 3 8B"
@@ -27,15 +27,14 @@ MEASURED = {
     LLAMA: ["six bytes"],
 }
 # Of toys not all, as each is a process.
-TOYS = {"gated": ["no offload", "residuals"], LLAMA: ["six bytes"]}
+TOYS = {"gated": ["no offload", "six bytes"], LLAMA: ["ours"]}
 
 
 def workload(name: str, mode: str, dry: bool) -> Workload:
     """One of the benchmarks' workloads, or a model people know; or a toy of it."""
     if name == LLAMA:
         return llama(dry)
-    toy = {"tokens": 32, "layers": 3, "width": 64, "inner": 256, "vocabulary": 128}
-    work = gated(**toy) if dry else WORKLOADS[name]()
+    work = gated_or_toy(dry) if dry else WORKLOADS[name]()
     return halved(work) if mode == "six bytes" else work
 
 
@@ -87,7 +86,7 @@ def measure(setting: Setting, name: str, mode: str) -> Figures:
     }
 
 
-PEAKS = Part(
+PART = Part(
     "peaks",
     minutes=6,
     case_seconds=120,

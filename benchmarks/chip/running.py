@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import importlib
 import os
 import signal
 import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chip import record
 from benchmarks.chip.setting import Part, Setting, SkippedError
+from benchmarks.common import alone
 from benchmarks.common.alone import ROOT
 
 # A process that is asked to end has so long to do it.
@@ -49,6 +52,18 @@ def run_cases(part: Part, setting: Setting, names: Sequence[str], lines: Path) -
         record.append(lines, entry)
 
 
+def part_of(name: str) -> Part:
+    """A part, by its name: that of its module."""
+    return importlib.import_module(f"benchmarks.chip.{name}").PART
+
+
+def run_named(
+    part: str, setting: dict[str, Any], names: Sequence[str], lines: str
+) -> None:
+    """The same, in the process of a part."""
+    run_cases(part_of(part), Setting(**setting), names, Path(lines))
+
+
 def run_part(part: Part, setting: Setting, kept: record.Record, seconds: float) -> None:
     """Runs the cases of a part that are missing, whatever happens in one of them.
 
@@ -67,7 +82,8 @@ def run_part(part: Part, setting: Setting, kept: record.Record, seconds: float) 
         left = [n for n in kept.missing(part.name, names) if n not in tried]
         if not left:
             return
-        asked = left[:1] if part.each_alone else left
+        # What toys take is not counted.
+        asked = left[:1] if part.each_alone and not setting.dry else left
         before = lines.stat().st_size if lines.exists() else 0
         ended = _in_a_process(part, asked, setting, kept, deadline)
         wrote = record.entries(lines, after=before)
@@ -92,12 +108,12 @@ def _in_a_process(
 ) -> str:
     """Runs cases in a process of its own, until it ends or takes too long; says how."""
     lines = kept.lines(part.name)
-    command = [sys.executable, "-m", "benchmarks.chip", "--cases", part.name]
-    command += ["--setting", setting.written(), "--lines", str(lines.resolve()), *names]
+    options = {"part": part.name, "setting": dataclasses.asdict(setting)}
+    options |= {"names": names, "lines": str(lines.resolve())}
     log = kept.folder / f"{part.name}.log"
     with log.open("ab") as file:
         process = subprocess.Popen(
-            command,
+            alone.command(run_named, options),
             cwd=ROOT,
             env=environment(part, setting),
             stdout=file,
@@ -141,14 +157,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def environment(part: Part, setting: Setting) -> dict[str, str]:
     """Variables of a part's processes; those that are set already stay."""
     own = dict(os.environ)
-    paths = [str(ROOT), own.pop("PYTHONPATH", "")]
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     if setting.dry:
         toy = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        return {**own, **path, **toy}
+        return {**own, **toy}
     gib = max(1, setting.host_bytes // 2**30)
     found = {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(gib), **part.environment}
     if "XLA_PYTHON_CLIENT_MEM_FRACTION" in own:
         # JAX refuses both names of it.
         found.pop("XLA_CLIENT_MEM_FRACTION", None)
-    return {**found, **own, **path}
+    return {**found, **own}

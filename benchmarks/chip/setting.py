@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -33,15 +32,6 @@ class Setting:
     target: str | None
     memory_bytes: int
     host_bytes: int
-
-    @classmethod
-    def read(cls, text: str) -> Setting:
-        """From what `written` made."""
-        return cls(**json.loads(text))
-
-    def written(self) -> str:
-        """As text, for another process."""
-        return json.dumps(dataclasses.asdict(self))
 
     def check_host(self, peak: aot.Peak) -> None:
         """Says that a case is about to make arrays.

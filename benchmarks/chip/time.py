@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-import statistics
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from benchmarks.chip.setting import Case, Figures, Part, Setting
-from benchmarks.chip.training import Training, count
+from benchmarks.chip.training import Training, count, gated_or_toy
+from benchmarks.common import turns
 from benchmarks.common.spans import of_profile
-from benchmarks.common.workloads import Workload, gated
+from benchmarks.common.workloads import Workload
 from optax_offload import aot
 
 PLAIN = "no offload"
@@ -24,78 +23,45 @@ ROUNDS = 3
 TURN_SECONDS = 1.0
 MOST_STEPS = 10
 PROFILED_STEPS = 2
-# The share of the device that plain steps fill in the largest size.
-FILLED = 0.8
-
-
-def sizes(setting: Setting) -> Mapping[str, Workload]:
-    """Workloads by name: two of 1.3 billion parameters, and one that fills the card."""
-    if setting.dry:
-        shape: dict[str, Any] = {"width": 64, "inner": 256, "vocabulary": 128}
-        return {"toy": gated(tokens=32, layers=3, **shape)}
-    return {
-        "4096 tokens": gated(tokens=4096),
-        "16384 tokens": gated(tokens=16384),
-        "filled": gated(tokens=16384, layers=filling_layers(setting)),
-    }
-
-
-def filling_layers(setting: Setting) -> int:
-    """So many that plain steps fill the card, as far as the host has room for them.
-
-    A parameter takes 16 bytes of the device, with its gradient and Adam's moments, and
-    12 of the host, if it rests there with them; so do residuals.
-    """
-    tokens = 16384
-    one, two = gated(tokens=tokens, layers=1), gated(tokens=tokens, layers=2)
-    layer = count(two) - count(one)
-    residual = 4 * tokens * 2048
-    outside = 16 * (count(one) - layer) + 4 * tokens * 16384 * 2
-    on_device = (FILLED * setting.memory_bytes - outside) / (16 * layer + residual)
-    on_host = 0.9 * setting.host_bytes / (12 * layer + residual)
-    return max(1, int(min(on_device, on_host)))
+TOKENS = (4096, 16384)
 
 
 def cases(setting: Setting) -> Mapping[str, Case]:
     """One for each size and form; plain first, of which the others are multiples."""
-    names = ["toy"] if setting.dry else ["4096 tokens", "16384 tokens", "filled"]
     # Toys of the other forms are run by other parts.
-    forms = ["ours", "residuals"] if setting.dry else FORMS
+    sizes, forms = ((32,), ["residuals"]) if setting.dry else (TOKENS, FORMS)
     return {
-        f"{size}/{mode}": functools.partial(measure, setting, size, mode)
-        for size in names
+        f"{tokens} tokens/{mode}": functools.partial(measure, setting, tokens, mode)
+        for tokens in sizes
         for mode in [PLAIN, *forms]
     }
 
 
 # The plain training of the size that is measured, kept while that is the same.
-_PLAIN: dict[str, Training] = {}
+_PLAIN: dict[int, Training] = {}
 
 
-def plain_of(setting: Setting, size: str) -> Training | None:
-    """It, with its arrays; None where both would not fit."""
-    if size not in _PLAIN:
+def plain_of(work: Workload) -> Training:
+    """It, with its arrays."""
+    tokens = work.x.shape[0]
+    if tokens not in _PLAIN:
         while _PLAIN:
             _PLAIN.popitem()[1].free()
-        # The largest is timed by itself.
-        if size != "filled":
-            _PLAIN[size] = Training(sizes(setting)[size], PLAIN)
-            _PLAIN[size].make()
-            _PLAIN[size].run(1)
-    return _PLAIN.get(size)
+        _PLAIN[tokens] = Training(work, PLAIN)
+        _PLAIN[tokens].make()
+        _PLAIN[tokens].run(1)
+    return _PLAIN[tokens]
 
 
-def measure(setting: Setting, size: str, mode: str) -> Figures:
+def measure(setting: Setting, tokens: int, mode: str) -> Figures:
     """Compiles a form of the step, and times it in turns with the plain one."""
-    plain = plain_of(setting, size)
-    work = sizes(setting)[size]
-    training = plain if plain and mode == PLAIN else Training(work, mode)
+    work = gated_or_toy(setting.dry, tokens=tokens)
+    plain = plain_of(work)
+    training = plain if mode == PLAIN else Training(work, mode)
     try:
-        figures: Figures = {"tokens": work.x.shape[0], "parameters": count(work)}
+        figures: Figures = {"tokens": tokens, "parameters": count(work)}
         figures |= prediction(setting, training)
-        if plain is None:
-            setting.check_host(training.peak())
-        if training.carry is None:
+        if training is not plain:
             training.make()
             training.run(1)
         return figures | timed(training, plain)
@@ -120,28 +86,25 @@ def prediction(setting: Setting, training: Training) -> Figures:
     }
 
 
-def timed(training: Training, plain: Training | None) -> Figures:
+def timed(training: Training, plain: Training) -> Figures:
     """Turns of some steps each: the median of what a form takes, and of the ratio."""
     steps = max(1, min(MOST_STEPS, int(TURN_SECONDS / training.run(1))))
-    plains, seconds = [], []
-    for _ in range(ROUNDS):
-        if plain is not None:
-            plains.append(plain.run(steps))
-        seconds.append(training.run(steps))
-    median = statistics.median(seconds)
-    figures: Figures = {
+    ways = {PLAIN: plain, "own": training}
+    found = turns.in_turns(
+        {name: lambda way=way: {"step": way.run(steps)} for name, way in ways.items()},
+        ROUNDS,
+    )
+    median = turns.median(found, "own", "step")
+    return {
         "seconds": median,
-        "all_seconds": seconds,
+        "all_seconds": found["own"]["step"],
+        "plain_seconds": turns.median(found, PLAIN, "step"),
+        "ratio": turns.ratio(found, "own", PLAIN, "step"),
         "tokens_per_second": training.work.x.shape[0] / median,
         "steps_in_a_turn": steps,
         "finite": training.is_finite(),
         **profile(training),
     }
-    if plains:
-        ratios = [b / a for a, b in zip(plains, seconds, strict=True)]
-        figures["plain_seconds"] = statistics.median(plains)
-        figures["ratio"] = statistics.median(ratios)
-    return figures
 
 
 def profile(training: Training) -> Figures:
@@ -156,7 +119,7 @@ def profile(training: Training) -> Figures:
         return {"profile": None, "not_profiled": repr(error)[:300]}
 
 
-TIME = Part(
+PART = Part(
     "time",
     minutes=7,
     case_seconds=150,

@@ -16,12 +16,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
-from benchmarks.common.steps import LAYERS, MODES, Mode, train_step
-from benchmarks.common.workloads import Workload
+from benchmarks.common.steps import LAYERS, MODES, Mode, of_workload, train_step
+from benchmarks.common.workloads import Workload, gated
 from optax_offload import aot
 
 # Tokens are below this, which every vocabulary is not.
 TOKENS = 128
+TOY = {"tokens": 32, "layers": 3, "width": 64, "inner": 256, "vocabulary": TOKENS}
+
+
+def gated_or_toy(dry: bool, **sizes: int) -> Workload:
+    """Gated layers of some sizes, or as many of toys."""
+    layers = {"layers": sizes["layers"]} if "layers" in sizes else {}
+    return gated(**({**TOY, **layers} if dry else sizes))
 
 
 def first_device() -> NamedSharding:
@@ -77,25 +84,22 @@ class Training:
     Attributes:
       compiled: The step.
       work: What is trained.
-      structs: What its parameters and state are, and where they rest.
       carry: Parameters and state; None before they are made.
     """
 
     def __init__(self, work: Workload, mode: str | Mode):
         self.work = work
         self._mode = MODES[mode] if isinstance(mode, str) else mode
-        self._tx: Any = self._mode.optimizer(work.optimizer)
         self._here = first_device()
-        params = jax.tree.map(self._struct, work.params)
-        if self._mode.on_host:
-            params = oo.set_memory_kind(params, self._mode.on_host, "pinned_host")
-        state = oo.eval_shape(self._tx.init, params)
-        self.structs = params, state
-        self._kinds = jax.tree.map(lambda s: s.sharding, self.structs)
-        step = self._mode.step(train_step(work, self._tx))
-        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=self._kinds)
-        x = self._struct(work.x)
-        self.compiled = jitted.lower(params, state, x).compile()
+        params, x = jax.tree.map(self._struct, (work.params, work.x))
+        self._tx, self._args = of_workload(work, params, x, self._mode)
+        self._kinds = jax.tree.map(lambda s: s.sharding, self._args[:2])
+        self._jitted = self._mode.jit(
+            train_step(work, self._tx),
+            donate_argnums=(0, 1),
+            out_shardings=self._kinds,
+        )
+        self.compiled = self._jitted.lower(*self._args).compile()
         self.carry: Any = None
         self._x: Any = None
 
@@ -105,34 +109,33 @@ class Training:
     def schedule(self) -> str:
         """What is done with the step, in the library's words."""
         if self._mode.streamed is None:
-            return str(self._tx.schedule(self.carry[0]))
-        step = train_step(self.work, self._tx)
-        return str(self._mode.schedule(step, (*self.structs, self.work.x)))
+            return str(self._tx.schedule(self._args[0]))
+        return str(self._jitted.schedule(*self._args))
 
     def peak(self) -> aot.Peak:
         """What the compiled step needs."""
         return aot.peak(self.compiled)
 
-    def make(self) -> None:
-        """Makes parameters, state and a batch, where each rests, row by row."""
-        make = oo.jit(self.init, out_shardings=self._kinds)
-        self._begin(make(jax.random.key(0)))
+    def make(self, params: Any = None) -> None:
+        """Makes parameters, state and a batch, where each rests.
 
-    def begin(self, params: Any) -> None:
-        """Takes copies of these parameters, and makes their state."""
-        params = jax.device_put(jax.tree.map(np.array, params), self._kinds[0])
-        self._begin((params, self._tx.init(params)))
-
-    def _begin(self, carry: Any) -> None:
+        Args:
+          params: What copies are taken of; None makes random ones, row by row.
+        """
+        if params is None:
+            make = oo.jit(self.init, out_shardings=self._kinds)
+            carry = make(jax.random.key(0))
+        else:
+            params = jax.device_put(jax.tree.map(np.array, params), self._kinds[0])
+            carry = params, self._tx.init(params)
         # What is there already is not copied.
         self.carry = jax.block_until_ready(jax.device_put(carry, self._kinds))
-        key = jax.random.key(1)
-        x = self.work.x
+        x, random = self.work.x, np.random.default_rng(1)
         if jnp.issubdtype(x.dtype, jnp.integer):
-            batch = jax.random.randint(key, x.shape, 0, TOKENS, x.dtype)
+            batch = random.integers(0, TOKENS, x.shape)
         else:
-            batch = jax.random.normal(key, x.shape, x.dtype)
-        self._x = jax.device_put(batch, self._here)
+            batch = random.standard_normal(x.shape)
+        self._x = jax.device_put(batch.astype(x.dtype), self._here)
 
     def init(self, key: jax.Array) -> Any:
         """Parameters and state; a function to be jitted."""
@@ -155,12 +158,10 @@ class Training:
 
     def is_finite(self) -> bool:
         """Whether all parameters are numbers."""
-        params, _ = self.carry
-        for x in jax.tree.leaves(params):
-            part = jax.device_put(x[:1] if x.ndim > 2 else x, self._here)
-            if not bool(jnp.all(jnp.isfinite(part))):
-                return False
-        return True
+        # Of what is stacked, one row is enough.
+        leaves = jax.tree.leaves(self.carry[0])
+        parts = (np.asarray(x[:1] if x.ndim > 2 else x) for x in leaves)
+        return all(np.isfinite(part).all() for part in parts)
 
     def free(self) -> None:
         """Gives the arrays' memory back, and the program's."""

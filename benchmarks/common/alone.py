@@ -22,6 +22,20 @@ print(json.dumps(function(**json.loads(options))))
 """
 
 
+def command(function: Callable[..., Any], options: Mapping[str, Any]) -> list[str]:
+    """The command of a process that calls a function, and prints its result.
+
+    Args:
+      function: A function of a module; its result goes through JSON.
+      options: Its keywords, which do too.
+    """
+    # What is called by `python -m` would be another module of the same file.
+    spec = sys.modules[function.__module__].__spec__
+    module = spec.name if spec else function.__module__
+    arguments = [module, function.__name__, json.dumps(options)]
+    return [sys.executable, "-c", CODE, *arguments]
+
+
 class AloneError(Exception):
     """A process did not end well; the message says how."""
 
@@ -35,21 +49,17 @@ def call(
     """What a function returns in a fresh process, which may die of it.
 
     Args:
-      function: A function of a module; its result goes through JSON.
-      options: Its keywords, which do too.
+      function: As of `command`.
+      options: As of `command`.
       environment: Variables beside those that are set here.
       seconds: The most that it may take.
 
     Raises:
       AloneError: It raised, was killed, or took too long.
     """
-    # What is called by `python -m` would be another module of the same file.
-    spec = sys.modules[function.__module__].__spec__
-    module = spec.name if spec else function.__module__
-    arguments = [module, function.__name__, json.dumps(options)]
     try:
         done = subprocess.run(
-            [sys.executable, "-c", CODE, *arguments],
+            command(function, options),
             cwd=ROOT,
             env={**os.environ, **(environment or {})},
             capture_output=True,

@@ -8,7 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.experimental import compute_on
+from jax.experimental.layout import Layout, with_layout_constraint
 
 import optax_offload as oo
 from benchmarks.common.alone import ROOT
@@ -44,10 +48,11 @@ class Mode(NamedTuple):
         """A step, streamed."""
         return fn if self.streamed is None else oo.stream(fn, **self.streamed)
 
-    def schedule(self, step: Callable[..., Any], args: Any) -> Any:
-        """What is done with a streamed step."""
-        options: dict[str, Any] = {**(self.streamed or {})}
-        return oo.jit(step, **options).schedule(*args)
+    def jit(self, fn: Callable[..., Any], **options: Any) -> Any:
+        """A step, jitted as a user would: by `oo.jit`, if it is streamed."""
+        if self.streamed is None:
+            return jax.jit(fn, **options)
+        return oo.jit(fn, **self.streamed, **options)
 
 
 def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -64,6 +69,44 @@ def recipe(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     return optax.GradientTransformation(
         lambda params: put(inner.init(params), host), update
     )
+
+
+def adam(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
+    """An update of Adam's, without the correction of its first steps."""
+    mu = 0.9 * mu + 0.1 * g
+    nu = 0.999 * nu + 0.001 * g * g
+    return -1e-3 * mu / (jnp.sqrt(nu) + 1e-8), mu, nu
+
+
+def updated_on_host(_: Any) -> optax.GradientTransformation:
+    """Adam, whose moments are in host memory and updated there (F70).
+
+    Each leaf's update is a host computation, and the next leaf's gradient waits on the
+    device for it. (By blocks of rows it is worse: F72.)
+    """
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    # Until JAX 0.11 it has another name.
+    run_on: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    places = {"out_memory_spaces": (device, host, host)}
+    run: Any = run_on(adam, compute_type="device_host", **places)
+
+    def init(params: Any) -> Any:
+        zeros = lambda p: jax.device_put(jnp.zeros_like(p), host)  # noqa: E731
+        return jax.tree.map(zeros, params), jax.tree.map(zeros, params)
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        leaves, structure = jax.tree.flatten(updates)
+        results: list[Any] = []
+        for g, *moments in zip(leaves, *map(jax.tree.leaves, state), strict=True):
+            if results:
+                g, _ = lax.optimization_barrier((g, results[-1][0]))
+            # A GPU's compiler fails unless the layout is named (F26).
+            g = with_layout_constraint(g, Layout(tuple(range(g.ndim))))
+            results.append(run(jax.device_put(g, host), *moments))
+        u, *state = (structure.unflatten(r) for r in zip(*results, strict=True))
+        return u, tuple(state)
+
+    return optax.GradientTransformation(init, update)
 
 
 # The workloads are sharded along last axes, which JAX's Auto mode does not tell: so
@@ -99,6 +142,7 @@ IN_FOUR_BITS = (oo.Rule(".*/kernel", codec="nf4"), oo.Rule("embedding|lm_head"))
 MODES: dict[str, Mode] = {
     "no offload": Mode(as_it_is, is_ours=False),
     "recipe": Mode(recipe, is_ours=False),
+    "on the host": Mode(updated_on_host, is_ours=False),
     "ours": Mode(OURS),
     "fused": Mode(OURS, {}),
     "fused twice": Mode(OURS, TWICE),
@@ -125,12 +169,12 @@ def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
     if mode.base:
         adapters, state, base, tokens = step.args
         args = adapters, state, oo.place(base, mode.base), tokens
-        options: dict[str, Any] = {
-            **(mode.streamed or {}),
-            "donate_argnums": step.donate_argnums,
-            "out_shardings": step.out_shardings,
-        }
-        return oo.Step(oo.jit(step.fn, **options), args)
+        jitted = mode.jit(
+            step.fn,
+            donate_argnums=step.donate_argnums,
+            out_shardings=step.out_shardings,
+        )
+        return oo.Step(jitted, args)
     step = step._replace(fn=mode.step(step.fn))
     if not mode.on_host:
         return step
@@ -154,14 +198,20 @@ def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], A
 
 
 def of_workload(
-    workload: Workload, target: aot.Target, mode: Mode
-) -> tuple[Callable[..., Any], tuple[Any, Any, Any]]:
-    """A workload's step with a mode's optimizer, and what its arguments are."""
-    params, x = workload.on(target)
+    workload: Workload, params: Any, x: Any, mode: Mode
+) -> tuple[Any, tuple[Any, Any, Any]]:
+    """A mode's optimizer, and the arguments of its step.
+
+    Args:
+      workload: What is trained.
+      params: Its parameters, as they are placed without offload.
+      x: Its input.
+      mode: The way of training.
+    """
     if mode.on_host:
         params = oo.set_memory_kind(params, mode.on_host, "pinned_host")
-    tx = mode.optimizer(workload.optimizer)
-    return train_step(workload, tx), (params, oo.eval_shape(tx.init, params), x)
+    tx: Any = mode.optimizer(workload.optimizer)
+    return tx, (params, oo.eval_shape(tx.init, params), x)
 
 
 def compile_step(
@@ -172,9 +222,9 @@ def compile_step(
     Raises:
       aot.DoesNotFitError: it needs more memory than the target has.
     """
-    step, args = of_workload(workload, target, mode)
+    tx, args = of_workload(workload, *workload.on(target), mode)
     return aot.compile(
-        mode.step(step),
+        mode.step(train_step(workload, tx)),
         *args,
         target=target,
         out_shardings=jax.tree.map(lambda s: s.sharding, args[:2]),

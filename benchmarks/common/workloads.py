@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,16 +65,29 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def leaves(count: int = 16, width: int = 2048, batch: int = 1024) -> Workload:
-    """A stack of matrices, one leaf each, with adamw."""
+def products(widths: Sequence[int], batch: int) -> Workload:
+    """Matrices between layers of these widths, one leaf each, with adamw."""
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
         for w in params.values():
             x = jax.nn.gelu(x @ w)
         return jnp.mean(x**2)
 
-    params = {f"w{i:02d}": _float32(width, width) for i in range(count)}
-    return Workload(loss, params, _float32(batch, width), optax.adamw(1e-3))
+    shapes = itertools.pairwise(widths)
+    params = {f"w{i:02d}": _float32(*shape) for i, shape in enumerate(shapes)}
+    return Workload(loss, params, _float32(batch, widths[0]), optax.adamw(1e-3))
+
+
+def leaves(count: int = 16, width: int = 2048, batch: int = 1024) -> Workload:
+    """A stack of equal matrices."""
+    return products([width] * (count + 1), batch)
+
+
+def unequal(unit: int = 512, batch: int = 512) -> Workload:
+    """Twelve matrices of different shapes, which no scan can hold."""
+    return products(
+        [unit * n for n in (2, 14, 3, 13, 4, 12, 5, 11, 6, 10, 7, 9, 8)], batch
+    )
 
 
 def stacked(count: int = 16, width: int = 2048, batch: int = 1024) -> Workload:
@@ -143,20 +156,6 @@ def tutorial(width: int = 7168) -> Workload:
     params = {f"w{i}": _float32(width, width) for i in range(1, 5)}
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
     return Workload(loss, params, _float32(width, width), tx)
-
-
-def unequal(unit: int = 512, batch: int = 512) -> Workload:
-    """Twelve matrices of different shapes, which no scan can hold, with adamw."""
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        for w in params.values():
-            x = jax.nn.gelu(x @ w)
-        return jnp.mean(x**2)
-
-    widths = [unit * n for n in (2, 14, 3, 13, 4, 12, 5, 11, 6, 10, 7, 9, 8)]
-    shapes = itertools.pairwise(widths)
-    params = {f"w{i:02d}": _float32(*shape) for i, shape in enumerate(shapes)}
-    return Workload(loss, params, _float32(batch, widths[0]), optax.adamw(1e-3))
 
 
 class _Block(nn.Module):
@@ -234,19 +233,6 @@ def decoder(
     return Workload(loss, variables["params"], tokens, tx)
 
 
-def gpt2() -> Workload:
-    """A decoder of GPT-2's size whose layers are a Python loop: logits of 1.5 GiB."""
-    return decoder(
-        scan=False,
-        layers=12,
-        width=768,
-        heads=12,
-        vocabulary=50257,
-        batch=16,
-        clipped=False,
-    )
-
-
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "leaves": leaves,
     "tutorial": tutorial,
@@ -256,7 +242,8 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "decoder_unrolled": functools.partial(decoder, scan=False),
     "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
     "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
-    "gpt2": gpt2,
+    # Of GPT-2's size, whose layers are a Python loop: logits of 1.5 GiB.
+    "gpt2": lambda: decoder(False, 12, 768, 12, 50257, batch=16, clipped=False),
     "gated": gated,
     "gated_16k": lambda: gated(tokens=16384),
 }

@@ -1,23 +1,18 @@
 """The update on the host's own processor, which the library does not do.
 
-Why not is in docs/how-it-works.md. `--part`:
+Why not is in docs/how-it-works.md; its peaks are those of the mode "on the host" of
+`benchmarks.memory.peaks`. `--part`:
 
-- `peaks`: Adam under `compute_on("device_host")` inside the step, beside what `offload`
-  compiles to, for chips that need not be here. Each leaf's update is one host
-  computation, and the next leaf's gradient waits, on the device, for the update of the
-  one before. (By blocks of rows it is worse: F72.)
-- `times`: the update of 16 matrices by XLA on this machine's CPU: as optax does it in
-  a jit; as a host computation of a program; and as a second program, on another device
-  of the CPU backend, to which gradients are copied and from which updates come back.
-  Beside them as many bytes that are only read and written. All take turns, and a ratio
-  is the median of those of the turns.
+- `times`: the update of matrices by XLA on this machine's CPU: as optax does it in a
+  jit; and as a second program, on another device of the CPU backend, to which gradients
+  are copied and from which updates come back. Beside them as many bytes that are only
+  read and written. All take turns, and a ratio is the median of those of the turns.
 - `arithmetic`: what an update on the host would take, beside bringing the state to the
   device, from documented peaks and the shares of them that are reached. An update on
   the host sends gradients down and updates up, and is bound by the memory of the host;
   streaming sends the state up and down, and is bound by the link.
 
 Run:
-    python -m benchmarks.memory.host_update --workloads=stacked
     JAX_PLATFORMS=cpu python -m benchmarks.memory.host_update --part=times
     python -m benchmarks.memory.host_update --part=arithmetic
 """
@@ -26,105 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import flags
-from jax import lax
-from jax.experimental import compute_on
-from jax.experimental.layout import Layout, with_layout_constraint
 
-import optax_offload as oo
-from benchmarks.common import command
-from benchmarks.common.steps import OURS, Mode, compile_step
-from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
+from benchmarks.common import command, turns
 from optax_offload import aot
-from optax_offload._ground.units import MIB
 
 FLAGS = flags.FLAGS
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-SMALL_BYTES = 64 * 1024
-_ON: Any = functools.partial(  # Until JAX 0.11 it has another name.
-    getattr(compute_on, "compute_on2", None) or compute_on.compute_on,
-    compute_type="device_host",
-)
-ON_HOST: Any = functools.partial(_ON, out_memory_spaces=(DEVICE, HOST, HOST))
-
-
-class Moments(NamedTuple):
-    """Adam's state."""
-
-    mu: Any
-    nu: Any
-
-
-def adam(g: Any, mu: Any, nu: Any) -> tuple[Any, Any, Any]:
-    """An update of Adam's, without the correction of its first steps."""
-    mu = 0.9 * mu + 0.1 * g
-    nu = 0.999 * nu + 0.001 * g * g
-    return -1e-3 * mu / (jnp.sqrt(nu) + 1e-8), mu, nu
-
-
-def to_host(g: jax.Array) -> jax.Array:
-    """A gradient in host memory; a GPU's compiler fails unless its layout is named."""
-    return jax.device_put(with_layout_constraint(g, Layout(tuple(range(g.ndim)))), HOST)
-
-
-def on_host(inner: Any) -> optax.GradientTransformation:
-    """Adam with its moments in host memory, updated there, a leaf after the other."""
-    del inner  # It is Adam.
-
-    def init(params: Any) -> Moments:
-        def zeros(p: jax.Array) -> jax.Array:
-            return jax.device_put(jnp.zeros_like(p), HOST if is_large(p) else DEVICE)
-
-        return Moments(jax.tree.map(zeros, params), jax.tree.map(zeros, params))
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        leaves, structure = jax.tree.flatten(updates)
-        done, results = None, []
-        for g, mu, nu in zip(
-            leaves, jax.tree.leaves(state.mu), jax.tree.leaves(state.nu), strict=True
-        ):
-            if not is_large(g):
-                results.append(adam(g, mu, nu))
-                continue
-            if done is not None:
-                g, _ = lax.optimization_barrier((g, done))
-            results.append(ON_HOST(adam)(to_host(g), mu, nu))
-            done = results[-1][0]
-        u, mu, nu = (structure.unflatten(r) for r in zip(*results, strict=True))
-        return u, Moments(mu, nu)
-
-    return optax.GradientTransformation(init, update)
-
-
-def is_large(x: Any) -> bool:
-    """Whether a leaf's moments are in host memory."""
-    return x.size * x.dtype.itemsize >= SMALL_BYTES
-
-
-FORMS = {"offload": Mode(OURS), "on the host": Mode(on_host)}
-
-
-def print_peaks() -> None:
-    """Compiles each workload in each form; MiB on each device, nothing clipped."""
-    figures = ("peak", "host state", "host temp")
-    command.print_header(("workload", "target", "form"), figures)
-    for name, target, form in itertools.product(FLAGS.workloads, FLAGS.targets, FORMS):
-        work = dataclasses.replace(WORKLOADS[name](), optimizer=optax.adam(1e-3))
-        peak = aot.peak(compile_step(work, aot.Target(target), FORMS[form]))
-        sizes = [peak.peak_bytes, peak.host_argument_bytes, peak.host_temporary_bytes]
-        command.print_row((name, target, form), [size / MIB for size in sizes])
-
-
+# What is timed, and of the arithmetic a model, with gradients and parameters of so many
+# bytes each.
+LEAVES, ROUNDS = 16, 15
+PARAMETERS, VALUE_BYTES = 8e9, 2
 # A gradient and two moments are read; an update and two moments are written.
 TOUCHED_BYTES = 24
 Update = Callable[[Any, Any], tuple[Any, Any]]
@@ -137,17 +48,6 @@ def every_leaf(update: Update, grads: Any, states: Any) -> tuple[Any, Any]:
     """
     pairs = [update(g, s) for g, s in zip(grads, states, strict=True)]
     return [s for _, s in pairs], [u for u, _ in pairs]
-
-
-def in_the_step(tx: optax.GradientTransformation) -> Update:
-    """Each leaf's update is a host computation of a program."""
-
-    def update(g: Any, state: Any) -> tuple[Any, Any]:
-        run = _ON(tx.update, out_memory_spaces=(DEVICE, HOST))
-        return run(jax.device_put(g, HOST), state)
-
-    # JAX's own jit would donate moments to updates, of another memory (F34).
-    return oo.jit(functools.partial(every_leaf, update), donate_argnums=1)
 
 
 def second_program(plain: Update) -> Update:
@@ -169,15 +69,13 @@ def only_bytes(grads: Any, states: Any) -> tuple[Any, Any]:
 def print_times() -> None:
     """Milliseconds of each form by the clock and of the CPU, and over optax's own."""
     jax.config.update("jax_num_cpu_devices", 2)
-    tx = optax.adam(1e-3)
-    keys = jax.random.split(jax.random.key(0), FLAGS.leaves)
-    grads = [jax.random.normal(key, (FLAGS.width, FLAGS.width)) for key in keys]
+    tx, width = optax.adam(1e-3), FLAGS.width
+    keys = jax.random.split(jax.random.key(0), LEAVES)
+    grads = [jax.random.normal(key, (width, width)) for key in keys]
     accelerator, host = jax.devices()[:2]
-    pinned = jax.sharding.SingleDeviceSharding(accelerator, memory_kind="pinned_host")
     plain = jax.jit(functools.partial(every_leaf, tx.update), donate_argnums=1)
     forms = {
         "optax": (plain, accelerator),
-        "in the step": (in_the_step(tx), pinned),
         "second program": (second_program(plain), host),
         "only bytes": (jax.jit(only_bytes, donate_argnums=1), accelerator),
     }
@@ -185,28 +83,26 @@ def print_times() -> None:
         name: jax.device_put([tx.init(g) for g in grads], where)
         for name, (_, where) in forms.items()
     }
-    spent: dict[tuple[str, Any], list[float]] = defaultdict(list)
-    clocks = (time.perf_counter, time.process_time)
-    for _ in range(FLAGS.rounds + 1):
-        for name, (update, _) in forms.items():
-            jax.block_until_ready((grads, states[name]))
-            before = [clock() for clock in clocks]
-            states[name], updates = update(grads, states[name])
-            jax.block_until_ready((updates, states[name]))
-            for clock, began in zip(clocks, before, strict=True):
-                spent[name, clock].append(clock() - began)
-    command.print_header(
-        ("form",), ("ms", "of optax's", "CPU ms", "of optax's", "GB/s")
-    )
+
+    def once(name: str) -> turns.Seconds:
+        def update() -> Any:
+            return jax.block_until_ready(forms[name][0](grads, states[name]))
+
+        jax.block_until_ready((grads, states[name]))
+        (states[name], _), seconds, cpu = turns.clocked(update)
+        return {"seconds": seconds, "cpu": cpu}
+
+    # The first turn compiles.
+    ways = {name: functools.partial(once, name) for name in forms}
+    found = turns.in_turns(ways, ROUNDS, unmeasured=1)
+    columns = ("ms", "of optax's", "CPU ms", "of optax's", "GB/s")
+    command.print_header(("form",), columns)
     for name in forms:
         figures = []
-        for clock in clocks:
-            # The first turn compiles.
-            own, optax_own = spent[name, clock][1:], spent["optax", clock][1:]
-            figures.append(1e3 * statistics.median(own))
-            ratios = [a / b for a, b in zip(own, optax_own, strict=True)]
-            figures.append(statistics.median(ratios))
-        touched = TOUCHED_BYTES * FLAGS.leaves * FLAGS.width**2
+        for what in ("seconds", "cpu"):
+            figures.append(1e3 * turns.median(found, name, what))
+            figures.append(turns.ratio(found, name, "optax", what))
+        touched = TOUCHED_BYTES * LEAVES * width**2
         command.print_row((name,), (*figures, touched / figures[0] / 1e6))
 
 
@@ -255,22 +151,12 @@ HOSTS = (
 )
 
 
-class Costs(NamedTuple):
-    """The seconds of each way on one device.
+def costs(host: Host, parameters: float, value_bytes: int) -> dict[str, float]:
+    """The seconds of each way on one device, as if nothing else ran.
 
-    Attributes:
-      streaming: State to the device and back, both ways at once.
-      on_host: Gradients to the host, the update there, updates back.
-      in_8_bits: Streaming of state that is kept encoded.
-    """
-
-    streaming: float
-    on_host: float
-    in_8_bits: float
-
-
-def costs(host: Host, parameters: float, value_bytes: int) -> Costs:
-    """The times of each way, as if nothing else ran.
+    `streaming` is of state to the device and back, both ways at once; `in 8 bits` is of
+    state that is kept encoded; `on the host` is of gradients to the host, the update
+    there, and updates back.
 
     Args:
       host: The machine.
@@ -284,35 +170,25 @@ def costs(host: Host, parameters: float, value_bytes: int) -> Costs:
     update = (2 * STATE_BYTES + 4 * value_bytes) / (memory * UPDATE_UTILIZATION)
     # Of a byte that is moved each way.
     byte = max(1 / link, 2 / (memory * MEMORY_UTILIZATION))
-    return Costs(
-        streaming=own * STATE_BYTES * byte,
-        on_host=own * max(value_bytes / link, update),
-        in_8_bits=own * ENCODED_BYTES * byte,
-    )
+    return {
+        "streaming": own * STATE_BYTES * byte,
+        "on the host": own * max(value_bytes / link, update),
+        "in 8 bits": own * ENCODED_BYTES * byte,
+    }
 
 
 def print_arithmetic() -> None:
     """Seconds of each way on each machine."""
-    command.print_header(("machine",), Costs._fields)
-    for host in HOSTS:
-        found = costs(host, FLAGS.parameters, FLAGS.value_bytes)
-        command.print_row((host.name,), found)
+    rows = {host.name: costs(host, PARAMETERS, VALUE_BYTES) for host in HOSTS}
+    command.print_header(("machine",), [*rows[HOSTS[0].name]])
+    for name, found in rows.items():
+        command.print_row((name,), [*found.values()])
 
 
-PARTS = {"peaks": print_peaks, "times": print_times, "arithmetic": print_arithmetic}
-
-
-def main() -> None:
-    """Prints a part."""
-    PARTS[FLAGS.part]()
+PARTS = {"times": print_times, "arithmetic": print_arithmetic}
 
 
 if __name__ == "__main__":
-    flags.DEFINE_enum("part", "peaks", list(PARTS), "What is shown.")
-    command.define_shared(targets=["h100", "v5e:2x2"], workloads=USUAL_WORKLOADS)
-    flags.DEFINE_integer("leaves", 16, "Matrices that are timed.")
-    flags.DEFINE_integer("width", 1024, "Rows and columns of each.")
-    flags.DEFINE_integer("rounds", 15, "Turns of each form.")
-    flags.DEFINE_float("parameters", 8e9, "Of a model, for the arithmetic.")
-    flags.DEFINE_integer("value_bytes", 2, "Of its gradients, and of its parameters.")
-    command.run(main)
+    flags.DEFINE_enum("part", "times", list(PARTS), "What is shown.")
+    flags.DEFINE_integer("width", 1024, "Rows and columns of what is timed.")
+    command.run(lambda: PARTS[FLAGS.part]())

@@ -1,14 +1,14 @@
-"""Peaks of all that happens to a state beside its steps: made, placed, converted, kept.
+"""Peaks of what happens to a state beside its steps: made, placed, converted, kept.
 
-The state of Llama 3 in six bytes a parameter, compiled for a chip: one step, making the
-state, and converting its leaves from and to a plain checkpoint's, as `oo.place`,
+The state of Llama 3 in six bytes a parameter, compiled for a chip: making it, and
+converting its leaves from and to a plain checkpoint's, as `oo.place`,
 `oo.low_bit_encode` and `oo.low_bit_decode` do, one leaf after the other. What compiles
 nothing is run here, with a small state of the same form: its peak is that of all arrays
-on the device. `peaks.py` has more of the steps.
+on the device. The steps are those of `peaks.py`, with `--find=target`.
 
-Run (the second without steps, in a tenth of the time):
+Run:
     python -m benchmarks.memory.making
-    python -m benchmarks.memory.making --models=llama3_8b:rtx4090 --nosteps
+    python -m benchmarks.memory.making --models=llama3_8b:rtx4090
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ import optax_offload as oo
 from benchmarks.common import command
 from benchmarks.common.steps import MODES, SIX_BYTES
 from benchmarks.memory.peaks import model_step
-from optax_offload import _plan, aot
+from optax_offload import aot
 from optax_offload._ground.units import GIB, MIB
 from optax_offload._low_bit import by_rows
 from optax_offload._low_bit.encoded import is_encoded
 from optax_offload._places import memory
 
 FLAGS = flags.FLAGS
+# Modes with the layers' parameters on the host, and with all of them there.
+LEAST = ("six bytes least", "six bytes all")
 
 
 def peak_of(fn: Any, args: Any, target: aot.Target) -> int:
@@ -122,22 +124,17 @@ def kept() -> dict[str, int]:
 
 def main() -> None:
     """Compiles for each model and mode, and prints the peaks in GiB."""
-    columns = ("step", "make", "encode", "decode")
+    columns = ("make", "encode", "decode")
     command.print_header(("model", "chip", "mode"), columns)
     rows = []
-    for named, mode in itertools.product(FLAGS.models, FLAGS.modes):
+    for named, mode in itertools.product(FLAGS.models, LEAST):
         model, chip = named.split(":", 1)
-        target, sizes = aot.Target(chip), {"context": FLAGS.context, "batch": 1}
-        step = model_step(model, target, mode, sizes)
+        target = aot.Target(chip)
+        params = model_step(model, target, mode, {"batch": 1}).args[0]
         tx = MODES[mode].optimizer(oo.master_weights(optax.adamw(3e-4)))
-        params = step.args[0]
-        found: dict[str, int] = {}
-        if FLAGS.steps:
-            found["step"] = aot.peak(_plan.compile_step(step, target)).peak_bytes
-        found["make"] = peak_of(oo.jit(tx.init), (params,), target)
+        found = {"make": peak_of(oo.jit(tx.init), (params,), target)}
         found |= conversions(oo.eval_shape(tx.init, params), target)
-        gib = [found[x] / GIB if x in found else None for x in columns]
-        command.print_row((model, chip, mode), gib)
+        command.print_row((model, chip, mode), [found[x] / GIB for x in columns])
         rows.append({"model": model, "chip": chip, "mode": mode, **found})
     small = kept()
     texts = ", ".join(f"{k} {n / MIB:.2f}" for k, n in small.items())
@@ -148,7 +145,4 @@ def main() -> None:
 if __name__ == "__main__":
     models = ["llama3_8b:rtx4090", "llama3_70b:h100"]
     flags.DEFINE_list("models", models, "Each with its chip.")
-    command.define_shared(modes=["six bytes least", "six bytes all"])
-    flags.DEFINE_integer("context", 4096, "Tokens in a sequence.")
-    flags.DEFINE_boolean("steps", True, "Whether steps are compiled too.")
     command.run(main, out="out/making")

@@ -10,7 +10,6 @@ What is compiled is in the ways of `common/steps.py`, which `--modes` names. `--
 - `target`: the smallest target that a model of `examples/models.py` fits, with all
   parameters trained (or adapters, of one that is called `..._lora`), one sequence on
   each device. It fits if it is within the default budget of `optax_offload.plan`.
-- `batch`: how many sequences of that model fit each device of a target.
 
 What was compiled is kept beside the results, and is not compiled again while JAX, the
 workloads and (of modes in which it has a part) the library are the same.
@@ -22,7 +21,6 @@ Run:
     python -m benchmarks.memory.peaks --find=layers --targets=h100,v5e:1x1
     python -m benchmarks.memory.peaks --find=target --models=llama3_70b_lora:gpus \
         --modes="nf4 base" --context=2048
-    python -m benchmarks.memory.peaks --find=batch --models=llama3_8b:h100
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +56,8 @@ from optax_offload._ground.units import GIB, MIB
 FLAGS = flags.FLAGS
 Probe = dict[str, Any]
 WIDTH = 2048
+# The part that the least memory may be off by.
+TOLERANCE = 0.01
 # From small to large.
 FAMILIES = {
     "gpus": ["rtx4090", "a100-40", "h100", "h200", "b200"],
@@ -146,14 +146,6 @@ def named_targets() -> list[aot.Target]:
     return [aot.Target(name, memory_bytes=memory_bytes) for name in FLAGS.targets]
 
 
-def fits(
-    prober: Prober, of: Sequence[Any], sizes: Any, what: str, number: int
-) -> tuple[bool, int]:
-    """Whether it fits with so many of what is counted, and the bytes that it needs."""
-    found = prober(*of, **sizes, **{what: number})
-    return found["fits"], found["used_bytes"]
-
-
 def find_peaks(prober: Prober) -> Iterator[dict[str, Any]]:
     """The peaks of each workload and target, in MiB."""
     texts = ("workload", "target", "mode")
@@ -187,7 +179,7 @@ def find_least(prober: Prober) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{name} does not fit {target!r}; take a larger chip")
         # What a compiler reports and what it asks for are not the same to the byte.
         fits, too_little = int(roomy["used_bytes"] * 1.05), 0
-        while fits - too_little > FLAGS.tolerance * fits:
+        while fits - too_little > TOLERANCE * fits:
             tried = (fits + too_little) // 2
             if prober(name, aot.Target(target, memory_bytes=tried), mode)["fits"]:
                 fits = tried
@@ -203,8 +195,11 @@ def find_layers(prober: Prober) -> Iterator[dict[str, Any]]:
     make = WORKLOADS["decoder_scanned"]
     command.print_header(("target", "mode"), ("layers", "billions"))
     for target, mode in [(t, m) for t in named_targets() for m in FLAGS.modes]:
-        of = ("decoder_scanned", target, mode)
-        probe = functools.partial(fits, prober, of, {"width": WIDTH}, "layers")
+
+        def probe(layers: int, of: Any = (target, mode)) -> tuple[bool, int]:
+            found = prober("decoder_scanned", *of, width=WIDTH, layers=layers)
+            return found["fits"], found["used_bytes"]
+
         layers = largest(probe, target.memory_bytes, first=16)
         work = make(layers=max(layers, 1), width=WIDTH)
         count = sum(p.size for p in jax.tree.leaves(work.params)) * bool(layers)
@@ -213,20 +208,13 @@ def find_layers(prober: Prober) -> Iterator[dict[str, Any]]:
         yield row | {"layers": layers, "parameters": count}
 
 
-def models_with_targets() -> Iterator[tuple[str, list[str], str]]:
-    """Models, each with the targets of its family or the one it names, and a mode."""
-    for named in FLAGS.models:
-        model, _, family = named.partition(":")
-        for mode in FLAGS.modes:
-            yield model, FAMILIES.get(family, [family]), mode
-
-
 def find_target(prober: Prober) -> Iterator[dict[str, Any]]:
     """The smallest targets, with GiB of the device and host, and modeled seconds."""
     command.print_header(("model", "mode", "target"), ("GiB", "on host", "seconds"))
-    for model, names, mode in models_with_targets():
+    for named, mode in itertools.product(FLAGS.models, FLAGS.modes):
+        model, _, family = named.partition(":")
         fitting, found = "none of these", {}
-        for name in names:
+        for name in FAMILIES.get(family, [family]):
             sizes = {"context": FLAGS.context, "batch": 1}
             found = prober(model, aot.Target(name), mode, **sizes)
             if found["fits"]:
@@ -238,27 +226,11 @@ def find_target(prober: Prober) -> Iterator[dict[str, Any]]:
         yield {"model": model, "mode": mode, "target": fitting, **found}
 
 
-def find_batch(prober: Prober) -> Iterator[dict[str, Any]]:
-    """The largest batches of sequences on each device."""
-    command.print_header(("model", "mode", "target"), ("sequences",))
-    for model, names, mode in models_with_targets():
-        for name in names:
-            target = aot.Target(name)
-            of, sizes = (model, target, mode), {"context": FLAGS.context}
-            probe = functools.partial(fits, prober, of, sizes, "batch")
-            # Of one sequence some is there whatever their number; the search finds out.
-            budget = _plan.default_budget_bytes(target)
-            batch = largest(probe, budget) if probe(1)[0] else 0
-            command.print_row((model, mode, name), (batch,))
-            yield {"model": model, "mode": mode, "target": name, "batch": batch}
-
-
 FINDERS = {
     "peak": find_peaks,
     "least": find_least,
     "layers": find_layers,
     "target": find_target,
-    "batch": find_batch,
 }
 
 
@@ -281,5 +253,4 @@ if __name__ == "__main__":
     )
     flags.DEFINE_integer("context", 4096, "Tokens in a sequence of a model.")
     flags.DEFINE_float("memory_gib", None, "Of a target, if less than it has.")
-    flags.DEFINE_float("tolerance", 0.01, "The part that `least` may be off by.")
     command.run(main, out="out/peaks")

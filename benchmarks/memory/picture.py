@@ -11,11 +11,9 @@ Run:
 
 from __future__ import annotations
 
-import json
-from datetime import date
 from pathlib import Path
+from typing import Any
 
-import jax
 from absl import flags
 from matplotlib.figure import Figure
 
@@ -25,6 +23,7 @@ from benchmarks.common.steps import (
     bytes_on_device,
     compile_step,
     of_workload,
+    train_step,
 )
 from benchmarks.common.workloads import WORKLOADS
 from optax_offload import aot
@@ -49,15 +48,17 @@ COLORS = {
 }
 
 
-def measure(mode: str) -> dict:
+def measure(mode: str) -> dict[str, Any]:
     """Compiles the step in a mode, and returns what its peak is made of, in bytes."""
     workload, way, target = WORKLOADS[WORKLOAD](), MODES[mode], aot.Target(CHIP)
     peak = aot.peak(compile_step(workload, target, way))
-    step, (params, state, x) = of_workload(workload, target, way)
-    parameter_bytes, state_bytes = bytes_on_device(params), bytes_on_device(state)
-    gradient_bytes = bytes_on_device(workload.on(target)[0])
+    plain, x = workload.on(target)
+    tx, args = of_workload(workload, plain, x, way)
+    parameter_bytes, state_bytes = map(bytes_on_device, args[:2])
+    gradient_bytes = bytes_on_device(plain)
     if way.streamed is not None:
-        gradient_bytes -= way.schedule(step, (params, state, x)).gradient_bytes
+        step = way.jit(train_step(workload, tx))
+        gradient_bytes -= step.schedule(*args).gradient_bytes
     temporary_bytes = peak.peak_bytes - parameter_bytes - state_bytes
     gradient_bytes = min(gradient_bytes, temporary_bytes)
     return {
@@ -72,26 +73,10 @@ def measure(mode: str) -> dict:
     }
 
 
-def results() -> dict:
-    """What is measured, and of what; kept for the pages that tell it."""
-    found = {
-        "workload": WORKLOAD,
-        "target": CHIP,
-        "jax": jax.__version__,
-        "date": date.today().isoformat(),
-        "modes": {mode: measure(mode) for mode in BARS},
-    }
-    path = Path(FLAGS.kept)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    return found
-
-
-def plot(found: dict, path: Path) -> None:
+def plot(modes: dict[str, Any], path: Path) -> None:
     """Writes the peaks as stacked bars, with what is on the host below each."""
     figure = Figure(figsize=(8, 3.6), layout="constrained")
     axes = figure.subplots()
-    modes = found["modes"]
     names = [
         f"{BARS[mode]}\nhost: {row['host_bytes'] / MIB:.0f} MiB"
         for mode, row in modes.items()
@@ -116,18 +101,15 @@ def plot(found: dict, path: Path) -> None:
 
 def main() -> None:
     """Prints the parts of each peak, in MiB, and draws them."""
-    found = results()
+    modes = {mode: measure(mode) for mode in BARS}
     command.print_header(("MiB",), ("peak", *COLORS, "host"))
-    for mode, row in found["modes"].items():
+    for mode, row in modes.items():
         sizes = (row["peak_bytes"], *row["parts"].values(), row["host_bytes"])
         command.print_row((BARS[mode],), [size / MIB for size in sizes])
-    plot(found, Path(FLAGS.png))
-    print(f"in {FLAGS.kept} and {FLAGS.png}")
+    plot(modes, Path(FLAGS.png))
+    command.write(workload=WORKLOAD, target=CHIP, modes=modes)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string(
-        "kept", "benchmarks/results/picture.json", "Where the numbers are kept."
-    )
     flags.DEFINE_string("png", "docs/pictures/peak.png", "Where the picture goes.")
-    command.run(main)
+    command.run(main, out="benchmarks/results/picture")

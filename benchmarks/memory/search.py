@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-
-END = 4096
+from collections.abc import Callable, Mapping
 
 
 def largest(
     probe: Callable[[int], tuple[bool, int]],
     memory_bytes: int,
     first: int = 8,
-    end: int = END,
+    end: int = 4096,
 ) -> int:
     """The largest number that fits, 0 if not even 1 does; below `end`.
 
@@ -22,31 +20,24 @@ def largest(
       first: The number to try first.
       end: A number that is taken not to fit.
     """
-    fitting: dict[int, int] = {}
-    failing: dict[int, int] = {}
-    guess, turn = first, 0
+    used: dict[int, int] = {}
+    fitting, failing, guess = 0, end, first
     while True:
-        fits, used_bytes = probe(guess)
-        (fitting if fits else failing)[guess] = used_bytes
-        low, high = max(fitting, default=0), min(failing, default=end)
-        if high - low <= 1:
-            return low
-        turn += 1
-        guess = _interpolate(fitting | failing, memory_bytes)
-        if guess is None or (turn % 3 == 0 and failing):
-            guess = (low + high) // 2 if failing else 2 * low
-        if fits and guess >= high:
-            guess = high - 1
-        guess = min(max(guess, low + 1), high - 1)
+        fits, used[guess] = probe(guess)
+        fitting, failing = (guess, failing) if fits else (fitting, guess)
+        if failing - fitting <= 1:
+            return fitting
+        middle = (fitting + failing) // 2 if failing < end else 2 * fitting
+        # Where peaks are not a straight line, halves end it.
+        found = interpolated(used, memory_bytes) if len(used) % 3 else None
+        guess = middle if found is None else found
+        guess = min(max(guess, fitting + 1), failing - 1)
 
 
-def _interpolate(used: dict[int, int], memory_bytes: int) -> int | None:
+def interpolated(used: Mapping[int, int], memory_bytes: int) -> int | None:
     """The number whose peak would be all there is, by the two nearest to it."""
-    if len(used) < 2:
-        return None
     near = sorted(used, key=lambda n: abs(used[n] - memory_bytes))[:2]
-    a, b = sorted(near)
-    slope = (used[b] - used[a]) / (b - a)
-    if slope <= 0:
+    a, b = min(near), max(near)
+    if used[b] <= used[a]:
         return None
-    return a + math.floor((memory_bytes - used[a]) / slope)
+    return a + math.floor((memory_bytes - used[a]) * (b - a) / (used[b] - used[a]))

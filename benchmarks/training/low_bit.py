@@ -128,7 +128,7 @@ def run(
 
 def finished(task: str, variant: str, seed: int) -> dict[str, Any]:
     """A run, from its file if it was run before."""
-    steps = FLAGS.training_steps or TASKS[task].steps
+    steps = TASKS[task].steps
     b2 = "" if FLAGS.b2 == B2 else f"b2={FLAGS.b2}-"
     name = f"{task}-{steps}-{b2}{variant}-{seed}.json".replace(", ", "-")
     file = Path(FLAGS.runs) / name.replace(" ", "_")
@@ -198,13 +198,13 @@ def main() -> None:
     for task in FLAGS.tasks:
         # All that there is of a seed first: what is stopped has something to show.
         seeds = [
-            {variant: finished(task, variant, seed) for variant in FLAGS.variant}
+            {variant: finished(task, variant, seed) for variant in VARIANTS}
             for seed in range(FLAGS.seeds)
         ]
-        references = [runs[FLAGS.variant[0]] for runs in seeds]
+        references = [runs["float32"] for runs in seeds]
         tables[task] = [
             row(variant, [runs[variant] for runs in seeds], references)
-            for variant in FLAGS.variant
+            for variant in VARIANTS
         ]
         print_table(task, tables[task])
     command.write(b2=FLAGS.b2, tasks=tables)
@@ -213,9 +213,7 @@ def main() -> None:
 
 if __name__ == "__main__":
     flags.DEFINE_list("tasks", list(TASKS), "Of tasks.py.")
-    flags.DEFINE_multi_string("variant", list(VARIANTS), "Of variants.py.")
     flags.DEFINE_integer("seeds", 3, "Runs of each.")
-    flags.DEFINE_integer("training_steps", None, "Instead of those of a task.")
     flags.DEFINE_float("b2", B2, "Of adamw: what remains of a second moment.")
     flags.DEFINE_string("runs", "out/low_bit", "Where finished runs are kept.")
     flags.DEFINE_string("picture", "docs/pictures/low-bits.png", "Of the curves.")

@@ -137,11 +137,12 @@ def test_a_part_that_cannot_begin_ends(tmp_path, monkeypatch):
 
 
 def test_each_alone(tmp_path, monkeypatch):
-    """A process for each case."""
+    """A process for each case, but for toys."""
     process = Process()
     monkeypatch.setattr(running, "_in_a_process", process)
     part = Part("toy", 1, 60, lambda setting: CASES, each_alone=True)
-    running.run_part(part, SETTING, make_record(tmp_path), 60)
+    real = Setting(**{**vars(SETTING), "dry": False})
+    running.run_part(part, real, make_record(tmp_path), 60)
     assert process.asked == [[name] for name in CASES]
 
 
@@ -359,7 +360,7 @@ def test_dry(tmp_path):
     assert all(found["finite"] for found in figures["peaks"].values())
     assert all(found["predicted_seconds"] for found in figures["time"].values())
     assert all(found["seconds"] > 0 for found in figures["time"].values())
-    assert figures["largest"]["six bytes"]["layers"] > 0
+    assert figures["largest"]["fused"]["layers"] > 0
     assert figures["link"]["any node"]["fit"]["both"]["bytes_per_second"] > 0
     for found in figures["overlap"].values():
         assert all(row["seconds"] > 0 for row in found["rows"])

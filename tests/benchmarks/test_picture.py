@@ -32,5 +32,5 @@ def test_readme_has_the_numbers_of_its_picture():
 
 def test_a_picture_is_drawn(tmp_path):
     """From what was kept, without compiling."""
-    picture.plot(KEPT, tmp_path / "peak.png")
+    picture.plot(KEPT["modes"], tmp_path / "peak.png")
     assert (tmp_path / "peak.png").stat().st_size
