@@ -21,6 +21,7 @@ from program import emitted
 import optax_offload as oo
 from optax_offload._emit import carry_out
 from optax_offload._emit import late_gradients as emit
+from optax_offload._places import memory
 from optax_offload._schedule import schedule
 
 LR = 1e-2
@@ -341,7 +342,7 @@ def test_codes_that_a_scan_stores_keep_their_layout(window_bytes):
         for e in body.eqns
         if e.primitive.name == "device_put"
         and e.outvars[0].aval.dtype == jnp.uint16
-        and oo._memory.on_host(e.outvars[0].aval)
+        and memory.on_host(e.outvars[0].aval)
     ]
     assert len(stored) >= 4
     assert all("layout_constraint" in str(e) for e in stored)

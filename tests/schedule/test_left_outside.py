@@ -15,6 +15,7 @@ from scanned_models import BATCH, loss, make_params, offloaded, train
 import optax_offload as oo
 from benchmarks.common.differences import ulps
 from optax_offload._ground import compat
+from optax_offload._places import memory
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
 BOTH = "2 gradients of 12.00 KiB"
@@ -260,7 +261,7 @@ def test_no_gradient_is_whole_for_a_norm_of_a_norm(late_gradients):
         v.aval
         for e in scans[1:3]
         for v in e.outvars
-        if v.aval.shape in gradients and not oo._memory.on_host(v.aval)
+        if v.aval.shape in gradients and not memory.on_host(v.aval)
     ]
     assert not device
 

@@ -120,7 +120,7 @@ def test_arrays_that_jax_types_wrongly():
 
     given = jax.tree.map(wrong, params)
     assert not memory.on_host(given["layers"])
-    jitted = oo.jit(step)
+    jitted = oo.jit(step, donate_argnums=())
     with pytest.warns(oo.OffloadWarning, match=r"arguments '0/0/layers' are in host"):
         new, _, _ = jitted(given, jax.tree.map(wrong, state), x)
     assert new["layers"].sharding.memory_kind == "device"
