@@ -379,9 +379,10 @@ def shapes(variables):
 @pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize("late", [False, True], ids=["now", "late"])
 @pytest.mark.parametrize(
-    ("name", "of_a_layer"), [("h100", 2**14), ("v5e:1x1", 2 * MIB)]
+    ("name", "of_a_layer", "late"),
+    [("h100", 2**14, False), ("h100", 2**14, True), ("v5e:1x1", 2 * MIB, True)],
+    ids=["h100", "h100 late", "v5e late"],
 )
 def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch):
     """With all of the layers at rest, and what they keep for the backward pass.
@@ -420,4 +421,4 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
         return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
 
     # With eight layers one residual less is there at once.
-    assert peak(20) - peak(12) < 8 * of_a_layer
+    assert peak(16) - peak(12) < 4 * of_a_layer
