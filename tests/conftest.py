@@ -41,10 +41,10 @@ ONE_IN = {
 }
 
 
-# Of a test with at least so many cases CI leaves one in two to the default Python too,
-# unless it asks what a JAX has.
-MANY_CASES = 4
-OF_EACH_JAX = re.compile(r"tests/(step/test_flags|system/test_(lowered|upstream))\.py")
+# Of so many cases of a test CI leaves all but one to the default Python too, unless it
+# asks what a JAX has.
+ONE_IN_CASES = 3
+OF_EACH_JAX = re.compile(r"tests/system/test_(lowered|upstream)\.py")
 
 
 def asks_for_accelerator(config):
@@ -89,8 +89,9 @@ def pytest_collection_modifyitems(items):
         elif not any(item.get_closest_marker(mark) for mark in ("slow", "skipif")):
             cases[item.nodeid.partition("[")[0]].append(item)
     for several in cases.values():
-        for item in several[1::2] if len(several) >= MANY_CASES else ():
-            item.add_marker(pytest.mark.any_jax)
+        for number, item in enumerate(several):
+            if number % ONE_IN_CASES and len(several) >= ONE_IN_CASES:
+                item.add_marker(pytest.mark.any_jax)
     if metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
         for item in items:
             if item.get_closest_marker("newest"):

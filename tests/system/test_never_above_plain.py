@@ -285,9 +285,9 @@ def test_any_two_choices_are_met_in_all_ways():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", CHOSEN)
+@pytest.mark.parametrize("which", [which for which in CHOSEN if which[0] == "0"])
 def test_nine_tenths_of_state_are_saved(which):
-    """Whatever is chosen."""
+    """Of layers in a Python loop; of scanned ones more rests, below."""
     ours = chosen(which, offload=True, jit=oo.jit)
     assert saved(chosen_plain(which), ours) >= 0.9
 
