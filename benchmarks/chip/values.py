@@ -40,7 +40,6 @@ SECONDS_OF_TESTS = 200
 OUTPUT_CHARACTERS = 1500
 # Of a matrix: rows and slices of it are worth a transfer.
 WIDTH = 256
-# So few that residuals of a layer are just worth it too.
 TOKENS = 64
 # Adam's moments of a matrix.
 STATE_BYTES = 8 * WIDTH**2
@@ -55,12 +54,14 @@ class Form(NamedTuple):
       said: A regex of what the schedule has to say, for the form to be as it is called.
       codecs: The rules of state in codecs. That of the plain step is too, and the mean
         difference is bounded: a code that rounds the other way is far away.
+      steps: So many are taken; of many the mean difference is bounded.
     """
 
     work: str
     mode: Mode
     said: str = ""
     codecs: tuple[oo.Rule, ...] = ()
+    steps: int = STEPS
 
 
 def in_windows(states: float) -> Mode:
@@ -72,7 +73,7 @@ def in_codec(name: Any) -> Form:
     """Moments in a codec, all on the host."""
     rules = oo.Rule(MOMENTS, codec=name), oo.Rule(".*", optional=True)
     mode = Mode(functools.partial(oo.offload, rules=rules), {})
-    return Form("stacked", mode, codecs=rules)
+    return Form("gated", mode, codecs=rules)
 
 
 MIXED = functools.partial(
@@ -95,7 +96,9 @@ FORMS: dict[str, Form] = {
     ),
     "residuals on the host": Form("gated", MODES["residuals"], "residuals rest"),
     "all of it, clipped": Form("decoder", MODES["residuals"], "residuals rest"),
-    "mixed placements": Form("gated", Mode(MIXED, {}, on_host="layers/(gate|out)")),
+    "mixed placements, 30 steps": Form(
+        "gated", Mode(MIXED, {}, on_host="layers/(gate|out)"), steps=30
+    ),
     "masters as remainders": Form(
         "half gated", MODES["six bytes"], codecs=tuple(SIX_BYTES.keywords["rules"])
     ),
@@ -119,9 +122,9 @@ def trained(work: Workload, optimizer: Any = ADAMW) -> Workload:
 
 
 # Layers under a scan; those of the decoder have attention.
-GATED = functools.partial(gated, TOKENS, 4, WIDTH, 2 * WIDTH, vocabulary=256)
+GATED = functools.partial(gated, 4 * TOKENS, 4, WIDTH, 2 * WIDTH, vocabulary=256)
 DECODER = functools.partial(
-    decoder, True, 3, WIDTH, 4, vocabulary=256, batch=1, context=TOKENS
+    decoder, True, 3, WIDTH, 4, vocabulary=256, batch=4, context=TOKENS
 )
 WORKS: dict[str, Callable[[], Workload]] = {
     "leaves": lambda: trained(leaves(4, WIDTH, TOKENS)),
@@ -146,10 +149,10 @@ def compare(name: str) -> Figures:
     """A form after some steps, and how far it is from plain."""
     form = FORMS[name]
     training, got = after(form)
-    want = plain_results(form.work, form.codecs)
+    want = plain_results(form.work, form.codecs, form.steps)
     away = mean(got[0], want[0]) / LEARNING_RATE
     moved = mean(want[0], begun(form.work)) / LEARNING_RATE
-    if form.codecs:
+    if form.codecs or form.steps > STEPS:
         # Of state in codes it is the parameters that count.
         far, within, bound = ulps(got[0], want[0]), away <= DRIFT, f"mean {DRIFT}"
     else:
@@ -174,7 +177,7 @@ def after(form: Form) -> tuple[Training, Any]:
     """The training of a form, and its parameters and state after its steps."""
     training = Training(WORKS[form.work](), form.mode)
     training.make(begun(form.work))
-    training.run(STEPS)
+    training.run(form.steps)
     return training, jax.tree.map(np.array, training.carry)
 
 
@@ -188,11 +191,11 @@ def begun(name: str) -> Any:
 
 
 @functools.lru_cache
-def plain_results(name: str, codecs: tuple[oo.Rule, ...]) -> Any:
+def plain_results(name: str, codecs: tuple[oo.Rule, ...], steps: int) -> Any:
     """Parameters and state after plain steps, with state of these rules' codecs."""
     wrap = functools.partial(oo.low_bit, rules=codecs, codec=None)
     mode = Mode(wrap if codecs else as_it_is, is_ours=False)
-    training, found = after(Form(name, mode))
+    training, found = after(Form(name, mode, steps=steps))
     training.free()
     return found
 

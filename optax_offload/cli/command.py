@@ -29,7 +29,7 @@ import jax
 
 from optax_offload import __version__, _plan, aot
 from optax_offload._ground.units import parse_size
-from optax_offload._host import link as link_
+from optax_offload._host import link
 from optax_offload._places import rule_files
 from optax_offload.aot import Target
 from optax_offload.cli import checkpoint as checkpoints
@@ -214,11 +214,10 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             check_can_write("--plot", plot, "peak.png")
             _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
-        link = link_.measure_link() if measure_link else None
         asked = _plan.Asked(
             budgets,
             allow=_plan.allowed(allow),
-            link_bytes_per_second=link,
+            link_bytes_per_second=link.measure_link() if measure_link else None,
             folder=_cache_folder() if cache else None,
             frozen=frozen,
         )

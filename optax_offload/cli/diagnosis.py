@@ -7,7 +7,7 @@ import pathlib
 from rich.console import Console
 from rich.text import Text
 
-from optax_offload._host import link as link_
+from optax_offload._host import link
 from optax_offload._machine import Diagnosis, Here, Saved, diagnose, look, look_at
 from optax_offload.cli.errors import check_can_write
 from optax_offload.cli.text import say
@@ -58,8 +58,8 @@ def diagnosis_of(
     if save is not None:
         check_can_write("--save", save, "machine.txt")
     here = Here()
-    link = link_.measure_link if measure_link else None
-    here.seen["jax"] = look(here, link).as_json()
+    measured = link.measure_link if measure_link else None
+    here.seen["jax"] = look(here, measured).as_json()
     if directory is not None:
         here.seen["directory"] = look_at(directory).as_json()
     found = diagnose(here)
