@@ -37,7 +37,6 @@ ONE_IN = {
     "schedule/test_replacements.py::test_what_makes_new_parameters": 2,
     "step/test_donation.py::test_bytes_of_compiled_programs": 4,
     "step/test_donation.py::test_same_numbers_where_the_step_left_them": 3,
-    "step/test_flags.py::test_steps_under_a_flag": 2,
     "step/test_functions_of_steps.py::test_functions_of_a_step": 3,
     "system/test_compiled_steps.py::test_peak_falls_in_a_whole_step": 2,
     "system/test_fine_tune.py::test_a_program_trains_adapters_alone": 2,
@@ -48,7 +47,7 @@ ONE_IN = {
 # Of so many cases of a test CI leaves all but one to the default Python too, unless it
 # asks what a JAX has.
 ONE_IN_CASES = 3
-OF_EACH_JAX = re.compile(r"tests/system/test_(lowered|upstream)\.py")
+OF_EACH_JAX = re.compile(r"tests/(step/test_flags|system/test_(lowered|upstream))\.py")
 
 
 def asks_for_accelerator(config):
