@@ -101,8 +101,12 @@ def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
     for span in spans(step, nodes, there):
         last = nodes[span.last].position
         over = (sizes.get(v) for v in step.defines(last))
-        is_over = last not in written and _is_fused(step.program.equations[last])
-        if span.last > span.made and is_over and sizes[span.var] in over:
+        may_be = span.last > span.made and last not in written
+        if (
+            may_be
+            and sizes[span.var] in over
+            and _is_fused(step.program.equations[last])
+        ):
             written.add(last)
             span = span._replace(last=span.last - 1)
         yield span
@@ -115,10 +119,11 @@ def _only_laid_out(e: jex.JaxprEqn) -> bool:
 def _is_fused(e: jex.JaxprEqn) -> bool:
     """Returns whether a result is computed where it is taken, or over an operand."""
     known = facts(e)
-    return not flops_of(e) and bool(
+    may_be = (
         is_arithmetic(e)
         or known.layout
         or known.in_place
         or known.hands_on
         or known.summed_by
     )
+    return bool(may_be) and not flops_of(e)

@@ -161,18 +161,22 @@ def compile_lowered(
 
     Raises:
       DoesNotFitError: A TPU's compiler refuses it.
+      ImportError: A GPU's compiler lacks what it links with.
     """
     if target.platform == "gpu":
         # There is no GPU to tune kernels on; trying costs as much time again.
         compiler_options.setdefault("xla_gpu_autotune_level", 0)
+        compiler_options = compilers.without_assembler() | compiler_options
     elif target.memory_bytes < target.chip.memory_bytes:
         compiler_options["xla_tpu_max_hbm_size_mib"] = target.memory_bytes // MIB
     try:
         return compilers.compile_only(lowered, target.devices, compiler_options)
     except jax.errors.JaxRuntimeError as error:
-        if problem := does_not_fit(target, str(error)):
-            raise problem from error
-        raise
+        text = str(error)
+        problem = does_not_fit(target, text) or compilers.missing_libdevice(text)
+        if problem is None:
+            raise
+        raise problem from error
     except ValueError as error:
         if "device_assignment" not in str(error):
             raise

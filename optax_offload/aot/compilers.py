@@ -33,6 +33,9 @@ from optax_offload.aot.chips import GPUS, GPUS_PER_HOST, TPUS
 
 # Wheels of XLA's CUDA compiler, the first that is there is taken.
 _CUDA_VERSIONS = ("cuda13", "cuda12")
+# A folder as of CUDA with a `ptxas` that assembles nothing: nothing runs here, machine
+# code would take as long as all else, and the machine need not have CUDA.
+_ASSEMBLER = pathlib.Path(__file__).parent / "assembler"
 _lock = threading.RLock()
 
 
@@ -232,6 +235,23 @@ def compile_only(
     # programs but cannot load them, and warns of that the next time.
     with _jax_config.persistent_cache_min_compile_time_secs(math.inf):
         return lowered.compile(compiler_options, device_assignment=devices)
+
+
+def without_assembler() -> dict[str, str]:
+    """The option by which a GPU's compiler leaves out what only a GPU would need."""
+    executable = os.access(_ASSEMBLER / "bin" / "ptxas", os.X_OK)
+    return {"xla_gpu_cuda_data_dir": str(_ASSEMBLER)} if executable else {}
+
+
+def missing_libdevice(problem: str) -> ImportError | None:
+    """The error for a machine without NVIDIA's functions of mathematics, if it is that."""
+    if "libdevice not found" not in problem:
+        return None
+    return ImportError(
+        "compiling for a GPU needs the file libdevice.10.bc of CUDA, which is not here. "
+        'Install it with\n    pip install "optax-offload[aot]"\n'
+        "or by itself with\n    pip install nvidia-nvvm"
+    )
 
 
 def own_options(lowered: jax.stages.Lowered) -> dict[str, Any]:

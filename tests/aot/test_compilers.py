@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -51,6 +52,60 @@ def test_unknown_slice():
     """A grid that libtpu does not know is an error with libtpu's reason."""
     with pytest.raises(ValueError, match=r"cannot describe.*'v5e:3x3'.*not divisible"):
         _ = aot.Target("v5e:3x3").devices
+
+
+_WITHOUT_CUDA = """
+import jax, jax.numpy as jnp
+from optax_offload import aot
+
+x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+compiled = aot.compile(lambda x: jnp.exp(x @ x), x, target=aot.Target("h100"))
+print(aot.peak(compiled).argument_bytes)
+"""
+
+
+@pytest.mark.aot
+def test_a_machine_needs_no_cuda():
+    """Neither its assembler, which is not called, nor its functions of mathematics.
+
+    Its folders are empty for the process, and none of its programs is in the path.
+    """
+    hidden = "for d in /usr/local/cuda*/; do mount -t tmpfs none $d; done"
+    command = f'{hidden}; PATH=/usr/bin:/bin exec "$0" -c "$1"'
+    own = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*own, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace of its own here, in which folders could be hidden")
+    run = subprocess.run(
+        [*own, "sh", "-c", command, sys.executable, _WITHOUT_CUDA],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.stdout.split() == ["262144"], run.stderr[-2000:]
+
+
+def test_missing_libdevice():
+    """Without it the error is the line that installs it."""
+    found = compilers.missing_libdevice("INTERNAL: libdevice not found at ./x.bc")
+    assert "pip install nvidia-nvvm" in str(found)
+    assert compilers.missing_libdevice("INTERNAL: something else") is None
+
+
+@pytest.mark.aot
+@pytest.mark.skipif(not shutil.which("ptxas"), reason="needs CUDA's assembler")
+def test_it_is_the_program_that_cuda_would_assemble():
+    """Whoever gives CUDA's own folder has it assembled, and nothing else changes."""
+
+    def compiled(options):
+        return aot.compile(
+            lambda x: jnp.exp(x @ x),
+            struct((256, 256)),
+            target=aot.Target("h100"),
+            compiler_options=options,
+        )
+
+    assembled = compiled({"xla_gpu_cuda_data_dir": "/usr/local/cuda"})
+    assert compiled({}).as_text() == assembled.as_text()
 
 
 _FRESH_PROCESS = """

@@ -4,6 +4,8 @@
 repository: `python -I smoke.py VERSION`.
 """
 
+import os
+import pathlib
 import sys
 import time
 from importlib import metadata, resources, util
@@ -68,6 +70,8 @@ def main() -> None:
     version = sys.argv[1]
     assert oo.__version__ == metadata.version("optax-offload") == version
     assert resources.files(oo).joinpath("py.typed").is_file()
+    assembler = pathlib.Path(oo.__file__).parent / "aot" / "assembler" / "bin" / "ptxas"
+    assert os.access(assembler, os.X_OK), assembler
     assert not PULLED_IN, PULLED_IN
     for extra in ("flax", "matplotlib", "orbax", "tensorstore", "typer"):
         assert util.find_spec(extra) is None, f"{extra} is installed: not a bare wheel"
