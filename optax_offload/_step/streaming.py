@@ -274,6 +274,8 @@ def traced_at_rest(
     except (TypeError, ValueError) as error:
         try:
             return second()
+        except Warning:  # Which is an error where the user asked for that.
+            raise
         except Exception:
             _refuse_host_values(error)
             raise error from None

@@ -1,5 +1,7 @@
 """`stream` and `jit`: their arguments and their programs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,3 +220,38 @@ def test_random_keys_in_a_step():
     with jax.debug_key_reuse(True):
         got = fused(*args)
     assert ulps(got, jax.jit(step)(*args)) <= 8
+
+
+def of_layers(layers):
+    """A step of layers in a Python loop, and structs for a call of it, at rest."""
+
+    def layer(x, w):
+        y = jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return x + y * jax.nn.sigmoid(y)
+
+    def loss_fn(params, x):
+        for w in params:
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.mean(x**2)
+
+    tx = oo.offload(optax.adamw(1e-3), r".*/(mu|nu)/.*")
+
+    def step(params, state, x):
+        grads = jax.grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    struct = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    params = [
+        {"up": struct((512, 2048)), "down": struct((2048, 512))} for _ in range(layers)
+    ]
+    state = oo.eval_shape(tx.init, params)
+    return step, (oo.place(params, ".*"), state, struct((8, 512)))
+
+
+def test_a_warning_that_is_an_error_is_that_error():
+    """And not that of the first way to trace a step, which the second one mends."""
+    step, args = of_layers(2)
+    step = oo.jit(oo.stream(step, residuals="host"), donate_argnums=(0, 1))
+    with pytest.raises(oo.OffloadWarning, match="nothing is kept there"):
+        step.lower(*args)
