@@ -11,6 +11,8 @@ PYTEST_ARGS ?= -m "not slow"
 # The plugins that `aot` compiles with are for Linux on x86-64 only, and take no part in
 # a run on the CPU: JAX need not look for them.
 export JAX_PLATFORMS ?= cpu
+# Where modules are compiled anew by each process, importing JAX takes three times as long.
+unexport PYTHONDONTWRITEBYTECODE
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_lm.py

@@ -244,11 +244,11 @@ def without_assembler() -> dict[str, str]:
 
 
 def missing_libdevice(problem: str) -> ImportError | None:
-    """The error for a machine without NVIDIA's functions of mathematics, if it is that."""
+    """The error where CUDA's functions of mathematics are missing, if it is that."""
     if "libdevice not found" not in problem:
         return None
     return ImportError(
-        "compiling for a GPU needs the file libdevice.10.bc of CUDA, which is not here. "
+        "compiling for a GPU needs CUDA's libdevice.10.bc, which is not here. "
         'Install it with\n    pip install "optax-offload[aot]"\n'
         "or by itself with\n    pip install nvidia-nvvm"
     )
