@@ -100,8 +100,10 @@ _CAUSES = {
         "make it with that of the offloaded one: state = tx.init(params)",
     ),
     "out_shardings": (
-        "in_shardings or out_shardings of a jitted init or step without memory kinds",
-        "make them with optax_offload.state_shardings, or jit with optax_offload.jit",
+        "in_shardings or out_shardings of a jitted init or step without memory kinds, "
+        "or jax.eval_shape of init, whose structs have none",
+        "make them with optax_offload.state_shardings, jit with optax_offload.jit, or "
+        "use optax_offload.eval_shape",
     ),
     "device_put": (
         "a device_put in the trainer",

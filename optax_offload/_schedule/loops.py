@@ -26,6 +26,9 @@ LOOP_SECONDS = 40e-6
 # One iteration of a loop and the next do not overlap: of n updates, each in two parts,
 # the link is busy for 2 n parts in 2 n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 32
+# Of all loops together, if half of each iteration brings that: beyond, a GPU's compiler
+# takes a time that grows with their square (F84).
+UPDATES_OF_A_STEP = 512
 # State is made once, and its encoding takes long to compile.
 MADE_IN_AN_ITERATION = 4
 # However many fit the window: of more a TPU's compiler loads as many as fit, and only
@@ -290,13 +293,37 @@ def _loops_of(
     return [_loop_of(groups, n, rows, window_bytes) for n in numbers]
 
 
+def in_short_iterations(
+    stages: Sequence[Group | Loop], window_bytes: int
+) -> list[Group | Loop]:
+    """Stages with fewer updates in each iteration, where all have too many (F84)."""
+    most, found = UPDATES_IN_AN_ITERATION, list(stages)
+    while most > 2 and _updates_in(found) > UPDATES_OF_A_STEP:
+        most //= 2
+        found = [
+            _loop_of(x.groups, x.slices, x.rows, window_bytes, most)
+            if isinstance(x, Loop) and x.unroll > max(1, most // len(x.groups))
+            else x
+            for x in found
+        ]
+    return found
+
+
+def _updates_in(stages: Sequence[Group | Loop]) -> int:
+    return sum(x.unroll * len(x.groups) for x in stages if isinstance(x, Loop))
+
+
 def _loop_of(
-    groups: Sequence[Group], slices: int, rows: Sequence[int], window_bytes: int
+    groups: Sequence[Group],
+    slices: int,
+    rows: Sequence[int],
+    window_bytes: int,
+    at_most: int = UPDATES_IN_AN_ITERATION,
 ) -> Loop:
     # Two iterations at least: a GPU's copy engines take only slices whose position
     # follows from the counter of a loop, and of a loop of one it has none (F14).
     makes = any(group.makes for group in groups)
-    updates = MADE_IN_AN_ITERATION if makes else UPDATES_IN_AN_ITERATION
+    updates = min(at_most, MADE_IN_AN_ITERATION) if makes else at_most
     most = min(updates // len(groups), slices // 2)
     unroll = next((n for n in range(most, 1, -1) if slices % n == 0), 1)
     sizes = [m.nbytes for m in _members(groups, rows)]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from optax_offload._schedule.group import Group
-from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, Loop, fastest
+from optax_offload._schedule.loops import (
+    UPDATES_IN_AN_ITERATION,
+    Loop,
+    fastest,
+    in_short_iterations,
+)
 
 # Loops of one group each may start when its gradient is there, those that need two or
 # more no compiler starts as early (F63). They may take so many times as long: 1.25
@@ -30,13 +35,13 @@ def stages(
       window_bytes: The bytes that may be on each device at once.
       at_once: Whether all gradients have to be there before the first loop.
     """
-    shared = _in_shared_loops(groups, window_bytes)
-    if at_once:
-        return shared
-    loops = _Loops(window_bytes)
-    apart = [loops.alone(g) if g.in_place else g for g in groups]
-    slower = _cost_of(apart) > MOST_TIMES_APART * _cost_of(shared)
-    return shared if slower else apart
+    found = _in_shared_loops(groups, window_bytes)
+    if not at_once:
+        loops = _Loops(window_bytes)
+        apart = [loops.alone(g) if g.in_place else g for g in groups]
+        if _cost_of(apart) <= MOST_TIMES_APART * _cost_of(found):
+            found = apart
+    return in_short_iterations(found, window_bytes)
 
 
 def _cost_of(stages: Sequence[Group | Loop]) -> float:

@@ -5,7 +5,11 @@ import pytest
 from optax_offload._ground import compat
 from optax_offload._rows import RowLocal
 from optax_offload._schedule import Group, Loop, Part, sharing
-from optax_offload._schedule.loops import UPDATES_IN_AN_ITERATION, fastest
+from optax_offload._schedule.loops import (
+    UPDATES_IN_AN_ITERATION,
+    fastest,
+    in_short_iterations,
+)
 from optax_offload._schedule.sharing import MOST_UNFILLED_LOOPS, stages
 
 MIB = 2**20
@@ -102,6 +106,20 @@ def test_nothing_to_do():
     """No group makes no stage."""
     assert stages([], MIB) == []
     assert stages([], MIB, at_once=True) == []
+
+
+@pytest.mark.parametrize(
+    ("leaves", "updates"), [(1, 16), (32, 16), (33, 8), (100, 4), (300, 2)]
+)
+def test_many_loops_have_short_iterations(leaves, updates):
+    """All together have so many updates as compile in a reasonable time."""
+    groups = [group(n, 64, 512 * MIB) for n in range(leaves)]
+    apart = [fastest([g], 16 * MIB) for g in groups]
+    assert {loop.unroll for loop in apart} == {16}
+    found = in_short_iterations(apart, 16 * MIB)
+    assert [loop.unroll for loop in found] == [updates] * leaves
+    assert [loop.groups for loop in found] == [loop.groups for loop in apart]
+    assert {(loop.slices, len(loop.waits)) for loop in found} == {(32, updates)}
 
 
 def test_loops_are_looked_for_once_for_like_groups(monkeypatch):

@@ -49,6 +49,16 @@ def cause(tx, state, params, wrap=jax.jit):
     return str(error.value).splitlines()[1]
 
 
+def test_structs_of_jax_have_no_memory_kinds():
+    """Whoever lowers a step with them is told which have some."""
+    params = {"w": jax.ShapeDtypeStruct((256, 128), jnp.float32)}
+    tx = oo.offload(optax.adam(1e-3))
+    step = oo.jit(tx.update)
+    with pytest.raises(oo.MemoryKindError, match=r"use optax_offload\.eval_shape\n"):
+        step.lower(params, jax.eval_shape(tx.init, params), params)
+    step.lower(params, oo.eval_shape(tx.init, params), params)
+
+
 def test_evidence_of_an_optimizer():
     """Whether its init ran, and whether an update had its state on the host before."""
     params = {"w": jnp.ones((256, 128))}
