@@ -71,7 +71,7 @@ def compile(  # noqa: PLR0913
     Returns:
       The compiled program, as from `jax.stages.Lowered.compile`: for `peak`,
       `transfers`, `host_computations`, and its own `as_text()` (the scheduled program)
-      and `cost_analysis()`. It cannot be run.
+      and `cost_analysis()`. It cannot be run, and a GPU's has no machine code.
 
     Raises:
       DoesNotFitError: It does not fit, by the compiler's own numbers where it fails (a
@@ -166,7 +166,7 @@ def compile_lowered(
     if target.platform == "gpu":
         # There is no GPU to tune kernels on; trying costs as much time again.
         compiler_options.setdefault("xla_gpu_autotune_level", 0)
-        compiler_options = compilers.without_assembler() | compiler_options
+        compiler_options = compilers.without_machine_code() | compiler_options
     elif target.memory_bytes < target.chip.memory_bytes:
         compiler_options["xla_tpu_max_hbm_size_mib"] = target.memory_bytes // MIB
     try:

@@ -21,14 +21,6 @@ from optax_offload.aot.peak import DoesNotFitError, Peak, peak
 from optax_offload.aot.step_times import Assumption, StepTime, step_time
 from optax_offload.aot.targets import Target
 
-# What is read of a program is settled before a GPU's compiler makes machine code of it,
-# which takes a third of the time (Llama 3 8B on an RTX 4090: 66 s, and 46 without).
-_NO_MACHINE_CODE = {
-    "gpu": {
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    }
-}
 # What a compiler, and so a peak, depends on beside the program.
 _COMPILERS = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
 
@@ -124,8 +116,7 @@ def _measured(
     lowered: jax.stages.Lowered, target: Target, link_bytes_per_second: float | None
 ) -> Measured:
     try:
-        options = dict(_NO_MACHINE_CODE.get(target.platform, {}))
-        compiled = compile_lowered(lowered, target, options)
+        compiled = compile_lowered(lowered, target, {})
     except DoesNotFitError as error:
         return Measured(error.used_bytes, None, None)
     found = peak(compiled)
