@@ -9,6 +9,10 @@ import jax
 import optax
 
 
+# In a message: an object of Flax NNX has its arrays in its own.
+MOST_OF_A_REPR = 100
+
+
 class Transformation(Protocol):
     """An optax transformation, or `optax.MultiSteps`: what has ``init`` and ``update``.
 
@@ -56,9 +60,12 @@ def as_transformation(
             hint = f". Call it first, as in {wrapper}(optax.adamw(3e-4))"
         elif isinstance(inner, str):
             hint = f". Pass the transformation, as in {wrapper}(optax.adamw(3e-4))"
+        elif hasattr(inner, "tx"):  # Flax NNX's, or a TrainState.
+            hint = f". Wrap what that is made of: tx={wrapper}(optax.adamw(3e-4))"
+        got = repr(inner) if len(repr(inner)) <= MOST_OF_A_REPR else type(inner)
         raise TypeError(
             f"{wrapper} wraps an optax.GradientTransformation or optax.MultiSteps, got "
-            f"{inner!r}{hint}"
+            f"{got}{hint}"
         )
     return optax.with_extra_args_support(inner)
 

@@ -198,7 +198,7 @@ class Plan(Printed):
         """The lines that a train script needs, for a file of this plan."""
         lines = [f'config = oo.load_config("{file}")']
         if not self.empty:
-            lines.append("tx = oo.offload(optimizer, config)")
+            lines.append("tx = oo.offload(optax.adamw(...), config)  # your own")
         if self.config.parameters:
             lines += map(rule_files.placing, self.placed)
         return [*lines, f"step = {self.jitting()}"]

@@ -319,6 +319,7 @@ class _Cut:
         taken = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
             | filled.intersection(self._step.defines(node.position))
+            | self.residuals.intersection(node.reads)
             for node in nodes
         ]
         filling = cutting.Filling(taken, self._sizes(filled))

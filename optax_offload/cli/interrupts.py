@@ -19,7 +19,8 @@ def until_interrupted(work: Callable[[], None]) -> bool:
       work: The function to run. It is left running if it is interrupted: see `leave`.
 
     Returns:
-      Whether it ended by itself.
+      Whether it ended by itself. If not, further signals are ignored: `timeout` sends a
+      second one at once, and what there is so far is still to be written.
 
     Raises:
       Exception: The exception that the work raised.
@@ -40,9 +41,10 @@ def until_interrupted(work: Callable[[], None]) -> bool:
         while thread.is_alive():
             thread.join(0.2)
     except KeyboardInterrupt:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
         return False
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, before)
     if raised:
         raise raised[0]
     return True

@@ -585,14 +585,19 @@ def test_fit_needs_nothing_or_cannot(invoke):
 def ctrl_c():
     """Ctrl-C interrupts, also where the process began in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    terminated = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGTERM, terminated)
 
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_what_is_found_before_an_interrupt_is_told(monkeypatch, sent):
-    """At once, whatever the other thread does; and errors are the caller's."""
+    """At once, whatever the other thread does; and errors are the caller's.
+
+    What is found is written then, whatever else is sent: `timeout` sends two signals.
+    """
     before = signal.getsignal(signal.SIGTERM)
     started = threading.Event()
 
@@ -607,6 +612,9 @@ def test_what_is_found_before_an_interrupt_is_told(monkeypatch, sent):
     )
     assert interrupts.until_interrupted(work) is False
     monkeypatch.undo()
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGTERM, before)
     assert interrupts.until_interrupted(lambda: None) is True
     with pytest.raises(ZeroDivisionError):
         interrupts.until_interrupted(lambda: 1 / 0)

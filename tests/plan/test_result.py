@@ -370,7 +370,7 @@ def test_a_plan_is_told():
     assert "interrupted" in str(planned(complete=False))
     assert planned().training("my.toml") == [
         'config = oo.load_config("my.toml")',
-        "tx = oo.offload(optimizer, config)",
+        "tx = oo.offload(optax.adamw(...), config)  # your own",
         "params = oo.place(params, config.parameters)",
         "step = oo.jit(train_step, **config.step)",
     ]
