@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import jax
 import optax
 
-
 # In a message: an object of Flax NNX has its arrays in its own.
 MOST_OF_A_REPR = 100
 

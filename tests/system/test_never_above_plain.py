@@ -412,9 +412,7 @@ def test_residuals_of_a_loop_without_checkpoints_at_rest():
             x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
         return jnp.mean(x**2)
 
-    params = [
-        {"up": struct(512, 2048), "down": struct(2048, 512)} for _ in range(16)
-    ]
+    params = [{"up": struct(512, 2048), "down": struct(2048, 512)} for _ in range(16)]
     tx = oo.offload(ADAMW)
     state = oo.eval_shape(tx.init, params)
     params = oo.place(params, ".*")
