@@ -49,7 +49,7 @@ class Shape:
     """The sizes of a Transformer, and what kind of it.
 
     Attributes:
-      layers: Number of scanned blocks.
+      layers: Number of blocks.
       width: Number of features of a token.
       heads: Number of heads of the queries.
       kv_heads: Number of heads of keys and values, each shared by several queries'.
@@ -61,6 +61,7 @@ class Shape:
       learned_positions: Number of learned positions; 0 for rotary ones, which have
         no parameters.
       rank: Rank of the adapters of each matrix of a block; 0 for none.
+      scan: Whether blocks are scanned, and not in a Python loop.
     """
 
     layers: int
@@ -74,6 +75,7 @@ class Shape:
     tied: bool = False
     learned_positions: int = 0
     rank: int = 0
+    scan: bool = True
 
 
 # https://github.com/meta-llama/llama-models, models/sku_list.py
@@ -171,7 +173,17 @@ def _norm(shape: Shape, param_dtype: Any, name: str) -> Any:
 def _layers(
     shape: Shape, causal: bool, param_dtype: Any, constrain: Callable[..., Any]
 ) -> Any:
-    """The blocks, as one scanned and rematerialized module."""
+    """The blocks, rematerialized, as one scanned module or in a loop."""
+    if not shape.scan:
+        block = functools.partial(nn.remat(_Block), shape, causal, param_dtype)
+        blocks = [block(constrain, name=f"layers_{i}") for i in range(shape.layers)]
+
+        def in_a_loop(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for each in blocks:
+                x, _ = each(x, None)
+            return x, None
+
+        return in_a_loop
     scanned = nn.scan(
         nn.remat(_Block, prevent_cse=False),
         variable_axes={"params": 0, "adapters": 0},
@@ -463,6 +475,7 @@ def _adapted(shape: Shape, *, batch: int = 1, context: int = 4096) -> Any:
 
 
 llama3_8b = _decoder(LLAMA3_8B)
+llama3_8b_loop = _decoder(dataclasses.replace(LLAMA3_8B, scan=False))
 llama3_70b = _decoder(LLAMA3_70B)
 llama3_8b_lora = _adapted(LLAMA3_8B)
 llama3_70b_lora = _adapted(LLAMA3_70B)
