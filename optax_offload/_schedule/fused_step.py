@@ -312,8 +312,9 @@ class FusedStep(Printed):
         return tuple(o for o in found if o.waits)
 
     def schedules(self) -> tuple[Schedule, ...]:
-        """Schedules of the offloaded updates outside of scans."""
-        left = (node.left for node in self.rest if node.left is not None)
+        """Schedules of the offloaded updates outside of scans and turns."""
+        nodes = self.rest if self.chain is None else self.chain.between
+        left = (node.left for node in nodes if node.left is not None)
         return tuple(
             schedule(x.update, x.inlined.what.caller.window_bytes) for x in left
         )

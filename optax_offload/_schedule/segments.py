@@ -213,6 +213,12 @@ class Chain:
         return [link for link in self.links if isinstance(link, Segment)]
 
     @property
+    def between(self) -> list[Outer]:
+        """What is evaluated between segments."""
+        links = (link for link in self.links if not isinstance(link, Segment))
+        return [node for link in links for node in link]
+
+    @property
     def waiting(self) -> list[jex.Var]:
         """The gradients that rest on the host until all of them are there."""
         nodes = (

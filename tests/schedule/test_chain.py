@@ -474,6 +474,11 @@ def test_what_is_printed():
     )
     assert any("residuals rest on the host between the turns" in x for x in lines)
     assert not any("no scan found" in x or "nothing is fused" in x for x in lines)
+    # What turns update is not said to be left.
+    left = [node.left for node in plan.chain.between if node.left]
+    said = [g for x in plan.schedules() for y in x.straights() for g in y.groups]
+    assert len(said) < LAYERS
+    assert bool(left) == any("what is left" in line for line in lines)
 
 
 def test_outputs_that_arrays_join():
