@@ -413,7 +413,7 @@ def test_residuals_rest_until_they_are_taken(residuals):
 
 
 def test_residuals_are_cut_for_where_nothing_else_rests():
-    """What each layer hands on fills a segment; of the backward pass nothing does."""
+    """What each layer hands on fills a segment, where it is made and where it is taken."""
     layers, tx = matrices(6), adam_at_rest()
     args = layers, tx.init(layers), jnp.ones((WIDTH, WIDTH))
     plan = oo.jit(train_step(tx), residuals="host").schedule(*args)
@@ -421,7 +421,7 @@ def test_residuals_are_cut_for_where_nothing_else_rests():
     assert found is not None
     stored = [v for s in found.segments for v in s.stores]
     # The last ones are taken soon; of how many depends on JAX's derivative of tanh.
-    assert len(layers) - 2 <= len(stored) < len(layers)
+    assert len(layers) - 2 <= len(stored) <= len(layers)
     # Not what a later turn computes again of these.
     producers = plan.step.program.producers
     assert {*names(plan.step, (producers[v] for v in stored))} == {"tanh"}
