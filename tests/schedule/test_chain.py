@@ -16,6 +16,8 @@ from optax_offload._schedule import Segment, chain, cutting, placing
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, ties
 
+# By the version of JAX: all tests here have it as with the newest.
+SEGMENTS_ARE_FREED = compat.SEGMENTS_ARE_FREED
 LAYERS, WIDTH = 5, 16
 MATRIX_BYTES = WIDTH * WIDTH * 4
 WEIGHT = (WIDTH, WIDTH)
@@ -413,7 +415,7 @@ def test_residuals_rest_until_they_are_taken(residuals):
 
 
 def test_residuals_are_cut_for_where_nothing_else_rests():
-    """What each layer hands on fills a segment, where it is made and where it is taken."""
+    """What layers hand on fills segments where it is made, and where it is taken."""
     layers, tx = matrices(6), adam_at_rest()
     args = layers, tx.init(layers), jnp.ones((WIDTH, WIDTH))
     plan = oo.jit(train_step(tx), residuals="host").schedule(*args)
@@ -424,7 +426,9 @@ def test_residuals_are_cut_for_where_nothing_else_rests():
     assert len(layers) - 2 <= len(stored) <= len(layers)
     # Not what a later turn computes again of these.
     producers = plan.step.program.producers
-    assert {*names(plan.step, (producers[v] for v in stored))} == {"tanh"}
+    made = {*names(plan.step, (producers[v] for v in stored))}
+    # A derivative of JAX 0.10.2's, whose steps are not cut, has a sum besides.
+    assert made == {"tanh"} or (not SEGMENTS_ARE_FREED and made == {"tanh", "add_any"})
     assert not found.segments[0].own
     assert oo.jit(train_step(tx)).schedule(*args).chain is None
     plan = oo.jit(jax.grad(loss), residuals="host").schedule(layers, args[2])
