@@ -61,7 +61,9 @@ def as_transformation(
             hint = f". Pass the transformation, as in {wrapper}(optax.adamw(3e-4))"
         elif hasattr(inner, "tx"):  # Flax NNX's, or a TrainState.
             hint = f". Wrap what that is made of: tx={wrapper}(optax.adamw(3e-4))"
-        got = repr(inner) if len(repr(inner)) <= MOST_OF_A_REPR else type(inner)
+        got = repr(inner)
+        if len(got) > MOST_OF_A_REPR:
+            got = str(type(inner))
         raise TypeError(
             f"{wrapper} wraps an optax.GradientTransformation or optax.MultiSteps, got "
             f"{got}{hint}"

@@ -26,8 +26,8 @@ LOOP_SECONDS = 40e-6
 # One iteration of a loop and the next do not overlap: of n updates, each in two parts,
 # the link is busy for 2 n parts in 2 n + 1. More cost compile time.
 UPDATES_IN_AN_ITERATION = 32
-# Of all loops together, if half of each iteration brings that: beyond, a GPU's compiler
-# takes a time that grows with their square (F84).
+# Of all loops of an update together. With more, iterations are halved until they have
+# so many: a GPU's compiler takes a time that grows with their square (F84).
 UPDATES_OF_A_STEP = 512
 # State is made once, and its encoding takes long to compile.
 MADE_IN_AN_ITERATION = 4

@@ -421,3 +421,13 @@ def test_compiling_for_a_target():
     for fn in (step, oo.jit(step, donate_argnums=1)):
         compiled = aot.compile(fn, model, both, X, target=aot.Target("h100"))
         assert aot.peak(compiled).peak_bytes > 0
+
+
+def test_what_an_optimizer_is_made_of_is_wrapped():
+    """And not the object, whose arrays are no part of the message."""
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"tx=offload\(optax") as error:
+        oo.offload(optimizer)  # pyright: ignore[reportArgumentType]
+    assert "nnx" in str(error.value)
+    assert len(str(error.value)) < 300
