@@ -83,9 +83,10 @@ def chain(
     whole = found.loads or found.residuals or on_host
     if not (whole or found.excess >= LEAST_FREED_BYTES):
         return (
-            "layers that no scan runs are not cut into turns: all of their gradients "
-            f"add {size_text(max(found.excess, 0))} to what the step keeps at most, "
-            f"and turns are worth it from {size_text(LEAST_FREED_BYTES)}"
+            "layers that no scan runs are not cut into turns: gradients freed turn by "
+            f"turn would lower the peak by {size_text(max(found.excess, 0))}, and turns "
+            f"are worth it from {size_text(LEAST_FREED_BYTES)}, or where parameters or "
+            "residuals are at rest"
         )
     waiting = found.waiting(on_host=on_host)
     return found.chain(on_tpu, waiting)

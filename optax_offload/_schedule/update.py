@@ -5,6 +5,7 @@ Nothing is traced here, and what carries a schedule out decides nothing.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -133,13 +134,12 @@ class Straight(Printed):
             *self._in_few_bits(),
             f"window of {size_text(self.window.nbytes)}: {self.window.reason}",
         ]
-        lines += map(_line, self.loops)
+        alike = collections.Counter(map(_line, self.loops))
+        lines += [f"{n} times: {line}" if n > 1 else line for line, n in alike.items()]
         if any(loop.rows for loop in self.loops) and memory.moved_by_kernels():
             lines.append(memory.moved_by_kernels())
-        reasons: dict[str, int] = {}
-        for group in self.whole:
-            if group.whole_reason:
-                reasons[group.whole_reason] = reasons.get(group.whole_reason, 0) + 1
+        whole = (group.whole_reason for group in self.whole)
+        reasons = collections.Counter(reason for reason in whole if reason)
         lines += [f"{_groups(n)} whole: {reason}" for reason, n in reasons.items()]
         return "\n".join(lines)
 

@@ -320,7 +320,7 @@ def test_state_alone_at_rest(where, monkeypatch):
     plan = step.schedule(*args)
     assert plan.chain is None
     (reason,) = plan.reasons()
-    assert reason.startswith("layers that no scan runs are not cut into turns: all")
+    assert reason.startswith("layers that no scan runs are not cut into turns: grad")
 
 
 def test_no_turn_runs_twice():

@@ -35,6 +35,15 @@ def test_groups_of_like_rows_share_a_loop():
     )
 
 
+def test_equal_loops_are_one_line():
+    """A model's layers in a list have many of them."""
+    schedule, _ = plan_of(optax.adam(1e-3), stacked(*[(1792, 1024)] * 70), slice_axis=0)
+    assert len(schedule.loops) == 3
+    of_a_loop = "groups, each updated whole, of 14.00 MiB"
+    told = str(schedule).splitlines()[-2:]
+    assert told == [f"2 times: 32 {of_a_loop}", f"6 {of_a_loop}"]
+
+
 def test_leaves_are_whole_where_two_fit():
     """Of any shapes, in a loop that runs once."""
     params = stacked(*[(24, 128, 256), (1000, 128)] * 2)

@@ -8,7 +8,7 @@ from fuzz_programs import CHOICES, LOOPS_FROM, Drawn, draw
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL = 4, 40
+QUICK, ALL = 4, 24
 
 
 @pytest.mark.parametrize(

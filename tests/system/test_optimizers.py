@@ -110,7 +110,7 @@ NOTHING_TO_ENCODE = {"adafactor", "dog", "noisy_sgd", "schedule_free_sgd", "sign
 STARTS_ROUNDED = {"adagrad", "yogi"}
 QUICK = ["adamw", "lamb", "multi_steps", "lion"]
 OF_CODEC = {"int8": QUICK, "bfloat16-stochastic": ["adamw"]}
-# They keep other things, or in other ways, than those do: in one codec more, as slow.
+# They keep other things, or in other ways, than those do.
 KINDS = ["adafactor", "adamax", "ema", "mechanic", "muon", "partition", "sm3"]
 KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
 
@@ -273,7 +273,7 @@ def rules_of(name):
         case(name, codec, quick=name in OF_CODEC.get(codec, ()))
         for name in sorted(INSIDE)
         for codec in BOUNDS
-        if codec == "int8" or name in QUICK or (codec == "float8" and name in KINDS)
+        if name in QUICK or codec == ("float8" if name in KINDS else "int8")
     ],
 )
 def test_three_updates_in_few_bits(name, codec):
