@@ -247,7 +247,7 @@ def _not_compiled(
             line = f"that failed: {near.error}"
         elif reason == "same":
             near = some[0]
-            line = "whose options change nothing of the program"
+            line = "that make the program of a way above"
         elif reason == "host":
             near = min(some, key=lambda p: p.host_bytes)
             need = size_text(near.host_bytes * target.devices_per_host)
@@ -268,7 +268,8 @@ def _not_compiled(
                 "predicted to be no faster than the chosen, at best "
                 f"{milliseconds(near.seconds)}"
             )
-        yield f"{count} {line} ({near.variant.text()})"
+        such = "such as: " if len(some) > 1 else ""
+        yield f"{count} {line} ({such}{near.variant.text()})"
 
 
 class NothingFitsError(DoesNotFitError):

@@ -18,6 +18,7 @@ RESERVES = {"gpu": 0.10, "tpu": 0.02}
 # The share of a GPU's memory that JAX takes unless it is told otherwise
 # (docs.jax.dev/en/latest/gpu_memory_allocation.html).
 GPU_DEFAULT_FRACTION = 0.75
+MEM_FRACTION = "XLA_CLIENT_MEM_FRACTION"
 # The share that is asked for above the peak: an allocator finds no perfect fit.
 GPU_FRACTION_MARGIN = 0.02
 # More of a GPU than this cannot be asked for: CUDA's own context has to fit beside it.
@@ -116,6 +117,6 @@ def environment(target: Target, used_bytes: int, host_bytes: int) -> dict[str, s
         fraction = min(
             math.ceil(share * 100) / 100 + GPU_FRACTION_MARGIN, GPU_LARGEST_FRACTION
         )
-        found["XLA_CLIENT_MEM_FRACTION"] = f"{fraction:.2f}"
+        found[MEM_FRACTION] = f"{fraction:.2f}"
     pinned_bytes = host_bytes * target.devices_per_host
     return found | host_memory.gpu_plugin_settings(pinned_bytes)

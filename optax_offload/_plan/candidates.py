@@ -112,7 +112,7 @@ class CompiledCandidate:
         step = ""
         if self.time is not None:
             step = f", modeled step {milliseconds(self.time.seconds)}"
-        how = "cached" if self.was_kept else seconds_text(self.seconds)
+        how = "cached" if self.was_kept else f"took {seconds_text(self.seconds)}"
         if self.same_as:
             return f"{self.what}: the same program as {self.same_as}"
         return (

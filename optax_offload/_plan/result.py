@@ -21,6 +21,7 @@ from optax_offload._places import rule_files
 from optax_offload._places.rules import PARAMETER_CODECS, OffloadConfig, Rule
 from optax_offload._plan.allowed import REMAINDER
 from optax_offload._plan.alternatives import Alternatives
+from optax_offload._plan.budget import GPU_DEFAULT_FRACTION, MEM_FRACTION
 from optax_offload._plan.candidates import (
     OTHERS,
     STATE_AT_ONCE,
@@ -155,7 +156,13 @@ class Plan(Printed):
         if not self.complete:
             lines.append("interrupted: this is the best way found so far")
         lines += self.numerics()
-        return lines + [f"set {name}={x}" for name, x in self.environment.items()]
+        return lines + self.settings()
+
+    def settings(self) -> list[str]:
+        """Lines on the variables to set, and why."""
+        default = f"; a process takes {GPU_DEFAULT_FRACTION} of a GPU by default"
+        why = {MEM_FRACTION: default}
+        return [f"set {x}={y}{why.get(x, '')}" for x, y in self.environment.items()]
 
     def unfused(self) -> list[str]:
         """Lines on the gradients that are not fused, and what fusing them would save.

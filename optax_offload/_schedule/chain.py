@@ -84,9 +84,9 @@ def chain(
     if not (whole or found.excess >= LEAST_FREED_BYTES):
         return (
             "layers that no scan runs are not cut into turns: gradients freed turn by "
-            f"turn would lower the peak by {size_text(max(found.excess, 0))}, and turns "
-            f"are worth it from {size_text(LEAST_FREED_BYTES)}, or where parameters or "
-            "residuals are at rest"
+            f"turn would lower the peak by {size_text(max(found.excess, 0))}, and "
+            f"turns are worth it from {size_text(LEAST_FREED_BYTES)}, or where "
+            "parameters or residuals are at rest"
         )
     waiting = found.waiting(on_host=on_host)
     return found.chain(on_tpu, waiting)

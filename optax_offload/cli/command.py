@@ -426,12 +426,17 @@ def doctor(
 
 @contextlib.contextmanager
 def _progress() -> Generator[_plan.Progress, None, None]:
-    """Shows what is being compiled, and keeps a line of what was."""
+    """Shows what is being compiled, and keeps a line of what was.
+
+    Where nothing can be shown for a while, as in a log, each has a line.
+    """
     with _err.status("tracing") as status:
 
         def show(what: str | _plan.CompiledCandidate) -> None:
             if isinstance(what, str):
                 status.update(what)
+                if not _err.is_terminal:
+                    say(_err, what)
             else:
                 say(_err, f"tried: {what}")
 

@@ -51,7 +51,10 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     fits = "fits as it is: nothing is moved"
     if not plan.before.fits:
         fits = f"fits with {plan.after.what}"
-    head = f"{plan.target.name}, {size_text(plan.budget_bytes)} on each device: {fits}"
+    room = size_text(plan.budget_bytes)
+    if plan.budget_bytes < plan.target.memory_bytes:
+        room += f" of {size_text(plan.target.memory_bytes)}"
+    head = f"{plan.target.name}, {room} on each device: {fits}"
     for line in plan.unfused():
         say(console, line, "bold")
     say(console, head, "bold")
@@ -64,10 +67,12 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         say(console, f"state moved to host memory, {leaves}, {size} of each device:")
     for p in plan.moved:
         paste(console, p.pattern)
+    told = ""
     for rule in plan.config.parameters:
         where = " moved to host memory" * (rule.memory_kind != "device")
         kept = f" as {rule.codec}" if rule.codec else ""
-        say(console, f"parameters{where}{kept}:")
+        if told != (told := f"parameters{where}{kept}:"):
+            say(console, told)
         paste(console, rule.regex)
     before, after = plan.before, plan.after
     parts = [
@@ -83,8 +88,8 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     console.print(table("", columns, [*parts, peaks]))
     if not plan.before.fits:
         print_alternatives(console, plan.alternatives)
-    for name, value in plan.environment.items():
-        say(console, f"set {name}={value}", "bold")
+    for line in plan.settings():
+        say(console, line, "bold")
 
 
 def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
@@ -104,6 +109,8 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
         say(console, f"{row.text}{why}", mark="-> " if row.chosen else "   ")
         console.print(f"   {line}", highlight=False)
     console.print()
+    if any("fused" in row.text for row in found.rows):
+        say(console, "fused: each layer is updated inside the backward pass (oo.jit)")
     for line in found.not_compiled:
         say(console, line)
     if found.assumptions:

@@ -128,13 +128,15 @@ def a_plan(*, first="way 8", second="way 5", parts=None):
     return oo.Plan(
         target=target,
         budget_bytes=6 * 2**30,
-        config=oo.OffloadConfig([oo.Rule(".*", "device")], parameters=["layers/.*"]),
+        config=oo.OffloadConfig(
+            [oo.Rule(".*", "device")], parameters=["layers/.*", "head/.*"]
+        ),
         moved=(),
         before=before,
         after=after,
         compiled=(before, after),
         alternatives=alternatives((before, after), (), budget, target, after),
-        environment={},
+        environment={"XLA_CLIENT_MEM_FRACTION": "0.90", "X": "1"},
         outside=("1 gradient of 2.00 MiB left outside: the step returns it",),
     )
 
@@ -146,11 +148,12 @@ def test_a_plan(tmp_path):
     first = (
         "not fused: 1 gradient of 2.00 MiB left outside: the step returns it if all "
     )
-    assert text.startswith(
-        f"{first}were fused: up to 1.00 GiB less h100, 6.00 GiB on e"
-    )
-    assert "6.00 GiB on each device: fits with way 5" in text
-    assert "parameters moved to host memory: layers/.*" in text
+    assert text.startswith(f"{first}were fused: up to 1.00 GiB less h100, 6.00 GiB of ")
+    assert "GiB on each device: fits with way 5" in text
+    assert "parameters moved to host memory: layers/.* head/.* each device" in text
+    told = "set XLA_CLIENT_MEM_FRACTION=0.90; a process takes 0.75 of a GPU by default"
+    assert f"{told} set X=1" in text
+    assert "fused: each layer" not in text
     assert "-> way 5" in text
     assert "2.00 GiB more than each device has" in text
     assert "modeled, not measured" in text

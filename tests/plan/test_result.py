@@ -306,7 +306,7 @@ def test_what_was_not_compiled_is_told():
     found = table(best, passed=passed, best=best)
     assert found.not_compiled == (
         "not compiled: 2 ways that need more than the 100.00 GiB of each host, at "
-        "least 120.00 GiB (state on the host)",
+        "least 120.00 GiB (such as: state on the host)",
         "not compiled: 1 way predicted to need at least 90.00 GiB on each device "
         "(state on the host)",
         "not compiled: 1 way that would move more than one that fits "
