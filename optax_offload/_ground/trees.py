@@ -136,7 +136,9 @@ def listed(paths: Sequence[str], most: int = 5) -> str:
 
 def no_match_message(pattern: re.Pattern[str], paths: list[str]) -> str:
     """Says that a pattern matches none of the paths, and what to write instead."""
-    return f"pattern {pattern.pattern!r} matches no leaf. {remedy(pattern, paths)}"
+    return (
+        f"pattern {literal(pattern.pattern)} matches no leaf. {remedy(pattern, paths)}"
+    )
 
 
 def nothing_under_message(under: str, paths: list[str]) -> str:
@@ -152,24 +154,41 @@ def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
     """Suggests patterns instead of one that matches none of the paths."""
     regex = pattern.pattern
     unboxed = _BOX_KEYS.sub("", regex)
-    for core in dict.fromkeys((regex, unboxed)):
+    for core in dict.fromkeys((regex, unboxed, _respelled(regex, paths))):
         for begin, end in (("", ""), (".*/", ""), ("", "/.*"), (".*/", "/.*")):
             whole = f"(?:{core})" if "|" in core and (begin or end) else core
             proposed = begin + whole + end
             count = _count_matches(proposed, pattern.flags, paths)
             if count:
                 why = ""
-                if core != regex:
+                if core == unboxed != regex:
                     why = (
                         "The box of a framework, such as nnx.Variable, is not part of "
                         "a path. "
                     )
                 leaves = "1 leaf" if count == 1 else f"{count} leaves"
                 return (
-                    f"{why}Write {proposed!r}, which matches {leaves}. "
+                    f"{why}Write {literal(proposed)}, which matches {leaves}. "
                     f"{nearest(regex, paths)}"
                 )
     return nearest(regex, paths)
+
+
+def literal(regex: str) -> str:
+    """A regex as Python writes it, to be pasted: backslashes are not doubled."""
+    plain = "'" not in regex and "\\" in regex and regex.isprintable()
+    return f"r'{regex}'" if plain else repr(regex)
+
+
+def _respelled(regex: str, paths: list[str]) -> str:
+    """The regex with words that are in no path made those that are most like them."""
+    known = {word for path in paths for word in re.findall(r"\w+", path)}
+
+    def like(word: re.Match[str]) -> str:
+        near = difflib.get_close_matches(word[0], known, 1, 0.7)
+        return word[0] if word[0] in known or not near else near[0]
+
+    return re.sub(r"(?<!\\)\b[^\W\d]\w*", like, regex)
 
 
 def _count_matches(regex: str, flags: int, paths: list[str]) -> int:

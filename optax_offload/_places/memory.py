@@ -315,7 +315,7 @@ def set_memory_kind(
     if strangers:
         raise TypeError(
             "only jax.Array, jax.ShapeDtypeStruct and shardings have a memory kind; "
-            f"{regex.pattern!r} also matches "
+            f"{trees.literal(regex.pattern)} also matches "
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + f". {_remedy([x for _, x in strangers])}"
         )

@@ -257,8 +257,9 @@ def check_codecs(name: str, rules: Iterable[Rule], allowed: Sequence[str]) -> No
         other = "frozen parameters, as a base under adapters"
         if allowed is PARAMETER_CODECS:
             other = "the state of an optimizer"
+        of_rule = trees.literal(wrong[0].regex)
         raise ValueError(
-            f"{name} has codec {wrong[0].codec!r} in the rule of {wrong[0].regex!r}, "
+            f"{name} has codec {wrong[0].codec!r} in the rule of {of_rule}, "
             f"which is for {other}. Leave the codec out, or give one of "
             + ", ".join(map(repr, allowed))
         )
@@ -410,7 +411,9 @@ def _placed(
                 for i, (path, nbytes) in enumerate(leaves)
                 if positions[i] == position and placements[i].memory_kind != "device"
             }
-            share = _share(rule, f"rule {position} {rule.regex!r}", moving.values())
+            share = _share(
+                rule, f"rule {position} {trees.literal(rule.regex)}", moving.values()
+            )
             for i, (path, _) in moving.items():
                 placements[i] = share[trees.encoded_leaf(path) or path]
     return placements
@@ -452,7 +455,7 @@ def _placement(
     if position is None:
         return Placement("device", "no rule matches")
     rule = config.rules[position]
-    name = f"rule {position} {rule.regex!r}"
+    name = f"rule {position} {trees.literal(rule.regex)}"
     if rule.memory_kind != "device":
         if nbytes is None:
             return Placement("device", f"random keys cannot move ({name})", rule)
@@ -466,14 +469,15 @@ def _placement(
 
 def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
     rule = config.rules[position]
-    name = f"rule {position}, pattern {rule.regex!r},"
+    name = f"rule {position}, pattern {trees.literal(rule.regex)},"
     for path in paths:
         if rule.matches(path):
             first = next(i for i, r in enumerate(config.rules) if r.matches(path))
+            earlier = f"{first}, {trees.literal(config.rules[first].regex)}"
             return (
                 f"{name} never decides: each leaf that it matches, such as {path!r}, "
-                f"is decided by an earlier rule ({first}, "
-                f"{config.rules[first].regex!r}). Put it before that rule, or remove it"
+                f"is decided by an earlier rule ({earlier}). Put it before that rule, "
+                "or remove it"
             )
     if not paths:
         return (

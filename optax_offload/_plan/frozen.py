@@ -87,16 +87,15 @@ class FrozenParameters:
             regex = compile_pattern(asked.pattern)
             others = [short[p] for p in arguments if p not in trained]
             remedy = trees.remedy(regex, others) if others else _NO_TREE
-            raise ValueError(
-                f"frozen is {pattern!r}, which matches no parameter. {remedy}"
-            )
+            text = trees.literal(asked.regex)
+            raise ValueError(f"frozen is {text}, which matches no parameter. {remedy}")
         deciding = {p: _deciding(rules, short[p]) for p in arguments}
         stays = [*chosen, *(p for p, r in deciding.items() if r and r.codec)]
         moving = [p for p in stays if p in trained] or _replaced(step, target, stays)
         if moving:
-            what = f"frozen is {pattern!r}, which"
-            if not {*moving} & {*chosen}:
-                what = "a rule of parameters has a codec, and"
+            what = "a rule of parameters has a codec, and"
+            if asked and {*moving} & {*chosen}:
+                what = f"frozen is {trees.literal(asked.regex)}, which"
             others = [short[p] for p in stays if p not in moving]
             others = others or [short[p] for p in arguments if p not in trained]
             raise ValueError(

@@ -136,7 +136,7 @@ def _choose(include: Rules, leaves: Leaves, memory_kind: str | None) -> list[int
             memory_kind,
         ):
             raise ValueError(
-                f"rule {position} ({rule.regex!r}) has memory_kind "
+                f"rule {position} ({trees.literal(rule.regex)}) has memory_kind "
                 f"{rule.memory_kind!r}, but memory_kind={memory_kind!r} was asked for. "
                 "Here rules only choose leaves"
             )

@@ -373,7 +373,7 @@ def _check_compiled_kinds(config: OffloadConfig) -> None:
     for position, rule in enumerate(config.rules):
         if rule.memory_kind not in memory.COMPILED_KINDS:
             raise ValueError(
-                f"rule {position} ({rule.regex!r}) has memory_kind "
+                f"rule {position} ({trees.literal(rule.regex)}) has memory_kind "
                 f"{rule.memory_kind!r}; a compiled update can keep state in "
                 f"{' or '.join(map(repr, memory.COMPILED_KINDS))}"
             )

@@ -132,8 +132,8 @@ def test_nearest_in_an_empty_tree():
 
 def test_no_match_message():
     """The pattern, and the nearest paths."""
-    message = trees.no_match_message(re.compile("nuu"), ["nu", "mu"])
-    assert message == "pattern 'nuu' matches no leaf. Nearest paths: 'nu', 'mu'"
+    message = trees.no_match_message(re.compile(r"vv\d"), ["nu", "mu"])
+    assert message == r"pattern r'vv\d' matches no leaf. Nearest paths: 'mu', 'nu'"
 
 
 @pytest.mark.parametrize(
@@ -149,10 +149,12 @@ def test_no_match_message():
         ),
         ("kernel/array", "path. Write '.*/kernel', which matches 2"),
         ("(?i)KERNEL", "Nearest paths: "),
+        (r"\d+/nuu/a/.*", r"Write r'\d+/nu/a/.*', which matches 1 leaf. Nearest"),
+        ("kernl", "Write '.*/kernel', which matches 2 leaves."),
     ],
 )
 def test_remedy_proposes_a_pattern_that_matches(pattern, message):
-    """With what is missing before or behind, without the key of a box."""
+    """With what is missing before or behind, no box's key, words as paths have them."""
     leaf = "0/nu/a/kernel"
     paths = ["0/mu/a/kernel", f"{leaf}/codes_int8", "0/nu/b", f"{leaf}/scales"]
     assert message in trees.remedy(re.compile(pattern), paths)

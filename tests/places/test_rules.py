@@ -85,8 +85,8 @@ def test_empty_leaves_stay_whatever_the_bound():
 def test_rule_that_matches_nothing_lists_near_paths():
     """A typing mistake shows the path that was meant first."""
     message = (
-        r"rule 0, pattern '\.\*/muu/\.\*', matches no leaf\. Nearest paths: '0/mu/w', "
-        r".*optional=True"
+        r"rule 0, pattern '\.\*/muu/\.\*', matches no leaf\. Write '\.\*/mu/\.\*', "
+        r"which matches 1 leaf\. Nearest paths: '0/mu/w', .*optional=True"
     )
     with pytest.raises(ValueError, match=message):
         kinds(".*/muu/.*", ["0/count", "0/nu/w", "0/mu/w"])

@@ -137,7 +137,7 @@ def test_given_rules_decide_about_frozen_parameters():
         (
             adapter_step,
             "layer",
-            "matches no parameter. Nearest paths: 'layers/norm', ",
+            "matches no parameter. Write 'layers/.*', which matches 2 leaves. Nearest",
         ),
         (
             adapter_step,
