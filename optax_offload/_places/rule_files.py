@@ -51,9 +51,10 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
     _check_keys(file, "", table, OffloadConfig)
     tables = table.get("rules")
     if not isinstance(tables, list):
+        what = "there are no rules" if tables is None else f"rules is {tables!r}"
         raise ValueError(
-            f"{file}: rules is {tables!r}; the file needs one [[rules]] table, or "
-            "more. To offload no state, pattern = '.*' and memory_kind = 'device'"
+            f"{file}: {what}; the file needs one [[rules]] table, or more, each with a "
+            "pattern. To offload no state, pattern = '.*' and memory_kind = 'device'"
         )
     rules = _rules_of(file, "rules", tables)
     parameters = _rules_of(file, "parameters", table.get("parameters", []))

@@ -289,10 +289,10 @@ def test_step_options_are_a_mapping():
     ("text", "message"),
     [
         ("[[rules]\n", "not a TOML file: .*line 1"),
-        ("window_bytes = 5", r"rules is None; the file needs one \[\[rules\]\] table"),
+        ("window_bytes = 5", r"there are no rules; the file needs one \[\[rules\]\] table"),
         (
             "[[parameters]]\npattern = 'w'",
-            r"rules is None.* no state, pattern = '.*' and",
+            r"there are no rules.* no state, pattern = '.*' and",
         ),
         ("rules = 3", r"rules is 3; the file needs one"),
         ("rules = []", "rules is empty"),
