@@ -132,14 +132,13 @@ def test_the_reference_has_every_public_name():
 
 
 def test_each_finding_stands_once():
-    """An entry, or a line of the table at the end, in order and without gaps."""
+    """An entry, or a line of the table at the end, in order."""
     text = FINDINGS.read_text()
     entries = re.findall(r"^### (F\d\d)$", text, re.MULTILINE)
     lines = re.findall(r"^\| (F\d\d) \|", text, re.MULTILINE)
     assert entries == sorted(entries)
     assert lines == sorted(lines)
-    known = [f"F{n:02}" for n in range(1, len(entries) + len(lines) + 1)]
-    assert sorted(entries + lines) == known
+    assert len({*entries, *lines}) == len(entries + lines)
 
 
 def test_cited_findings_exist():
