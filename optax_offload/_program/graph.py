@@ -13,6 +13,7 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
+    Set,
 )
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -67,6 +68,28 @@ class Program:
     def live(self) -> Sequence[int]:
         """The positions of the equations that a result or an effect needs, in order."""
         return needed(self.equations, self.results, effects=True)
+
+    def pure_needs(self, wanted: Sequence[Atom], known: Set[jex.Var]) -> list[int]:
+        """The positions of the equations that some of it needs, in order.
+
+        It takes the time of these, and not that of a look at the whole program.
+
+        Args:
+          wanted: What is needed.
+          known: Variables that need nothing, and are not computed again.
+        """
+        found: set[int] = set()
+        missing = list(variables(wanted))
+        while missing:
+            i = self.producers.get(missing.pop())
+            if i is None or i in found:
+                continue
+            e = self.equations[i]
+            if compat.has_effects(e) or not known.isdisjoint(e.outvars):
+                continue
+            found.add(i)
+            missing += variables(e.invars)
+        return sorted(found)
 
 
 def needed(

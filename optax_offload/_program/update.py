@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._ground import compat, trees
+from optax_offload._ground import trees
 from optax_offload._places import memory, templates
 from optax_offload._places.rules import OffloadConfig, decide
 from optax_offload._program.build import flatten
@@ -147,16 +147,12 @@ class Update:
           The update, and the positions of the inputs that it takes.
         """
         outvars = [self.program.outvars[k] for k in wanted]
-        equations = [
-            e
-            for e in self.program.equations
-            if not (compat.has_effects(e) or any(v in known for v in e.outvars))
-        ]
+        positions = self.program.pure_needs(outvars, {*known})
+        equations = [self.program.equations[i] for i in positions]
         program = dataclasses.replace(
             self.program, outvars=outvars, equations=equations
         )
-        equations = [equations[i] for i in program.live]
-        used = set(dataclasses.replace(program, equations=equations).used)
+        used = set(program.used)
         outputs = [self.outputs[k] for k in wanted]
         # State is written into the buffer of the old, whether that is read or not. An
         # update that does not read its gradient does without: there may be none.

@@ -289,7 +289,10 @@ def test_step_options_are_a_mapping():
     ("text", "message"),
     [
         ("[[rules]\n", "not a TOML file: .*line 1"),
-        ("window_bytes = 5", r"there are no rules; the file needs one \[\[rules\]\] table"),
+        (
+            "window_bytes = 5",
+            r"there are no rules; the file needs one \[\[rules\]\]",
+        ),
         (
             "[[parameters]]\npattern = 'w'",
             r"there are no rules.* no state, pattern = '.*' and",
