@@ -71,6 +71,7 @@ from optax_offload._program.primitives import (
 )
 from optax_offload._program.remats import scans
 from optax_offload._program.resting_scans import resting_scan, with_rows
+from optax_offload._program.skipped import made_and_chosen
 from optax_offload._program.step import (
     InlinedUpdate,
     Step,
@@ -140,6 +141,7 @@ __all__ = [
     "keeps_state",
     "key_data",
     "lower",
+    "made_and_chosen",
     "needed",
     "nested",
     "of_values",

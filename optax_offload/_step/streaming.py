@@ -16,7 +16,7 @@ from optax_offload._ground.errors import warn
 from optax_offload._low_bit import decoding, warn_of_gradients
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options, Residuals
-from optax_offload._program import of_values, take_apart
+from optax_offload._program import made_and_chosen, of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     FusedStep,
@@ -330,10 +330,25 @@ def plan_of(
       call: The arguments of a call of it, by position and by name, or a tree like them.
     """
     warn_of_gradients(closed, call)
-    residuals = asked.residuals == "host"
     if types is None:
         closed = made_by_rows(closed)
     closed, refs = of_values(closed)
+    typed = types is None and any(map(memory.on_host, closed.in_avals))
+    in_any_case = None if typed or not asked.fuse else made_and_chosen(closed)
+    if in_any_case is not None:
+        found = _plan_of_values(in_any_case, asked, types, refs)
+        if found.gradient_bytes:
+            return found
+    return _plan_of_values(closed, asked, types, refs)
+
+
+def _plan_of_values(
+    closed: jex.ClosedJaxpr,
+    asked: Options,
+    types: Sequence[Any] | None,
+    refs: tuple[Any, ...],
+) -> FusedStep:
+    residuals = asked.residuals == "host"
     chosen = None
     if types is not None:
         closed, chosen = with_chosen_state(closed)
