@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.core
+import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import mlir
 
@@ -113,8 +114,22 @@ def _called(
     known = {v: x for v, x in given.items() if v not in traced}
     what = _Call(plan, (*program.invars, *given), known, sharded)
     if plan.is_streamed or step.moves_rows:
-        return _step.bind(*values, *given.values(), jaxpr=step.jaxpr, what=what)
+        jaxpr = _with_transfer(step.jaxpr) if plan.stores else step.jaxpr
+        return _step.bind(*values, *given.values(), jaxpr=jaxpr, what=what)
     return _plain(*values, *given.values(), jaxpr=step.jaxpr)
+
+
+def _with_transfer(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """The step with a transfer to host memory, of which nothing is taken.
+
+    JAX lowers all transfers of a program as nothing if it sees none before, in types or
+    in equations. Those of this step are written when it is lowered.
+    """
+    number = jax.ShapeDtypeStruct((), np.float32)
+    stored = jax.make_jaxpr(lambda x: memory.transfer(x, "pinned_host"))(number)
+    (e,) = stored.jaxpr.eqns
+    zero = jex.Literal(np.float32(0), e.invars[0].aval)
+    return jaxpr.replace(eqns=[*jaxpr.eqns, e.replace(invars=[zero])])
 
 
 def _with_steps_inside(

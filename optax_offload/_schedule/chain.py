@@ -30,6 +30,7 @@ from optax_offload._program import (
 )
 from optax_offload._schedule import cutting, liveness
 from optax_offload._schedule.crossing import Crossing
+from optax_offload._schedule.follow import is_transposed
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.placing import Placing
 from optax_offload._schedule.products import LEAST_TIED_BYTES, products, stores
@@ -171,8 +172,7 @@ class _Cut:
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
         # What may rest between the forward and the backward pass.
         self._residuals = residuals
-        found = self._passing_most() if residuals and self._gradients else ()
-        self.residuals = {*found}
+        self.residuals = {*(self._passing_most() if residuals else ())}
         self._links = list(self._cut())
 
     @functools.cached_property
@@ -230,10 +230,13 @@ class _Cut:
     def _passing_most(self) -> Iterable[jex.Var]:
         """Yields what the forward pass leaves in memory where the most is alive."""
         gradients = {*self._gradients}
-        forward = itertools.takewhile(
-            lambda node: gradients.isdisjoint(self._step.defines(node.position)),
-            self._nodes,
-        )
+
+        def is_forward(node: Outer) -> bool:
+            if gradients:
+                return gradients.isdisjoint(self._step.defines(node.position))
+            return not is_transposed(self._program.equations[node.position])
+
+        forward = itertools.takewhile(is_forward, self._nodes)
         end = min(self._most, sum(1 for _ in forward))
         for v, made, last in liveness.in_memory(self._step, self._nodes):
             size = memory.movable_nbytes(v.aval) or 0

@@ -90,13 +90,21 @@ def over_rows(scan: Scan) -> Scan:
     return Scan(scan.position, e)
 
 
+def is_transposed(e: jex.JaxprEqn) -> bool:
+    """Returns whether JAX says that an equation is of a backward pass.
+
+    It names what it transposes; within a jit or a checkpoint it names that.
+    """
+    return "transpose(" in str(e.source_info.name_stack)
+
+
 def is_backward(program: Program, scan: Scan) -> bool:
     """Returns whether a scan is a backward pass, and not one that stacks means.
 
-    JAX names what it transposes; within a jit or a checkpoint it names that. There a
-    backward pass runs against the scan that stacked what it takes.
+    Where JAX doesn't say so, a backward pass runs against the scan that stacked what it
+    takes.
     """
-    if "transpose(" in str(scan.equation.source_info.name_stack):
+    if is_transposed(scan.equation):
         return True
     direction = scan.equation.params["reverse"]
     waiting = variables(scan.body.xs)

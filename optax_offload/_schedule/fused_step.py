@@ -222,6 +222,13 @@ class FusedStep(Printed):
         return bool(self.scans or self.streaming or self.chain or inside)
 
     @property
+    def stores(self) -> bool:
+        """Whether it keeps anything on the host that is neither given nor returned."""
+        late = any(x.way == "host" and x.late for s in self.steps for x in s.scans)
+        chains = (step.chain for step in self.steps)
+        return late or any(x and (x.residuals or x.waiting) for x in chains)
+
+    @property
     def is_fused_backward(self) -> bool:
         """Whether gradients of a backward pass in it never exist."""
         inside = (x for each in self.inside.values() for x in each.plans)
