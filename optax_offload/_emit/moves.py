@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.extend.core import primitives
@@ -97,6 +98,19 @@ def with_rows(x: jax.Array, rows: jax.Array, first: Any, axis: int) -> jax.Array
     return lax.dynamic_update_slice_in_dim(
         x, rows, first, axis, allow_negative_indices=False
     )
+
+
+def with_transfer(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
+    """The step with a transfer to host memory, of which nothing is taken.
+
+    JAX lowers all transfers of a program as nothing if it sees none before, in types or
+    in equations. Those of this step are written when it is lowered.
+    """
+    number = jax.ShapeDtypeStruct((), np.float32)
+    stored = jax.make_jaxpr(lambda x: memory.transfer(x, "pinned_host"))(number)
+    (e,) = stored.jaxpr.eqns
+    zero = jex.Literal(np.float32(0), e.invars[0].aval)
+    return jaxpr.replace(eqns=[*jaxpr.eqns, e.replace(invars=[zero])])
 
 
 @dataclasses.dataclass(frozen=True)

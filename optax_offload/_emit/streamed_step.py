@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 import jax.core
-import numpy as np
 from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload._emit import step as emit
-from optax_offload._emit.moves import as_typed
+from optax_offload._emit.moves import as_typed, with_transfer
 from optax_offload._ground import compat
 from optax_offload._ground.errors import (
     UNPINNED,
@@ -114,22 +113,9 @@ def _called(
     known = {v: x for v, x in given.items() if v not in traced}
     what = _Call(plan, (*program.invars, *given), known, sharded)
     if plan.is_streamed or step.moves_rows:
-        jaxpr = _with_transfer(step.jaxpr) if plan.stores else step.jaxpr
+        jaxpr = with_transfer(step.jaxpr) if plan.stores else step.jaxpr
         return _step.bind(*values, *given.values(), jaxpr=jaxpr, what=what)
     return _plain(*values, *given.values(), jaxpr=step.jaxpr)
-
-
-def _with_transfer(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """The step with a transfer to host memory, of which nothing is taken.
-
-    JAX lowers all transfers of a program as nothing if it sees none before, in types or
-    in equations. Those of this step are written when it is lowered.
-    """
-    number = jax.ShapeDtypeStruct((), np.float32)
-    stored = jax.make_jaxpr(lambda x: memory.transfer(x, "pinned_host"))(number)
-    (e,) = stored.jaxpr.eqns
-    zero = jex.Literal(np.float32(0), e.invars[0].aval)
-    return jaxpr.replace(eqns=[*jaxpr.eqns, e.replace(invars=[zero])])
 
 
 def _with_steps_inside(

@@ -156,7 +156,8 @@ def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
     unboxed = _BOX_KEYS.sub("", regex)
     for core in dict.fromkeys((regex, unboxed, _respelled(regex, paths))):
         for begin, end in (("", ""), (".*/", ""), ("", "/.*"), (".*/", "/.*")):
-            whole = f"(?:{core})" if "|" in core and (begin or end) else core
+            apart = _has_alternatives(core) and (begin or end)
+            whole = f"(?:{core})" if apart else core
             proposed = begin + whole + end
             count = _count_matches(proposed, pattern.flags, paths)
             if count:
@@ -178,6 +179,14 @@ def literal(regex: str) -> str:
     """A regex as Python writes it, to be pasted: backslashes are not doubled."""
     plain = "'" not in regex and "\\" in regex and regex.isprintable()
     return f"r'{regex}'" if plain else repr(regex)
+
+
+def _has_alternatives(regex: str) -> bool:
+    """Whether a ``|`` is outside of all groups."""
+    plain = re.sub(r"\\.|\[[^\]]*\]", "", regex)
+    while plain != (plain := re.sub(r"\([^()]*\)", "", plain)):
+        pass
+    return "|" in plain
 
 
 def _respelled(regex: str, paths: list[str]) -> str:

@@ -47,7 +47,8 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as e:
-        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}") from e
+        glob = ". It's a regex, not a glob: write '.*' for any text" * ("*" in pattern)
+        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}{glob}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
     if compiled.flags & re.DOTALL:

@@ -197,7 +197,7 @@ def parts_of(
         (STATE_AT_ONCE + joined, at_once * (sizes.moved_state(variant) > 0)),
     ):
         size = min(max(nbytes, 0), left)
-        if size or not name.startswith(STATE_AT_ONCE):
+        if size or name == "gradients":
             found[name] = size
         left -= size
     return {

@@ -284,11 +284,11 @@ class Planner:
             self._frozen.kept_in(codecs),
         )
 
-    def _compile(self, variant: Variant, left: int = 0) -> CompiledCandidate:
+    def _compile(self, variant: Variant) -> CompiledCandidate:
         so_far = time.perf_counter() - self._started
         self._progress(
             f"compiling: {variant.text(self._facts.sizes)} ({len(self.compiled)} "
-            f"compiled, at most {left} more, {so_far:.0f} s so far)"
+            f"compiled, {so_far:.0f} s so far)"
         )
         state = self._states[variant.codecs]
         found = compiled(self._factory, state, variant, self._facts, self._asked)

@@ -34,6 +34,9 @@ from optax_offload._step import offload
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# A step that takes so many times as long may be worth another way of saving memory.
+SLOW = 1.5
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan(Printed):
@@ -176,6 +179,22 @@ class Plan(Printed):
         if size:
             lines.append(f"if all were fused: up to {size_text(size)} less")
         return lines
+
+    def advice(self) -> list[str]:
+        """A line on what may be faster than a plan that waits for the link.
+
+        Nothing where residuals are less than a quarter of the peak.
+        """
+        before = self.before
+        residuals = before.parts.get("residuals", 0)
+        slow = self.after.step_seconds > SLOW * before.step_seconds
+        if not slow or residuals < before.used_bytes / 4:
+            return []
+        return [
+            f"residuals are {size_text(residuals)} of the peak as given: "
+            "jax.checkpoint (nn.remat, nnx.remat) around each layer frees most of "
+            "them, and may be faster than this plan"
+        ]
 
     def host(self) -> list[str]:
         """A line on the host memory that is needed, if any is."""

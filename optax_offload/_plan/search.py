@@ -71,7 +71,7 @@ class Search:
         self,
         variants: Sequence[Variant],
         expect: Callable[[Variant], Expectation],
-        compile_variant: Callable[[Variant, int], CompiledCandidate],
+        compile_variant: Callable[[Variant], CompiledCandidate],
         budget: Budget,
         known: dict[Variant, CompiledCandidate],
     ):
@@ -80,7 +80,7 @@ class Search:
         Args:
           variants: All ways.
           expect: Returns the expectation of a way, which is cheap.
-          compile_variant: Compiles a way, given how many may follow it at most.
+          compile_variant: Compiles a way.
           budget: The memory that a step may take.
           known: The ways that were compiled, with the results; what is compiled is
             added.
@@ -100,7 +100,7 @@ class Search:
             default=None,
         )
 
-    def ask(self, variant: Variant, left: int = 0) -> CompiledCandidate | None:
+    def ask(self, variant: Variant) -> CompiledCandidate | None:
         """Returns the result of compiling a way, now or before; None if it fails.
 
         A way may be none of a step that is right as it is, as one that does with its
@@ -108,7 +108,7 @@ class Search:
         """
         if variant not in self.known and variant not in self.failed:
             try:
-                self.known[variant] = self._compile(variant, left)
+                self.known[variant] = self._compile(variant)
             except FAILURES as error:
                 text = f"{type(error).__name__}: {error}"
                 self.failed[variant] = text.partition("\n")[0]
@@ -117,7 +117,7 @@ class Search:
     def run(self) -> None:
         """Compiles in the order of predicted time, until none can be faster."""
         while ways := self._open():
-            self.ask(ways[0], len(ways) - 1)
+            self.ask(ways[0])
         compiled = 0
         while self.best is None and compiled < LEAST_ATTEMPTS:
             least = self.least()

@@ -55,15 +55,17 @@ class Variant:
         Args:
           sizes: The sizes of the step's values, to tell how much of the state moves.
         """
-        words = ["state"] * bool(self.state)
+        words, some = ["state"] * bool(self.state), ""
         if words and sizes and len(self.state) < len(sizes.patterns[self.codecs]):
             moved, whole = sizes.moved_state(self), sizes.state[self.codecs]
-            words = [f"{size_text(moved)} of {size_text(whole)} of state"]
+            words, some = [], f"{size_text(moved)} of {size_text(whole)} of state"
         for which, name in (self.parameters, ""), (self.frozen, "frozen "):
             if which != "device":
                 words.append("all " * (which == "all") + f"{name}parameters")
         words += ["residuals"] * (self.options.residuals == "host")
-        parts = [f"{', '.join(words)} on the host" if words else "nothing moved"]
+        # So that nothing else is taken for a part of the state.
+        where = " and ".join(x for x in (", ".join(words), some) if x)
+        parts = [f"{where} on the host" if where else "nothing moved"]
         if self.options.fuse:
             waits = {
                 "auto": "",

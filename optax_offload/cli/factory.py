@@ -39,6 +39,8 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
         raise ValueError(
             f"no module {module_name!r} in {os.getcwd()} or on the Python path. Run "
             "this in the module's directory, or set PYTHONPATH"
+            + f". Write {module_name[:-3]}:{attribute}"
+            * module_name.endswith(".py")
         ) from error
     found: Any = getattr(module, attribute, None)
     if not callable(found):

@@ -58,7 +58,8 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     for line in plan.unfused():
         say(console, line, "bold")
     say(console, head, "bold")
-    for line in (*plan.host(), *plan.timing(), *plan.numerics()):
+    about = *plan.host(), *plan.timing(), *plan.advice(), *plan.numerics()
+    for line in about:
         say(console, line)
     if plan.moved:
         count = sum(len(p.leaves) for p in plan.moved)

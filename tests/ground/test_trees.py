@@ -150,6 +150,7 @@ def test_no_match_message():
         ("kernel/array", "path. Write '.*/kernel', which matches 2"),
         ("(?i)KERNEL", "Nearest paths: "),
         (r"\d+/nuu/a/.*", r"Write r'\d+/nu/a/.*', which matches 1 leaf. Nearest"),
+        ("(mu|nu)/a/.*", "Write '.*/(mu|nu)/a/.*', which matches 2 leaves."),
         ("kernl", "Write '.*/kernel', which matches 2 leaves."),
     ],
 )

@@ -288,7 +288,7 @@ def test_step_options_are_a_mapping():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rules]\n", "not a TOML file: .*line 1"),
+        ("[[rules]\n", "not a TOML file: .*line 1.*single quotes"),
         (
             "window_bytes = 5",
             r"there are no rules; the file needs one \[\[rules\]\]",

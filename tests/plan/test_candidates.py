@@ -232,7 +232,7 @@ def test_what_is_selected_is_moved(refused):
     kinds = [state.mu["layers"].sharding.memory_kind for state in states]
     assert kinds == ["device", "pinned_host", "pinned_host"]
     assert [c.moved_bytes for c in found] == [0, STACK, 2 * PARAMETERS]
-    assert said[0].startswith("compiling: as given (0 compiled, at most 0 more, ")
+    assert said[0].startswith("compiling: as given (0 compiled, ")
     assert said[1] is found[0]
 
 
@@ -250,7 +250,7 @@ def test_parts_of_a_refused_step(refused):
     assert found.parts["state"] == 2 * PARAMETERS + 4
     assert found.parts["residuals"] > 0
     moved = compile_way(Variant(EVERY, parameters="all", options=MOST))
-    assert moved.parts["parameters"] == moved.parts["residuals"] == 0
+    assert moved.parts["parameters"] == moved.parts.get("residuals", 0) == 0
     assert moved.parts["gradients"] == HEAD
     assert moved.parts["state"] == 4
     assert moved.host_bytes >= 3 * PARAMETERS

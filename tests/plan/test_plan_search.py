@@ -64,7 +64,7 @@ class Machine:
         search.ask(Variant())
         return search
 
-    def __call__(self, variant, left):
+    def __call__(self, variant):
         """Compiles a way."""
         assert variant not in self.compiled, "nothing is compiled twice"
         self.compiled.append(variant)
@@ -102,7 +102,7 @@ def brute_force(machine, device_bytes, host=None):
     other = Machine(rows=machine.rows, sizes=machine.sizes, hidden=machine.hidden)
     other.outlook = machine.outlook
     other.budget = Budget(device_bytes, host)
-    found = [other(v, 0) for v in variants(machine.facts)]
+    found = [other(v) for v in variants(machine.facts)]
     return min((c.step_seconds for c in found if c.fits), default=None)
 
 
@@ -191,10 +191,10 @@ def test_a_way_that_fails_is_passed_over():
     """With the error; the others are looked at all the same."""
     machine = Machine()
 
-    def never_waiting(variant, left):
+    def never_waiting(variant):
         if variant.options.late_gradients == "host":
             raise ValueError("a row is missing\nand more")
-        return machine(variant, left)
+        return machine(variant)
 
     machine.budget = Budget(12 * GIB)
     ways = variants(FACTS)

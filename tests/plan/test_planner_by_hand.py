@@ -162,7 +162,7 @@ def less_of(state, *, step_seconds=2.0, device_bytes=8 * PARAMETERS):
     planner._outlook = outlook_of(planner)
     asked = []
 
-    def found(variant, left=0):
+    def found(variant):
         moved = planner._facts.sizes.moved_state(variant)
         used = device_bytes + HEAD - moved
         if variant.state != state:

@@ -57,7 +57,7 @@ def search_of(predictions, known=(), found=lambda variant: None):
     search = Search(
         [*predictions],
         predictions.__getitem__,
-        lambda variant, left: found(variant),
+        found,
         Budget(BUDGET),
         {c.variant: c for c in known},
     )
