@@ -47,7 +47,9 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as e:
-        glob = ". It's a regex, not a glob: write '.*' for any text" * ("*" in pattern)
+        glob = ". It's a regex, not a glob: write '.*' for any text" * (
+            "*" in str(pattern)
+        )
         raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}{glob}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")

@@ -132,8 +132,9 @@ def test_rule_in_the_shadow_of_another():
         (
             {"pattern": "("},
             ValueError,
-            r"pattern '\(' is not a valid regex: .*position 0",
+            r"pattern '\(' is not a valid regex: .*position 0$",
         ),
+        ({"pattern": "*/mu/*"}, ValueError, r"not a glob: write '\.\*' for any text"),
         ({"pattern": 3}, TypeError, "pattern must be a regex .* got 3"),
         ({"pattern": re.compile(b"a")}, TypeError, "must match text"),
         (

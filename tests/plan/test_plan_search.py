@@ -246,6 +246,9 @@ def test_words():
     assert Variant(frozenset([0])).text(SIZES) == (
         "8.00 GiB of 16.00 GiB of state on the host"
     )
+    assert Variant(frozenset([0]), options=Options(residuals="host")).text(SIZES) == (
+        "residuals and 8.00 GiB of 16.00 GiB of state on the host; fused"
+    )
     assert Variant(options=Options()).text() == "nothing moved; fused"
 
 

@@ -91,6 +91,27 @@ def test_each_rule_has_a_comment():
     )
 
 
+@pytest.mark.parametrize(
+    ("residuals", "seconds", "told"),
+    [(30, 1.0, False), (30, 2.0, True), (3, 2.0, False)],
+)
+def test_advice(residuals, seconds, told):
+    """Of a plan that is slow, where residuals are much of the peak as given."""
+    plan = planned()
+    time = aot.StepTime(seconds, seconds, 0, 0, 0, 0, 0, 0, ())
+    before = dataclasses.replace(
+        plan.before,
+        used_bytes=100 * MIB,
+        parts={"residuals": residuals * MIB},
+        time=dataclasses.replace(time, seconds=1.0),
+    )
+    after = dataclasses.replace(plan.after, time=time)
+    plan = dataclasses.replace(plan, before=before, after=after)
+    assert [x.startswith("residuals are 30.00 MiB of") for x in plan.advice()] == (
+        [True] * told
+    )
+
+
 def test_a_plan_that_places_two_trees():
     """The file and the lines to paste name both, and what the codec is of."""
     leaf = state.Leaf("layers/w", MIB, MIB, 0, True, "nf4")
