@@ -66,6 +66,11 @@ class CodecError(RuntimeError):
     """State is not in the form that its rule names: its codec, or no codec."""
 
 
+# A traceback has them as they are imported.
+for _error in (OffloadWarning, OffloadError, MemoryKindError, CodecError):
+    _error.__module__ = "optax_offload"
+
+
 @dataclasses.dataclass(frozen=True)
 class Evidence:
     """What is known about state that came from the wrong memory.
