@@ -139,7 +139,7 @@ def causes(evidence: Evidence) -> str:
     """The two likeliest ways in which state was moved, with fixes, and the others."""
     first: tuple[str, ...] = ("restored", "another")
     if evidence.was_on_host:
-        first = ("restored", "out_shardings")
+        first = ("out_shardings", "restored")
     elif evidence.made == "traced" and evidence.on_mesh:
         first = ("out_shardings", "restored")
     elif evidence.of_nnx:

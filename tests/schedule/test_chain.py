@@ -431,8 +431,9 @@ def test_residuals_are_cut_for_where_nothing_else_rests():
     assert made == {"tanh"} or (not SEGMENTS_ARE_FREED and made == {"tanh", "add_any"})
     assert not found.segments[0].own
     assert oo.jit(train_step(tx)).schedule(*args).chain is None
+    # Without an update JAX says where the backward pass begins.
     plan = oo.jit(jax.grad(loss), residuals="host").schedule(layers, args[2])
-    assert plan.chain is None
+    assert [v for s in plan.chain.segments for v in s.stores]
 
 
 def test_what_a_layer_computes_again_is_no_residual():

@@ -23,7 +23,7 @@ SHARDINGS, PUT = "in_shardings or out_shardings", "a device_put in the trainer"
         ({"made": "eagerly", "on_mesh": True}, RESTORED, PUT),
         ({"on_mesh": True, "of_nnx": True}, "an eager with_sharding", RESTORED),
         ({"made": "eagerly", "of_nnx": True}, RESTORED, "an eager with_sharding"),
-        ({"made": "traced", "was_on_host": True}, SHARDINGS, PUT),
+        ({"made": "traced", "was_on_host": True}, SHARDINGS, RESTORED),
         ({"made": "traced", "in_body": True}, "arrays in host memory", RESTORED),
         ({"mapped": True, "in_body": True}, "jax.pmap", RESTORED),
     ],
