@@ -17,7 +17,14 @@ from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import called
 from optax_offload._program.flops import flops_of
-from optax_offload._program.graph import Program, dtype, needed, shape, variables
+from optax_offload._program.graph import (
+    Program,
+    dtype,
+    needed,
+    shape,
+    variables,
+    within,
+)
 
 
 def made_and_chosen(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr | None:
@@ -69,6 +76,8 @@ def made_and_chosen(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr | None:
 def _skips(program: Program, e: jex.JaxprEqn) -> bool:
     """Whether an equation is such a conditional: one branch updates, one keeps."""
     if e.primitive.name != "cond" or of_platforms(e) or compat.has_effects(e):
+        return False
+    if not any(map(called, within(e))):
         return False
     branches = [flatten(branch) for branch in e.params["branches"]]
     updates = [any(map(called, branch.equations)) for branch in branches]
