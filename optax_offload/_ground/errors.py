@@ -138,9 +138,7 @@ _CAUSES = {
 def causes(evidence: Evidence) -> str:
     """The two likeliest ways in which state was moved, with fixes, and the others."""
     first: tuple[str, ...] = ("restored", "another")
-    if evidence.was_on_host:
-        first = ("out_shardings", "restored")
-    elif evidence.made == "traced" and evidence.on_mesh:
+    if evidence.was_on_host or (evidence.made == "traced" and evidence.on_mesh):
         first = ("out_shardings", "restored")
     elif evidence.of_nnx:
         first = ("constraint", "restored")
