@@ -226,6 +226,9 @@ class Jitted(Generic[P, R]):
         nested = {k: v for k, v in options.items() if not k.startswith("donate")}
         self._nested = variants(nested, nested=True)
 
+    def __repr__(self) -> str:
+        return f"<oo.jit of {self._fun!r}>"
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function, compiled."""
         if self._objects.expected and self._objects.given(args, kwargs):

@@ -48,6 +48,7 @@ def test_decorators():
     with_arguments(x)
     assert x.is_deleted()
     assert (partial.__name__, partial.__doc__) == ("partial", "Adds.")
+    assert repr(partial) == f"<oo.jit of {partial.__wrapped__!r}>"
     assert partial.__wrapped__(1, 2) == 3
 
 
