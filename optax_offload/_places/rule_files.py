@@ -47,10 +47,9 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
         try:
             table = tomllib.load(f)
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-            raise ValueError(
-                f"{file}: not a TOML file: {e}. Write patterns in single quotes, in "
-                "which backslashes stand for themselves"
-            ) from e
+            quotes = ". Write patterns in single quotes, which keep backslashes"
+            hint = quotes * ("\\" in str(e))
+            raise ValueError(f"{file}: not a TOML file: {e}{hint}") from e
     _check_keys(file, "", table, OffloadConfig)
     tables = table.get("rules")
     if not isinstance(tables, list):

@@ -47,10 +47,9 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except re.error as e:
-        glob = ". It's a regex, not a glob: write '.*' for any text" * (
-            "*" in str(pattern)
-        )
-        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}{glob}") from e
+        glob = ". It's a regex, not a glob: write '.*' for any text"
+        hint = glob * ("*" in str(pattern))
+        raise ValueError(f"pattern {pattern!r} is not a valid regex: {e}{hint}") from e
     if not isinstance(compiled.pattern, str):
         raise TypeError(f"pattern must match text, got a pattern of bytes: {pattern!r}")
     if compiled.flags & re.DOTALL:

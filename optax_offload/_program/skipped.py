@@ -38,7 +38,9 @@ def made_and_chosen(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr | None:
       gradients decide on. What a count decides on, as that of accumulated gradients,
       is mostly skipped: it stays in its branch, and moves nothing in such a step.
     """
-    if not any(e.primitive.name == "cond" for e in closed.jaxpr.eqns):
+    # Also in a jit, which is taken apart below.
+    inside = (x for e in closed.jaxpr.eqns for x in (e, *within(e)))
+    if not any(x.primitive.name == "cond" for x in inside):
         return None
     program = flatten(closed)
     builder, found = Builder(program.constants), False

@@ -237,8 +237,10 @@ class _Cut:
                 return gradients.isdisjoint(self._step.defines(node.position))
             return not is_transposed(self._program.equations[node.position])
 
-        forward = itertools.takewhile(is_forward, self._nodes)
-        end = min(self._most, sum(1 for _ in forward))
+        forward = sum(1 for _ in itertools.takewhile(is_forward, self._nodes))
+        if forward == len(self._nodes):
+            return
+        end = min(self._most, forward)
         for v, made, last in liveness.in_memory(self._step, self._nodes):
             size = memory.movable_nbytes(v.aval) or 0
             if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:

@@ -188,6 +188,11 @@ class FusedStep(Printed):
         nodes, reduced = self._to_cut, self.reduced
         return chain(self.step, nodes, self.asked, reduced, on_tpu=self.on_tpu)
 
+    @property
+    def uncut(self) -> str:
+        """Why the step is not in segments; "" if it is."""
+        return "" if isinstance(self._cut, Chain) else self._cut
+
     @functools.cached_property
     def reduced(self) -> Reduced | None:
         """What is reduced over gradients, if those may wait on the host."""
@@ -308,8 +313,7 @@ class FusedStep(Printed):
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons why gradients are left outside, a line each."""
-        uncut = "" if isinstance(self._cut, Chain) else self._cut
-        return tuple(_reasons(self, uncut))
+        return tuple(_reasons(self))
 
     def refused(self) -> tuple[Unfused, ...]:
         """The gradients that were to wait in a way that was asked for, and do not."""
@@ -445,7 +449,7 @@ def _moved(fused: Sequence[Fused]) -> str:
     return f"; {size_text(size)} of state loaded" if size else ""
 
 
-def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
+def _reasons(plan: FusedStep) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
     if plan.chain:  # What scans inside of layers stack is no gradient.
@@ -466,6 +470,6 @@ def _reasons(plan: FusedStep, uncut: str) -> Iterator[str]:
     if not plan.asked.fuse:
         yield "it was asked not to: fuse=False"
     elif not candidates(plan.step):
-        yield uncut
+        yield plan.uncut
     else:
         yield "no scan stacks what an update takes row by row, as gradients of layers"

@@ -441,6 +441,8 @@ def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
             "residuals='host' was asked for, and nothing is kept there: no scan stacks "
             "at least 64 KiB that only a later scan takes rows of, as the forward pass "
             "of scanned layers does for the backward pass"
+            + f"; {found.uncut}"
+            * bool(found.uncut)
         )
     yield from _not_waiting(found, paths)
 

@@ -335,11 +335,12 @@ def plan_of(
     closed, refs = of_values(closed)
     typed = types is None and any(map(memory.on_host, closed.in_avals))
     in_any_case = None if typed or not asked.fuse else made_and_chosen(closed)
+    found = _plan_of_values(closed, asked, types, refs)
     if in_any_case is not None:
-        found = _plan_of_values(in_any_case, asked, types, refs)
-        if found.gradient_bytes:
-            return found
-    return _plan_of_values(closed, asked, types, refs)
+        other = _plan_of_values(in_any_case, asked, types, refs)
+        if other.gradient_bytes > found.gradient_bytes:
+            return other
+    return found
 
 
 def _plan_of_values(

@@ -36,10 +36,11 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
+        right = f". Write {module_name.removesuffix('.py')}:{attribute}"
         raise ValueError(
             f"no module {module_name!r} in {os.getcwd()} or on the Python path. Run "
             "this in the module's directory, or set PYTHONPATH"
-            + f". Write {module_name[:-3]}:{attribute}"
+            + right
             * module_name.endswith(".py")
         ) from error
     found: Any = getattr(module, attribute, None)

@@ -414,6 +414,16 @@ def test_residuals_rest_until_they_are_taken(residuals):
         assert not set(s.stores) & set(s.loads)
 
 
+def skipping(layers, x):
+    """A forward pass whose later layers take what the earlier made, as a U-Net's."""
+    made = []
+    for w in layers:
+        made.append(x := jnp.tanh(x @ w))
+    for w in layers:
+        x = x + made.pop() @ w
+    return x
+
+
 def test_residuals_are_cut_for_where_nothing_else_rests():
     """What layers hand on fills segments where it is made, and where it is taken."""
     layers, tx = matrices(6), adam_at_rest()
@@ -435,6 +445,8 @@ def test_residuals_are_cut_for_where_nothing_else_rests():
     plan = oo.jit(jax.grad(loss), residuals="host").schedule(layers, args[2])
     assert plan.chain is not None
     assert plan.chain.residuals
+    # And without a backward pass nothing waits for one.
+    assert oo.jit(skipping, residuals="host").schedule(layers, args[2]).chain is None
 
 
 def test_what_a_layer_computes_again_is_no_residual():

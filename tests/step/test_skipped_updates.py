@@ -58,8 +58,7 @@ def step_of(tx, decided, inside=False):
             return params, state, state[0].count + 1
 
         ok = decided(value, grads, state)
-        params, state, kept = lax.cond(ok, update, keep, params, state)
-        return params, state, kept
+        return jax.jit(lax.cond, static_argnums=(1, 2))(ok, update, keep, params, state)
 
     return step
 
