@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -121,18 +120,6 @@ def too_few() -> str:
     )
 
 
-class _Link(NamedTuple):
-    """Equations of a step that are evaluated together.
-
-    Attributes:
-      nodes: The equations.
-      is_segment: Whether they are a segment, and not between two.
-    """
-
-    nodes: Sequence[Outer]
-    is_segment: bool
-
-
 class _Cut:
     """The equations of a step, in segments and between them."""
 
@@ -174,12 +161,17 @@ class _Cut:
         # What may rest between the forward and the backward pass.
         self._residuals = residuals
         self.residuals = {*(self._passing_most() if residuals else ())}
-        self._links = list(self._cut())
+        self._pieces = self._cut()
 
     @functools.cached_property
     def segments(self) -> list[int]:
         """The links that are segments, as positions."""
-        return [n for n, link in enumerate(self._links) if link.is_segment]
+        return [n for n, piece in enumerate(self._pieces) if piece.is_segment]
+
+    @property
+    def _links(self) -> list[Sequence[Outer]]:
+        """The equations of each segment, and those between two."""
+        return [self._nodes[piece.begin : piece.end] for piece in self._pieces]
 
     def _with_sums_early(self, nodes: Sequence[Outer], reduced: Reduced) -> list[Outer]:
         """Equations in order, but those that reduce gradients where these are made."""
@@ -250,8 +242,7 @@ class _Cut:
     def _fullest(self) -> int:
         """The link in which the most is alive."""
         most = self._most
-        ends = itertools.accumulate(len(link.nodes) for link in self._links)
-        return next(n for n, end in enumerate(ends) if most <= end)
+        return next(n for n, piece in enumerate(self._pieces) if most <= piece.end)
 
     @functools.cached_property
     def excess(self) -> int:
@@ -319,8 +310,8 @@ class _Cut:
                 waiting += variables(self._program.equations[self._again[v]].invars)
         return positions, [*loaded]
 
-    def _cut(self) -> Iterable[_Link]:
-        """Yields segments, and what is between them."""
+    def _cut(self) -> list[cutting.Piece]:
+        """Segments, and what is between them."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
         taken = [
@@ -336,8 +327,7 @@ class _Cut:
         spans = liveness.in_memory(self._step, nodes)
         handed = gradients.union(variables(self._program.outvars))
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
-        for piece in cutting.parted(pieces, filling, alive):
-            yield _Link(nodes[piece.begin : piece.end], piece.is_segment)
+        return cutting.parted(pieces, filling, alive)
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""
@@ -360,8 +350,8 @@ class _Cut:
         kept = {*variables(self._program.outvars)}
         kept.update(v for node in self._updating for v in node.reads)
         made: dict[jex.Var, int] = {}
-        for n, link in enumerate(self._links):
-            for node in link.nodes:
+        for n, nodes in enumerate(self._links):
+            for node in nodes:
                 made |= dict.fromkeys(self._step.defines(node.position), n)
         positions = self._positions(kept)
         used: dict[jex.Var, set[int]] = {}
@@ -374,8 +364,8 @@ class _Cut:
         for v in stored:
             stores.setdefault(self._store_at(made[v]), []).append(v)
         links: list[Segment | tuple[Outer, ...]] = []
-        for n, (nodes, is_segment) in enumerate(self._links):
-            if not is_segment:
+        for n, (nodes, piece) in enumerate(zip(self._links, self._pieces, strict=True)):
+            if not piece.is_segment:
                 links.append(tuple(nodes))
                 continue
             taken = [v for i in positions[n] for v in self._step.reads(i)]
@@ -392,6 +382,7 @@ class _Cut:
                     names,
                     stores=tuple(stores.get(n, ())),
                     results=tuple(results),
+                    alone=piece.alone,
                 )
             )
         placing = Placing(
@@ -412,9 +403,9 @@ class _Cut:
     def _positions(self, kept: set[jex.Var]) -> list[list[int]]:
         """The equations of each link, with those that it evaluates again."""
         reads, parts, fixed = self._step.reads, list[list[int]](), {*kept}
-        for link in self._links:
-            parts.append([node.position for node in link.nodes])
-            if not link.is_segment:
+        for nodes, piece in zip(self._links, self._pieces, strict=True):
+            parts.append([node.position for node in nodes])
+            if not piece.is_segment:
                 fixed.update(v for i in parts[-1] for v in reads(i))
         crossing = Crossing(self._step, parts, fixed, self._is_given)
         taken = ((v for i in part for v in reads(i)) for part in parts)
@@ -471,9 +462,9 @@ class _Cut:
         loads = [s.loads for s in segments]
         found: dict[int, Segment] = {}
         for n, s in enumerate(segments):
-            before = loads[n] if n else ()
-            own, ahead = loads[0] if not n else (), (*loads, ())[n + 1]
-            begin = [Move(v, nbytes([v])) for v in ahead if v not in before]
+            own = loads[n] if not n or segments[n - 1].alone else ()
+            ahead = () if s.alone else (*loads, ())[n + 1]
+            begin = [Move(v, nbytes([v])) for v in ahead if v not in loads[n]]
             s = found[n] = dataclasses.replace(s, own=own, ahead=ahead)
             if on_tpu:
                 continue

@@ -21,6 +21,9 @@ MANY_BYTES = 2**30
 # What one more segment has to take from the peak, and the least that counts for it.
 LEAST_PARTED_BYTES = 32 * MIB
 LEAST_ALIVE_BYTES = MIB
+# So many times what fills a segment may be loaded in it for updates: two moments, of
+# its own and of the next one.
+UPDATED = 4
 
 
 class Piece(NamedTuple):
@@ -30,11 +33,13 @@ class Piece(NamedTuple):
       begin: The first of them.
       end: The first after them.
       is_segment: Whether they are a segment, and not between two.
+      alone: Whether it loads nothing for the next segment.
     """
 
     begin: int
     end: int
     is_segment: bool
+    alone: bool = False
 
 
 class Alive(NamedTuple):
@@ -126,36 +131,69 @@ def parted(
 ) -> list[Piece]:
     """Cuts the segment in which the most is in memory once more, while less is then.
 
-    What a segment loads and hands on has a buffer from its beginning: the gradient of
-    a head is there beside the logits, unless the segment ends before it is computed.
+    What a segment loads and hands on has a buffer from its beginning, and what it
+    takes until its end. So beside the logits there is the gradient of the head, unless
+    the segment ends before it is computed, and there are the last layers' parameters,
+    unless one begins with the logits, in which nothing is loaded; and beside the layers
+    there is the gradient of the logits, unless one ends when it is used up.
     """
     found = [*some]
     large = [x for x in alive if x.nbytes >= LEAST_ALIVE_BYTES]
 
     def peak(piece: Piece, after: Piece | None) -> int:
-        taken = {v for x in (piece, after) if x for v in _loads(x, filling)}
+        both = (piece, None if piece.alone else after)
+        taken = {v for x in both if x for v in _loads(x, filling)}
         return _peak(piece, large) + nbytes(taken)
 
-    segments = [n for n, piece in enumerate(found) if piece.is_segment]
-    while segments:
+    margin = UPDATED * _room(filling.size(filling.within(0, len(filling.taken))))
+    tried: set[Piece] = set()
+    while True:
+        segments = [n for n, piece in enumerate(found) if piece.is_segment]
         after = {n: found[m] for n, m in itertools.pairwise(segments)}
         peaks = {n: peak(found[n], after.get(n)) for n in segments}
-        n = max(segments, key=peaks.__getitem__)
-        begin, end, _ = found[n]
-        # Before something large that is handed on: only that is worth a segment.
-        most = [x for x in large if x.nbytes >= LEAST_PARTED_BYTES]
-        ends = {x.made for x in most if _is_handed(x, found[n])} - {begin}
+        most = max(peaks.values(), default=0)
+        near = [n for n in segments if peaks[n] > most - margin]
+        left = [n for n in near if found[n] not in tried]
+        if not left:
+            return found
+        n = max(left, key=peaks.__getitem__)
+        tried.add(found[n])
+        others = max((peaks[m] for m in segments if m != n), default=0)
         ways = [
-            (max(peak(a, b), peak(b, after.get(n))), a, b)
-            for k in sorted(ends)
-            for a, b in [(Piece(begin, k, True), Piece(k, end, True))]
+            # Loads wait only where that lowers the peak of all.
+            (
+                max(
+                    others * way[-1].alone,
+                    *itertools.starmap(peak, itertools.pairwise((*way, after.get(n)))),
+                ),
+                way,
+            )
+            for way in _ways(found[n], large)
         ]
         least = min(ways, default=None, key=lambda way: way[0])
-        if least is None or least[0] > peaks[n] - LEAST_PARTED_BYTES:
-            break
-        found[n : n + 1] = least[1:]
-        segments = [n for n, piece in enumerate(found) if piece.is_segment]
-    return found
+        gain = LEAST_PARTED_BYTES if peaks[n] == most else margin
+        if least is not None and least[0] <= peaks[n] - gain:
+            found[n : n + 1] = least[1]
+
+
+def _ways(piece: Piece, alive: Iterable[Alive]) -> Iterator[tuple[Piece, ...]]:
+    """Yields what a segment may be cut into; only what is large is worth a segment.
+
+    Args:
+      piece: The segment.
+      alive: What is in memory in a step.
+    """
+    begin, end, _, alone = piece
+    large = [x for x in alive if x.nbytes >= LEAST_PARTED_BYTES]
+    made = [x for x in large if begin < x.made < end]
+    ends = {x.made for x in made if _is_handed(x, piece)}
+    ends.update(x.last + 1 for x in large if x.made < begin <= x.last < end - 1)
+    for k in sorted(ends):
+        yield Piece(begin, k, True), Piece(k, end, True, alone)
+    if not alone and made:
+        k = max(made, key=lambda x: (x.nbytes, -x.made)).made
+        yield (Piece(begin, end, True, alone=True),)
+        yield Piece(begin, k, True), Piece(k, end, True, alone=True)
 
 
 def _loads(piece: Piece, filling: Filling) -> set[jex.Var]:
@@ -166,15 +204,16 @@ def _loads(piece: Piece, filling: Filling) -> set[jex.Var]:
 
 def _peak(piece: Piece, alive: Iterable[Alive]) -> int:
     """The most bytes that are in memory in a piece."""
-    begin, end, _ = piece
+    begin, end = piece.begin, piece.end
     near = [x for x in alive if x.made < end and max(x.made, x.last) >= begin]
     handed = [x for x in near if _is_handed(x, piece)]
     # The changes before each equation of what is there, and of what is waited for.
     there, waits = [0] * (end - begin + 1), [0] * (end - begin + 1)
     for x in near:
         there[max(x.made - begin, 0)] += x.nbytes
-        if not _is_handed(x, piece):
-            there[min(x.last + 1, end) - begin] -= x.nbytes
+        # What a loop takes is there until its end.
+        if x.made >= begin and not _is_handed(x, piece):
+            there[x.last + 1 - begin] -= x.nbytes
     for x in handed:
         waits[0] += x.nbytes
         waits[x.made - begin] -= x.nbytes

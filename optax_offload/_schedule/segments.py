@@ -76,6 +76,7 @@ class Segment:
       updates: What is left of updates whose gradients earlier turns have completed, and
         what follows from these. They come before its equations.
       ties: When its loads begin, and when they are there.
+      alone: Whether it loads nothing for the next segment.
     """
 
     positions: tuple[int, ...]
@@ -86,6 +87,7 @@ class Segment:
     results: tuple[jex.Var, ...] = ()
     updates: tuple[Outer, ...] = ()
     ties: tuple[Tie, ...] = ()
+    alone: bool = False
 
     @property
     def loads(self) -> tuple[jex.Var, ...]:
@@ -256,6 +258,11 @@ class Chain:
             f"{len(self.segments)} turns of layers that no scan runs, each a loop that "
             "runs once" + loaded * bool(most)
         )
+        if any(s.alone for s in self.segments):
+            yield (
+                "one of them, in which the most is in memory, loads nothing for the "
+                "next, which loads its own"
+            )
         if self.codes:
             yield (
                 f"{size_text(nbytes(self.codes))} of codes on the device: each turn "

@@ -180,6 +180,16 @@ def test_models(model, residuals):
     check(model, optax.adamw(1e-2, eps=1e-3), residuals=residuals)
 
 
+def test_turns_that_load_for_themselves(monkeypatch):
+    """As the one after that in which the most is in memory does."""
+
+    def parted(pieces, filling, alive):
+        return [piece._replace(alone=piece.is_segment) for piece in pieces]
+
+    monkeypatch.setattr(cutting, "parted", parted)
+    check(checkpointed, optax.adamw(1e-2, eps=1e-3), residuals="host")
+
+
 @pytest.mark.parametrize("model", [plain, checkpointed])
 def test_residuals_alone(model):
     """They rest whether parameters do or not."""

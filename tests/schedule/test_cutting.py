@@ -1,8 +1,12 @@
 """Where a step without scans is cut, of numbers alone."""
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.extend import core as jex
 
 from optax_offload._ground.units import MIB
+from optax_offload._places import memory
 from optax_offload._schedule import cutting
 from optax_offload._schedule.cutting import Alive, Filling, Piece, parted
 
@@ -62,6 +66,35 @@ def test_what_is_between_segments_is_left():
     some = [Piece(0, 50, False), Piece(50, END, True)]
     alive = [Alive(10, 30, LOGITS, False), Alive(30, END, HEAD, True)]
     assert cut(alive, some) == [50, END]
+
+
+def with_parameters(*taken):
+    """What fills segments: 60 MiB at rest, taken by some of the equations."""
+    of = jax.eval_shape(lambda: jnp.zeros((60 * MIB,), jnp.int8))
+    v = jex.Var(memory.host_type(memory.type_of(of)))
+    return Filling([{v} if k in taken else set() for k in range(END)], {v: 60 * MIB})
+
+
+def test_the_logits_are_not_beside_the_last_layers():
+    """Nor beside what the backward pass loads: only that turn waits for its loads."""
+    alive = [Alive(30, 40, LOGITS, False), Alive(35, 49, ERRORS, False)]
+    found = parted(pieces(50, END), with_parameters(10, 20, 60), alive)
+    assert [(x.end, x.alone) for x in found] == [(30, False), (50, True), (END, False)]
+
+
+def test_loads_wait_only_where_the_peak_is_lower():
+    """Two turns are as full: it would stay where it is."""
+    alive = [Alive(k, k + 5, LOGITS, False) for k in (30, 80)]
+    found = parted(pieces(50, END), with_parameters(10, 60), alive)
+    assert [(x.end, x.alone) for x in found] == [(50, False), (END, False)]
+
+
+def test_what_a_loop_takes_is_there_until_its_end():
+    """So the turn that uses up the gradient of logits has not a layer's work in it."""
+    work = [Alive(k, k + 1, LOGITS, False) for k in (70, 75)]
+    alive = [Alive(10, 20, LOGITS, False), Alive(20, 52, ERRORS, False), *work]
+    assert cut(alive) == [50, 53, END]
+    assert cut([*alive[:-2], Alive(70, 71, LOGITS // 2, False)]) == [50, END]
 
 
 def test_buffers_that_wait_are_used():
