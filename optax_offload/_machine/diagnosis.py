@@ -27,6 +27,11 @@ class Diagnosis:
         """True if no finding says that offload gains nothing here, or does not work."""
         return all(x.level != "stop" for x in self.findings)
 
+    @property
+    def unseen(self) -> bool:
+        """True if there is no accelerator that anything could be said of."""
+        return any((x.topic, x.level) == ("devices", "unseen") for x in self.findings)
+
     def as_dict(self) -> dict[str, Any]:
         """The same as plain values, ready for `json.dumps`."""
         return {

@@ -57,7 +57,9 @@ class Alternative:
     @property
     def text(self) -> str:
         """The description, with the other ways that make the same program."""
-        return ", the same program as ".join([self.what, *self.same])
+        if not self.same:
+            return self.what
+        return f"{self.what} ({', '.join(map(repr, self.same))}: the same program)"
 
     @property
     def chosen(self) -> bool:

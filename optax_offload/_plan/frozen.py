@@ -31,8 +31,9 @@ from optax_offload._plan.step import Step, StepFactory, leaf_of, unjitted
 from optax_offload._step import place, traced_at_rest
 
 _NO_TREE = (
-    "The step's arguments are what it trains, state and single arrays. Give it what is "
-    "frozen as a tree, such as {'base': array}"
+    "The step replaces all of its arguments but single arrays: nothing of it is "
+    "frozen. Leave frozen out, or give it what it doesn't train as a tree, such as "
+    "{'base': array}"
 )
 
 
@@ -85,8 +86,9 @@ class FrozenParameters:
         chosen = [p for p in arguments if asked and asked.matches(short[p])]
         if asked and not chosen:
             regex = compile_pattern(asked.pattern)
-            others = [short[p] for p in arguments if p not in trained]
-            remedy = trees.remedy(regex, others) if others else _NO_TREE
+            others = _left(step, target, arguments, trained)
+            paths = [short[p] for p in others]
+            remedy = trees.remedy(regex, paths) if others else _NO_TREE
             text = trees.literal(asked.regex)
             raise ValueError(f"frozen is {text}, which matches no parameter. {remedy}")
         deciding = {p: _deciding(rules, short[p]) for p in arguments}
@@ -96,14 +98,14 @@ class FrozenParameters:
             what = "a rule of parameters has a codec, and"
             if asked and {*moving} & {*chosen}:
                 what = f"frozen is {trees.literal(asked.regex)}, which"
-            others = [short[p] for p in stays if p not in moving]
-            others = others or [short[p] for p in arguments if p not in trained]
+            others = [p for p in stays if p not in moving]
+            others = others or _left(step, target, arguments, trained)
+            left = trees.listed([short[p] for p in others], 3)
+            remedy = f"Write a regex of what the step leaves as it is, as of {left}"
             raise ValueError(
                 f"{what} matches what the step replaces: "
-                f"{trees.listed([short[p] for p in moving])}. Write a regex of what "
-                "the step leaves as it is"
-                + f", as of {trees.listed(others, 3)}"
-                * bool(others)
+                f"{trees.listed([short[p] for p in moving])}. "
+                + (remedy if others else _NO_TREE)
             )
         # A given rule that is for no trained parameter is for these.
         of_trained = [deciding.get(p) for p in trained]
@@ -312,6 +314,18 @@ def _replaced(step: Step, target: aot.Target, paths: Collection[str]) -> list[st
     with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, target)):
         traced_at_rest(lambda *args: jax.eval_shape(fn, *args), step.args, {}, True)
     return list(dict.fromkeys(moving))
+
+
+def _left(
+    step: Step,
+    target: aot.Target,
+    paths: Collection[str],
+    trained: Collection[str],
+) -> list[str]:
+    """The paths of arguments that the step leaves as they are."""
+    others = [p for p in paths if p not in trained]
+    new = {*_replaced(step, target, others)}
+    return [p for p in others if p not in new]
 
 
 def _sharding_of(x: Any) -> Any:

@@ -101,6 +101,21 @@ class Plan(Printed):
             for rule in self.config.rules
         )
 
+    @property
+    def given(self) -> tuple[Rule, ...]:
+        """The rules of state that were given."""
+        kept = [p for p in self.encoded if p not in self.moved]
+        return tuple(self.config.rules[: -len(self.moved) - len(kept) or None])
+
+    @property
+    def verdict(self) -> str:
+        """How it fits."""
+        if not self.before.fits:
+            return f"fits with {self.after.what}"
+        if self.empty and not self.config.parameters:
+            return "fits as it is: nothing is moved"
+        return "fits with the given rules: nothing more is moved"
+
     def offload(self, inner: Any) -> Any:
         """Wraps an optimizer as the plan says: with `offload`, or not at all.
 
@@ -122,7 +137,7 @@ class Plan(Printed):
         """The text that `save` writes."""
         head = "Rules for optax_offload.offload, found by `optax-offload fit`:"
         kept = [p for p in self.encoded if p not in self.moved]
-        given = len(self.config.rules) - len(self.moved) - len(kept)
+        given = len(self.given)
         comments = [["Given."] if len(self.config.rules) > 1 else []] * given
         if not self.moved and self.config.rules == (Rule(".*", "device"),):
             fits = "Everything fits: all" if self.before.fits else "All"
@@ -147,7 +162,7 @@ class Plan(Printed):
         lines = [
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device",
             f"peak as given: {size_text(before)}"
-            + (", fits: nothing is moved" if self.before.fits else ""),
+            + (f", {self.verdict}" if self.before.fits else ""),
         ]
         lines += self.unfused()
         if not self.before.fits:

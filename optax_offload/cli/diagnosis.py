@@ -84,7 +84,13 @@ def print_diagnosis(console: Console, found: Diagnosis) -> None:
             console.print(Text(f"          $ {line}"), soft_wrap=True)
         if finding.sources:
             say(console, f"({'; '.join(finding.sources)})", "dim", mark=" " * 8)
-    if found.offload_helps:
+    if found.offload_helps and found.unseen:
+        say(
+            console,
+            "no accelerator here, so nothing is said of offloading: plan for another "
+            "machine with optax-offload fit --target",
+        )
+    elif found.offload_helps:
         say(console, "no problems found: offloading helps on this machine")
     else:
         topics = ", ".join(x.topic for x in found.findings if x.level == "stop")

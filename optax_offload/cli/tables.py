@@ -48,13 +48,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> 
 
 def print_plan(console: Console, plan: _plan.Plan) -> None:
     """Prints a plan: what it chose, what fills the device, and the alternatives."""
-    fits = "fits as it is: nothing is moved"
-    if not plan.before.fits:
-        fits = f"fits with {plan.after.what}"
     room = size_text(plan.budget_bytes)
     if plan.budget_bytes < plan.target.memory_bytes:
         room += f" of {size_text(plan.target.memory_bytes)}"
-    head = f"{plan.target.name}, {room} on each device: {fits}"
+    head = f"{plan.target.name}, {room} on each device: {plan.verdict}"
     for line in plan.unfused():
         say(console, line, "bold")
     say(console, head, "bold")
@@ -68,6 +65,11 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
         say(console, f"state moved to host memory, {leaves}, {size} of each device:")
     for p in plan.moved:
         paste(console, p.pattern)
+    given = [rule for rule in plan.given if rule.memory_kind != "device"]
+    if given:
+        say(console, "state moved to host memory by the given rules:")
+    for rule in given:
+        paste(console, rule.regex)
     told = ""
     for rule in plan.config.parameters:
         where = " moved to host memory" * (rule.memory_kind != "device")
@@ -122,7 +124,7 @@ def print_alternatives(console: Console, found: _plan.Alternatives) -> None:
 
 def print_training(console: Console, plan: _plan.Plan, file: Any) -> None:
     """Prints the lines that a train script needs to use a plan."""
-    if plan.before.fits:
+    if plan.empty and not plan.config.parameters and plan.before.fits:
         return
     say(console, f"{'' if file else 'with --out FILE, '}in the training script:")
     for line in plan.training(str(file or "FILE")):

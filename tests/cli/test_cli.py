@@ -332,11 +332,16 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "w"),
-            "frozen is 'w', which matches what the step replaces: 'w'",
+            "frozen is 'w', which matches what the step replaces: 'w'. The step "
+            "replaces all of its arguments but single arrays: nothing of it is frozen",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "base"),
-            "frozen is 'base', which matches no parameter. The step's arguments are",
+            "frozen is 'base', which matches no parameter. The step replaces all",
+        ),
+        (
+            ("fit", "flax.nnx:Linear", "--target", "h100"),
+            "flax.nnx:Linear is a class. A step factory is a function that takes",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--allow", "nf4"),
@@ -353,8 +358,9 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:train_step", "--target", "h100"),
-            "missing a required argument: 'tokens'. A step factory takes offload and "
-            "target, and returns an optax_offload.Step of your train step",
+            "missing a required argument: 'tokens'. A step factory is a function that "
+            "takes offload and target, and returns an optax_offload.Step of your train "
+            "step",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth"),
@@ -472,7 +478,7 @@ def test_a_plan_that_cannot_be_written_is_printed(invoke, as_json, monkeypatch):
     if as_json:
         assert json.loads(result.stdout) == json.loads(json.dumps(plan.as_dict()))
     else:
-        assert "fits as it is" in result.stdout
+        assert "fits with the given rules" in result.stdout
 
 
 def test_traceback(invoke):

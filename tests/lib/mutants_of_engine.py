@@ -166,8 +166,20 @@ IN_ENGINE = {
     ),
     "a segment cut where as much is in memory": Mutant(
         "_schedule/cutting.py",
-        "least[0] > peaks[n] - LEAST_PARTED_BYTES",
-        "least[0] > peaks[n]",
+        "least[0] <= peaks[n] - gain",
+        "least[0] <= peaks[n]",
+        (CUTTING,),
+    ),
+    "loads that wait where the peak stays": Mutant(
+        "_schedule/cutting.py",
+        "others * way[-1].alone",
+        "0 * way[-1].alone",
+        (CUTTING,),
+    ),
+    "what a loop takes freed before its end": Mutant(
+        "_schedule/cutting.py",
+        "if x.made >= begin and not _is_handed(x, piece):",
+        "if not _is_handed(x, piece):",
         (CUTTING,),
     ),
     "many arrays handed on for one product": Mutant(

@@ -38,6 +38,7 @@ def test_this_machine(doctor, tmp_path):
     for topic in ("devices", "JAX", "host memory", "locked memory", "NUMA", "fit"):
         assert topic in printed
     assert f"jax {jax.__version__}" in printed
+    assert ("no accelerator here" in printed) == ("no accelerator was" in printed)
     assert doctor("--machine", file, code=None).stdout == printed
 
 

@@ -96,7 +96,7 @@ def test_rows_say_which_other_ways_are_their_program(monkeypatch, compiled):
     assert max(collections.Counter(compiled).values()) == 1
     assert len(table.rows) == len(compiled)
     plain = next(row for row in table.rows if row.what == "as given")
-    assert plain.text == "as given, the same program as nothing moved; fused"
+    assert plain.text == "as given ('nothing moved; fused': the same program)"
     assert plain.text in str(table)
 
 

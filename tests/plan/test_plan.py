@@ -456,5 +456,8 @@ def test_plans_are_values():
         environment={},
     )
     assert dataclasses.replace(found) == found
-    assert "nothing is moved" in str(found)
+    assert "fits as it is: nothing is moved" in str(found)
+    given = dataclasses.replace(found, config=oo.OffloadConfig([".*/mu"]))
+    assert given.given == given.config.rules
+    assert "fits with the given rules: nothing more is moved" in str(given)
     assert found.as_dict()["empty"] is True
