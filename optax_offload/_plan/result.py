@@ -104,8 +104,14 @@ class Plan(Printed):
     @property
     def given(self) -> tuple[Rule, ...]:
         """The rules of state that were given."""
-        kept = [p for p in self.encoded if p not in self.moved]
-        return tuple(self.config.rules[: -len(self.moved) - len(kept) or None])
+        own = len(self.moved) + len(self._kept)
+        return tuple(self.config.rules[: -own or None])
+
+    @property
+    def _kept(self) -> list[LeafPattern]:
+        """The patterns of what is encoded and not moved."""
+        moved = {leaf.path for p in self.moved for leaf in p.leaves}
+        return [p for p in self.encoded if p.leaves[0].path not in moved]
 
     @property
     def verdict(self) -> str:
@@ -136,7 +142,6 @@ class Plan(Printed):
     def rule_file(self) -> str:
         """The text that `save` writes."""
         head = "Rules for optax_offload.offload, found by `optax-offload fit`:"
-        kept = [p for p in self.encoded if p not in self.moved]
         given = len(self.given)
         comments = [["Given."] if len(self.config.rules) > 1 else []] * given
         if not self.moved and self.config.rules == (Rule(".*", "device"),):
@@ -145,7 +150,7 @@ class Plan(Printed):
         comments += [_comment(pattern) for pattern in self.moved]
         comments += [
             [f"Encodes {_leaves(p)}: {size_text(p.nbytes_per_device)} on each device."]
-            for p in kept
+            for p in self._kept
         ]
         return rule_files.config_text(
             self.config, [head, *self._summary()], comments, self.placed, self.jitting()
@@ -161,7 +166,7 @@ class Plan(Printed):
         before, after = self.before.used_bytes, self.after.used_bytes
         lines = [
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device",
-            f"peak as given: {size_text(before)}"
+            f"peak as given, compiled for this memory: {size_text(before)}"
             + (f", {self.verdict}" if self.before.fits else ""),
         ]
         lines += self.unfused()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 from optax_offload._places.rules import (
     DEFAULT_MIN_BYTES,
@@ -87,6 +87,41 @@ def pattern_of(path: str) -> str:
       '\\d+/mu/layers_\\d+/kernel'
     """
     return re.sub(r"\d+", lambda _: r"\d+", re.escape(path))
+
+
+def alternated(
+    patterns: Sequence[str], alike: Sequence[Hashable]
+) -> list[tuple[str, list[int]]]:
+    """Regexes of paths that differ in one name, as one with alternatives.
+
+    Args:
+      patterns: The regexes.
+      alike: What each has to have in common with those that it is joined with.
+
+    Returns:
+      For each the regex, and the positions of those that it stands for.
+
+    Example:
+      >>> alternated(["mu/a/w", "nu/a/w", "mu/b/w", "nu/b/w", "mu/c"], [0] * 5)
+      [('(mu|nu)/(a|b)/w', [0, 1, 2, 3]), ('mu/c', [4])]
+    """
+    found = [
+        (tuple(pattern.split("/")), key, [n])
+        for n, (pattern, key) in enumerate(zip(patterns, alike, strict=True))
+    ]
+    for at in range(max((len(names) for names, *_ in found), default=0)):
+        groups: dict[Any, list[tuple[str, list[int]]]] = {}
+        for names, key, numbers in found:
+            word = "".join(names[at : at + 1])
+            group = (names[:at], names[at + 1 :], len(names), key)
+            groups.setdefault(group, []).append((word, numbers))
+        found = []
+        for (before, after, length, key), some in groups.items():
+            words = sorted(word for word, _ in some)
+            word = words[0] if len(words) == 1 else f"({'|'.join(words)})"
+            names = (*before, *[word] * (length > at), *after)
+            found.append((names, key, [n for _, several in some for n in several]))
+    return [("/".join(names), numbers) for names, _, numbers in found]
 
 
 def leaf_patterns(
@@ -238,6 +273,7 @@ class MovableState:
         A rule may match in some of several arguments only, and be given all of them.
         """
         rules = list(self.given.parameters) if self.given else []
+        own: list[Rule] = []
         moved, placed = self.resting(which, frozen), self.placed(which, frozen)
         how = {x.argument: (x in moved, x.leaf.codec) for x in placed}
         for x in placed:
@@ -255,8 +291,13 @@ class MovableState:
                 "pinned_host" if x in moved else "device",
                 codec=x.leaf.codec,
             )
-            if rule not in rules:
-                rules.append(rule)
+            if rule not in own:
+                own.append(rule)
+        alike = [(rule.memory_kind, rule.codec) for rule in own]
+        rules += (
+            dataclasses.replace(own[numbers[0]], pattern=regex)
+            for regex, numbers in alternated([rule.regex for rule in own], alike)
+        )
         of_each: dict[str, list[str]] = {}
         roots = {x.root for x in placed}
         for x in self.parameters:
@@ -290,8 +331,13 @@ class MovableState:
         return sum(x.leaf.nbytes_per_device for x in self.frozen)
 
     def selected(self, selection: Selection) -> tuple[LeafPattern, ...]:
-        """The patterns of a selection."""
-        return tuple(self.patterns[i] for i in sorted(selection))
+        """The patterns of a selection, those that differ in a name as one."""
+        some = [self.patterns[i] for i in sorted(selection)]
+        alike = [(p.slice_axis, p.stacked, p.codec) for p in some]
+        return tuple(
+            LeafPattern(regex, tuple(x for n in numbers for x in some[n].leaves))
+            for regex, numbers in alternated([p.pattern for p in some], alike)
+        )
 
     def moved_bytes(self, selection: Selection) -> int:
         """The bytes that leave each device, by the given rules and by a selection."""

@@ -216,10 +216,7 @@ def test_rules_of_parameters():
     (rule,) = state.parameter_rules("all")
     assert rule.regex == r"block_\d+"
     some = state.with_rows({"0/block_0", "0/block_2"})
-    assert [r.regex for r in some.parameter_rules("rows")] == [
-        "block_0",
-        "block_2",
-    ]
+    assert [r.regex for r in some.parameter_rules("rows")] == ["(block_0|block_2)"]
 
 
 def test_what_is_selected_is_moved(refused):

@@ -378,7 +378,7 @@ def test_a_plan_is_told():
     """What it does, needs and takes; and the lines of a training script."""
     text = str(planned())
     for line in (
-        "peak as given: 150.00 GiB",
+        "peak as given, compiled for this memory: 150.00 GiB",
         "chosen: 70 GiB",
         "host memory: 640.00 GiB on each host for its 8 devices (set a limit with",
         "modeled step: 2500 ms, 1.25 times the step as given, 0% of it waiting",
