@@ -37,12 +37,12 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._schedule import (
+    AnySchedule,
     Branched,
     Group,
     Loop,
     OverWindow,
     Phased,
-    Schedule,
     Straight,
     schedule,
 )
@@ -127,7 +127,7 @@ _ALONE = Around()
 
 
 def run(
-    update: Update, schedule: Schedule, args: Sequence[Any], around: Around = _ALONE
+    update: Update, schedule: AnySchedule, args: Sequence[Any], around: Around = _ALONE
 ) -> list[Any]:
     """Evaluates an update as its schedule says.
 
@@ -269,7 +269,9 @@ def _run_branches(
     for value, (version, each) in enumerate(schedule.cases):
         wanted = index if value else ~index
 
-        def once(carry: Any, version: Update = version, each: Schedule = each) -> Any:
+        def once(
+            carry: Any, version: Update = version, each: AnySchedule = each
+        ) -> Any:
             _, values = carry
             found = places.keys(data)
             here, rest = found[: len(args)], found[len(args) :]

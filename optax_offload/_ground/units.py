@@ -6,6 +6,7 @@ import fractions
 import html
 import re
 from collections.abc import Collection, Sequence
+from typing import Any
 
 # The unit of the tables that people read.
 MIB = 2**20
@@ -117,6 +118,34 @@ def html_paragraph(text: str) -> str:
       '<p>1 &lt; 2</p>'
     """
     return f"<p>{html.escape(text)}</p>"
+
+
+def check_bytes(
+    name: str, value: Any, least: int, most: int | None = None, also: str = ""
+) -> None:
+    """Raises unless an argument is a number of bytes.
+
+    Args:
+      name: The argument.
+      value: What it was given.
+      least: The least that it may be, in bytes.
+      most: The most; None for no bound.
+      also: The end of the message: what else is allowed.
+
+    Raises:
+      ValueError: It is no whole number, or out of these bounds.
+
+    Example:
+      >>> check_bytes("min_bytes", "1K", 0)
+      Traceback (most recent call last):
+      ValueError: min_bytes is '1K'; it must be a whole number of bytes, at least 0
+    """
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        raise ValueError(
+            f"{name} is {value!r}; it must be a whole number of bytes, at least "
+            f"{least}{also}"
+        )
 
 
 def parse_size(text: str) -> int:

@@ -51,6 +51,8 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
             hint = quotes * ("\\" in str(e))
             raise ValueError(f"{file}: not a TOML file: {e}{hint}") from e
     _check_keys(file, "", table, OffloadConfig)
+    parameters = _rules_of(file, "parameters", table.get("parameters", []))
+    step = _step(file, table.get("step", {}))
     tables = table.get("rules")
     if not isinstance(tables, list):
         what = "there are no rules" if tables is None else f"rules is {tables!r}"
@@ -59,8 +61,6 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
             "pattern. To offload no state, pattern = '.*' and memory_kind = 'device'"
         )
     rules = _rules_of(file, "rules", tables)
-    parameters = _rules_of(file, "parameters", table.get("parameters", []))
-    step = _step(file, table.get("step", {}))
     try:
         check_codecs("rules", rules, STATE_CODECS)
         return OffloadConfig(rules, table.get("window_bytes"), parameters, step)

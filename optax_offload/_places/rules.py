@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any, Literal, cast, get_args
 
 from optax_offload._ground import trees
-from optax_offload._ground.units import size_text
+from optax_offload._ground.units import check_bytes, size_text
 from optax_offload._places.step_options import Options
 
 MemoryKind = Literal["device", "pinned_host", "unpinned_host"]
@@ -58,9 +58,9 @@ def compile_pattern(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def check_memory_kind(memory_kind: object) -> None:
-    """Raises a ValueError that names the kinds of a step, for any other word.
+    """Raises a ValueError that names the kinds, for any other word.
 
-    ``"unpinned_host"`` is allowed, and not offered: no compiled step can use it.
+    No compiled step can use ``"unpinned_host"``: `offload` refuses it.
     """
     if memory_kind in CODEC_NAMES:
         raise ValueError(
@@ -71,14 +71,8 @@ def check_memory_kind(memory_kind: object) -> None:
     if memory_kind not in MEMORY_KINDS:
         raise ValueError(
             f"memory_kind is {memory_kind!r}; it must be 'pinned_host', which is host "
-            "memory, or 'device'"
-        )
-
-
-def _check_bytes(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(
-            f"{name} is {value!r}; it must be a whole number of bytes, at least {least}"
+            "memory, or 'device'; or, between steps alone, 'unpinned_host', see "
+            "offload_states"
         )
 
 
@@ -105,6 +99,7 @@ class Rule:
         ``0/mu/decoder/layers/kernel``. A ``.`` matches newlines too, as with
         ``re.DOTALL``.
       memory_kind: ``"pinned_host"``, or ``"device"`` to keep the leaf where it is.
+        ``"unpinned_host"`` is for `offload_states` and `place` alone, between steps.
       min_bytes: Leaves smaller than this stay on the device. Moving a few bytes
         takes as long as moving half a megabyte, and a step counter in host memory
         costs a synchronization.
@@ -147,7 +142,7 @@ class Rule:
     def __post_init__(self):
         object.__setattr__(self, "pattern", compile_pattern(self.pattern))
         check_memory_kind(self.memory_kind)
-        _check_bytes("min_bytes", self.min_bytes, 0)
+        check_bytes("min_bytes", self.min_bytes, 0)
         _check_fraction(self.fraction, self.memory_kind)
         object.__setattr__(self, "fraction", float(self.fraction))
         axis = self.slice_axis
@@ -229,7 +224,7 @@ class OffloadConfig:
         check_codecs("parameters", parameters, PARAMETER_CODECS)
         object.__setattr__(self, "parameters", parameters)
         if self.window_bytes is not None:
-            _check_bytes("window_bytes", self.window_bytes, 1)
+            check_bytes("window_bytes", self.window_bytes, 1)
         if not isinstance(self.step, Options):
             raise TypeError(
                 f"step is {self.step!r}; it must be what load_config(file).step is"

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 
-from optax_offload._ground.units import size_text
+from optax_offload._ground.units import check_bytes, size_text
 from optax_offload._host import host_memory
 from optax_offload._plan.allowed import Codecs
 from optax_offload.aot import Measured, Target
@@ -81,23 +81,18 @@ def checked_budget(
       target: The chips.
 
     Raises:
-      ValueError: A budget is not positive, or more than the target has.
+      ValueError: A budget is no whole number, negative, or more than the target has.
     """
     if budget_bytes is None:
         budget_bytes = default_budget_bytes(target)
-    elif not 0 < budget_bytes <= target.memory_bytes:
-        raise ValueError(
-            f"budget_bytes is {budget_bytes}; it must be at least 1 and at most what "
-            f"{target.name!r} has, {target.memory_bytes} "
-            f"({size_text(target.memory_bytes)})"
-        )
+    else:
+        most = target.memory_bytes
+        also = f" and at most what {target.name!r} has, {most} ({size_text(most)})"
+        check_bytes("budget_bytes", budget_bytes, 1, most, also)
     if host_memory_bytes is None:
         return Budget(budget_bytes)
-    if host_memory_bytes < 0:
-        raise ValueError(
-            f"host_memory_bytes is {host_memory_bytes}; it must be the bytes that each "
-            "host has for this, such as 64 * 2**30, or None for no bound"
-        )
+    also = ": what each host has for this, such as 64 * 2**30, or None for no bound"
+    check_bytes("host_memory_bytes", host_memory_bytes, 0, also=also)
     return Budget(budget_bytes, host_memory_bytes // target.devices_per_host)
 
 

@@ -126,8 +126,9 @@ def plan(  # noqa: PLR0913 - keyword-only options
         what would help; its ``alternatives`` are the table of what was tried.
       TypeError: ``make_step`` does not return a `Step`.
       ValueError: It does not give an optimizer to ``offload``, or does not initialise
-        it; a budget is more than the target has; a rule is wrong; a codec is none, or
-        for what the step does not have; what is said to be frozen is replaced.
+        it; a budget is no whole number of bytes, or more than the target has; a rule is
+        wrong; a codec is none, or for what the step does not have; what is said to be
+        frozen is replaced.
       ImportError: The compiler's wheel is not installed.
 
     Example:

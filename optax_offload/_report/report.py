@@ -42,12 +42,14 @@ class MemoryReport(Printed):
       rows: A row for each leaf, in the order of the tree.
       host: The host memory of this process that the tree takes, beside what is free;
         nothing in the reports of `subtrees`.
+      under: The path at which the paths of the rules begin; "" for the whole tree.
     """
 
     rows: tuple[Row, ...]
     host: host_memory.HostMemory = dataclasses.field(
         default_factory=host_memory.HostMemory
     )
+    under: str = ""
 
     @property
     def totals(self) -> dict[str | None, int]:
@@ -81,7 +83,10 @@ class MemoryReport(Printed):
         parts: dict[str, list[Row]] = {}
         for row in self.rows:
             parts.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
-        return {name: MemoryReport(tuple(rows)) for name, rows in parts.items()}
+        return {
+            name: MemoryReport(tuple(rows), under=self.under)
+            for name, rows in parts.items()
+        }
 
     def as_dict(self, depth: int = 1) -> dict[str, Any]:
         """The report as plain values, ready for `json.dumps`.
@@ -150,6 +155,8 @@ class MemoryReport(Printed):
                 "this report was made without rules, so it has nothing to check. Write "
                 "memory_report(tree, rules)"
             )
+        under = self.under and f", under={self.under!r}"
+        fix = f"optax_offload.place(tree, rules{under})"
         others = [row for row in self.rows if row.named]
         if others:
             raise CodecError(
@@ -157,7 +164,7 @@ class MemoryReport(Printed):
                 "their rule names:\n"
                 + "\n".join(f"  {row.path}: {row.named}" for row in others)
                 + "\nConvert them, and move what is not where it was planned, with "
-                "optax_offload.place(tree, rules)"
+                + fix
             )
         wrong = [row for row in self.rows if row.misplaced]
         if wrong:
@@ -169,7 +176,7 @@ class MemoryReport(Printed):
                     f"({size_text(row.nbytes)}; {row.why})"
                     for row in wrong
                 )
-                + "\nMove them with optax_offload.place(tree, rules). If a jitted step "
+                + f"\nMove them with {fix}. If a jitted step "
                 "returned them: make its out_shardings with "
                 "optax_offload.state_shardings, which name the memory kinds"
             )
@@ -260,7 +267,7 @@ def memory_report(
     host = _host_needs(rows, [x for _, x in leaves])
     for shortage in host.shortages:
         warnings.warn(shortage, OffloadWarning, stacklevel=2)
-    return MemoryReport(tuple(rows), host)
+    return MemoryReport(tuple(rows), host, under)
 
 
 def _placements(

@@ -14,6 +14,7 @@ from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Chain, Segment, Tie
 from optax_offload._schedule.step import plan, refusals
 from optax_offload._schedule.update import (
+    AnySchedule,
     Branched,
     OverWindow,
     Phased,
@@ -25,6 +26,7 @@ from optax_offload._schedule.window import MOST_WINDOW_BYTES
 
 __all__ = [
     "MOST_WINDOW_BYTES",
+    "AnySchedule",
     "Branched",
     "Chain",
     "ChosenState",

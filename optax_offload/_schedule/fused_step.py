@@ -26,7 +26,7 @@ from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain, nbytes
 from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
-from optax_offload._schedule.update import Schedule, schedule
+from optax_offload._schedule.update import AnySchedule, schedule
 
 Way = Literal["host", "recompute"]
 
@@ -322,7 +322,7 @@ class FusedStep(Printed):
         found = [*self.unfused, *(o for s in self.scans for o in s.unfused)]
         return tuple(o for o in found if o.waits)
 
-    def schedules(self) -> tuple[Schedule, ...]:
+    def schedules(self) -> tuple[AnySchedule, ...]:
         """Schedules of the offloaded updates outside of scans and turns."""
         nodes = self.rest if self.chain is None else self.chain.between
         left = (node.left for node in nodes if node.left is not None)

@@ -20,6 +20,16 @@ from optax_offload._schedule.passes import reading_passes
 from optax_offload._schedule.window import MOST_WINDOW_BYTES, Window
 
 
+class Schedule(Printed):
+    """What `Offloaded.schedule` returns: what an update moves when, and why so.
+
+    Print it to read it: its window, its loops and their slices, and what is updated
+    whole. It is of one of three types: an update straight through (`Straight`), one
+    with passes that read its state first (`Phased`), or one that may keep its state
+    (`Branched`).
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Alone:
     """A group in no loop.
@@ -52,7 +62,7 @@ class OverWindow(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Straight(Printed):
+class Straight(Schedule):
     """An update as an ordered list of stages.
 
     Attributes:
@@ -156,7 +166,7 @@ class Straight(Printed):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Branched(Printed):
+class Branched(Schedule):
     """An update that moves its state or keeps it, by a predicate.
 
     Attributes:
@@ -165,10 +175,10 @@ class Branched(Printed):
     """
 
     branches: Branches
-    schedules: tuple[Schedule, Schedule]
+    schedules: tuple[AnySchedule, AnySchedule]
 
     @property
-    def cases(self) -> tuple[tuple[Update, Schedule], ...]:
+    def cases(self) -> tuple[tuple[Update, AnySchedule], ...]:
         """The update if the predicate is 0, and if it is 1, each with its schedule."""
         return tuple(zip(self.branches.versions, self.schedules, strict=True))
 
@@ -199,7 +209,7 @@ class Branched(Printed):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Phased(Printed):
+class Phased(Schedule):
     """An update that first reads its state for what is reduced over all of it.
 
     Attributes:
@@ -234,12 +244,12 @@ class Phased(Printed):
         return f"{len(self.passes)} passes that read state, and a schedule"
 
 
-Schedule = Straight | Phased | Branched
+AnySchedule = Straight | Phased | Branched
 
 
 def schedule(
     update: Update, window_bytes: int | None = None, *, at_once: bool = False
-) -> Schedule:
+) -> AnySchedule:
     """Splits an update into groups and puts them in order.
 
     State that an equation joins, as a norm of all of it, is read first, in passes of

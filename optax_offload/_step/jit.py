@@ -97,12 +97,15 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
     It is `jax.jit`, with all of its arguments, methods and errors, and four additions.
 
+    **Values that rest on the host are streamed.** Arguments in host memory are used as
+    if they were on the device. Scanned layers are updated in the backward pass, so that
+    their gradients never exist. See `stream`. The jitted function's ``schedule(*args)``
+    says what was fused, and why the rest was not.
+
     **Donation stays within a memory.** `jax.jit` pairs donated arguments with results
-    by shape and dtype alone, in their order, unless the sharding of every argument and
-    result is given (`_set_up_aliases` in `jax/_src/interpreters/mlir.py`, JAX 0.10.2 to
-    0.12.0.1). It may then write a parameter into a host buffer. This function pairs an
-    argument with a result of its own memory kind. An argument without such a result is
-    not donated, and JAX warns: "Some donated buffers were not usable".
+    by shape and dtype, and may write a parameter into a host buffer. This function
+    pairs an argument with a result of its own memory kind. An argument without such a
+    result is not donated, and JAX warns: "Some donated buffers were not usable".
 
     **Results stay where the function left them**, whatever `in_shardings` and
     `out_shardings` say of memory. To JAX a sharding that names no kind means the
@@ -110,11 +113,6 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     how values are sharded, and the arguments and the function say in which memory they
     are. An `out_shardings` that names a host memory for a result that the function
     left on the device warns: move it in the function, with `jax.device_put`.
-
-    **Values that rest on the host are streamed.** Arguments in host memory are used as
-    if they were on the device. Scanned layers are updated in the backward pass, so that
-    their gradients never exist. See `stream`. The jitted function's ``schedule(*args)``
-    says what was fused, and why the rest was not.
 
     **Objects of Flax NNX** are arguments as of `nnx.jit`: changed in place, with shared
     references, also in trees. What a step leaves as it is, is no result of its program.
@@ -129,9 +127,12 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
       fun: the function. Without it, a decorator is returned.
       donate_argnums: as in `jax.jit`. An empty one says that nothing should be donated.
       donate_argnames: as in `jax.jit`.
-      fuse: as in `stream`.
-      late_gradients: as in `stream`.
-      residuals: as in `stream`.
+      fuse: whether updates are moved into the backward pass.
+      late_gradients: where gradients wait whose update needs all of them first, as for
+        clipping by the global norm: ``"host"``, ``"device"``, nowhere (``"recompute"``
+        runs the backward pass twice), or ``"auto"``, the faster way. See `stream`.
+      residuals: where activations that layers keep for the backward pass rest:
+        ``"device"`` or ``"host"``, for their bytes over the link each way.
       latency_hiding: whether XLA's latency-hiding scheduler orders a GPU's program:
         ``"on"`` or ``"off"`` (its option ``xla_gpu_enable_latency_hiding_scheduler``).
         ``"auto"`` turns it on where all that moves does so in scans: before Hopper a
@@ -146,8 +147,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         ``device``, ``backend``, ``inline`` and ``compiler_options``.
 
     Returns:
-      The jitted function, with the methods that `jax.jit` gives: `lower`, `trace`,
-      `eval_shape`, `clear_cache`; and `schedule`.
+      The jitted function, a `Jitted`, with the methods that `jax.jit` gives: `lower`,
+      `trace`, `eval_shape`, `clear_cache`; and `schedule`.
 
     Warns:
       OffloadWarning: once, where anything rests on the host, and the device and its

@@ -28,8 +28,9 @@ from optax_offload._places.rules import (
     why_nothing_moves,
 )
 from optax_offload._program import Caller, Update, call_update, trace
-from optax_offload._schedule import Schedule, schedule
+from optax_offload._schedule import AnySchedule, Schedule, schedule
 from optax_offload._step.misplaced import Asked, Placed, Seen
+from optax_offload._step.other_state import UNREADABLE, refuse_other_state
 
 
 class Offloaded(optax.GradientTransformationExtraArgs):
@@ -118,6 +119,8 @@ def offload(
         no leaf, or it would make state of parameters that `place` encoded.
       MemoryKindError: from ``update``, state is not where the rules put it.
       CodecError: from ``update``, state is not in the form that the rules name.
+      ValueError: from ``update``, state that ``inner`` cannot read is not what ``init``
+        makes of these parameters.
 
     Warns:
       OffloadWarning: from ``init``, `optax.MultiSteps` is around what this returns.
@@ -215,7 +218,7 @@ class _Offloading:
         dynamic, static = split(
             extra_args, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
         )
-        found: list[tuple[Update, Schedule]] = []
+        found: list[tuple[Update, AnySchedule]] = []
         config = self._asked.config
 
         def update(*args: Any) -> None:
@@ -259,9 +262,14 @@ class _Offloading:
 
         # JAX's errors name it.
         def update(updates: Any, state: Any, params: Any, dynamic: Any) -> Any:
-            return self._inner.update(
-                updates, state, params, **dynamic, **static.values
-            )
+            try:
+                return self._inner.update(
+                    updates, state, params, **dynamic, **static.values
+                )
+            except UNREADABLE as error:
+                like = updates if params is None else params
+                refuse_other_state(error, self._inner.init, state, like)
+                raise
 
         return update
 
@@ -375,5 +383,6 @@ def _check_compiled_kinds(config: OffloadConfig) -> None:
             raise ValueError(
                 f"rule {position} ({trees.literal(rule.regex)}) has memory_kind "
                 f"{rule.memory_kind!r}; a compiled update can keep state in "
-                f"{' or '.join(map(repr, memory.COMPILED_KINDS))}"
+                f"{' or '.join(map(repr, memory.COMPILED_KINDS))}. Between steps "
+                "optax_offload.offload_states moves whole states"
             )

@@ -141,7 +141,7 @@ def test_rule_in_the_shadow_of_another():
             {"memory_kind": "host"},
             ValueError,
             "memory_kind is 'host'; it must be 'pinned_host', which is host memory, or "
-            "'device'$",
+            "'device'; or, between steps alone, 'unpinned_host', see offload_states$",
         ),
         (
             {"memory_kind": "int8"},
@@ -299,6 +299,9 @@ def test_step_options_are_a_mapping():
             "[[parameters]]\npattern = 'w'",
             r"there are no rules.* no state, pattern = '.*' and",
         ),
+        ("[step]\nfused = true", r"unknown key step\.fused; allowed are fuse"),
+        ("[step]\nfuse = 'no'", r"step\.fuse is 'no'; it must be a bool"),
+        ("[[parameters]]\npatern = 'w'", r"unknown key parameters\[0\]\.patern"),
         ("rules = 3", r"rules is 3; the file needs one"),
         ("rules = []", "rules is empty"),
         ("windows = 5", "unknown key windows; allowed are rules, window_bytes"),

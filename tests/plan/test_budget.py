@@ -15,12 +15,12 @@ def test_default_budget():
     assert budget.default_budget_bytes(v5e) == int(v5e.memory_bytes * 0.98)
 
 
-@pytest.mark.parametrize("bytes_", [0, -1, 84942979073])
+@pytest.mark.parametrize("bytes_", [0, -1, 84942979073, "70GiB", 7e10])
 def test_budgets_that_are_none(bytes_):
     """The message has what is allowed."""
     message = (
-        rf"budget_bytes is {bytes_}; it must be at least 1 and at most what 'h100' "
-        r"has, 84942979072 \(79\.11 GiB\)"
+        rf"budget_bytes is {bytes_!r}; it must be a whole number of bytes, at least 1 "
+        r"and at most what 'h100' has, 84942979072 \(79\.11 GiB\)"
     )
     with pytest.raises(ValueError, match=message):
         budget.checked_budget(bytes_, None, H100)
@@ -60,8 +60,12 @@ def test_a_host_is_shared_by_its_devices(target, devices):
 def test_a_host_without_memory():
     """Zero says that nothing may move; less is a mistake."""
     assert budget.checked_budget(None, 0, H100).host_bytes == 0
-    with pytest.raises(ValueError, match=r"host_memory_bytes is -1; .* or None for no"):
-        budget.checked_budget(None, -1, H100)
+    for wrong in (-1, "64GiB"):
+        message = (
+            f"host_memory_bytes is {wrong!r}; .* bytes, at least 0: .* or None for"
+        )
+        with pytest.raises(ValueError, match=message):
+            budget.checked_budget(None, wrong, H100)
 
 
 @pytest.mark.parametrize(

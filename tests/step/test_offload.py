@@ -65,6 +65,13 @@ def test_public_names():
     }
 
 
+def test_every_public_name_says_what_it_is():
+    """In words of its own, as `help` shows them."""
+    for name in oo.__all__:
+        assert getattr(oo, name).__module__.startswith("optax_offload"), name
+        assert getattr(oo, name).__doc__, name
+
+
 def test_step_counter_stays_on_the_device():
     """By the default rule too."""
     state = oo.offload(optax.adam(1e-3)).init(PARAMS)
@@ -565,6 +572,70 @@ def test_kind_that_a_compiled_update_cannot_use():
     """`unpinned_host` is for moves between steps."""
     with pytest.raises(ValueError, match=r"rule 1 \('b'\) has memory_kind 'unpinned_h"):
         oo.offload(optax.adam(1.0), [oo.Rule("a"), oo.Rule("b", "unpinned_host")])
+
+
+OTHER = {
+    "of_another_chain": (
+        optax.adam(1e-3),
+        PARAMS,
+        r"expected: \(ScaleByAdamState, EmptyState, EmptyState\)\n"
+        r"  given: \(ScaleByAdamState, EmptyState\)\nMake it .* state = tx\.init\(par",
+    ),
+    "of_fewer_moments": (
+        optax.lion(1e-3),
+        PARAMS,
+        r"\n  expected: .*\n  given: \(ScaleByLion.*\n  only expected: '0/nu/b', '0/nu",
+    ),
+    "of_other_shapes": (
+        optax.adamw(1e-3),
+        {"w": jnp.ones((250, 128)), "b": jnp.ones(128)},
+        r":\n  '0/mu/w': expected \(256, 128\), given \(250, 128\)\n  '0/nu/w': ",
+    ),
+    "of_other_names": (
+        optax.adamw(1e-3),
+        {"v": jnp.ones((256, 128)), "b": jnp.ones(128)},
+        r":\n  only expected: '0/mu/w', '0/nu/w'\n  only given: '0/mu/v', '0/nu/v'\n",
+    ),
+    "none": (None, None, r"given: None\n"),
+}
+
+
+@pytest.mark.parametrize("with_params", [True, False])
+@pytest.mark.parametrize("name", OTHER)
+def test_state_of_another_optimizer(name, with_params):
+    """Named by path in place of optax's and JAX's words, which stay its cause."""
+    maker, made_of, message = OTHER[name]
+    state = None if maker is None else oo.offload(maker).init(made_of)
+    tx = oo.offload(optax.adamw(1e-3) if with_params else _ADAM_OF_THREE)
+    params = PARAMS if with_params else None
+    with pytest.raises(ValueError, match=message) as error:
+        jax.eval_shape(tx.update, PARAMS, state, params)
+    assert str(error.value).startswith("update was given a state that is not of this")
+    cause = error.value.__cause__
+    assert f"own error is {type(cause).__name__}: " in str(error.value)
+
+
+# As many transformations as `optax.adamw` has; none of them needs parameters.
+_ADAM_OF_THREE = optax.chain(
+    optax.scale_by_adam(), optax.clip(1.0), optax.scale_by_learning_rate(1e-3)
+)
+
+
+@pytest.mark.parametrize("cast", [jnp.bfloat16, None])
+def test_error_that_is_not_of_the_state(cast):
+    """It is the optimizer's own, also where dtypes of the state are others."""
+
+    def update(updates, state, params=None):
+        raise KeyError("mine")
+
+    def init(params):
+        # A state that only values tell is not compared.
+        return jax.tree.map(jnp.zeros_like if cast else jnp.flatnonzero, params)
+
+    tx = oo.offload(optax.GradientTransformation(init, update))
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, cast), PARAMS)
+    with pytest.raises(KeyError, match="mine"):
+        jax.eval_shape(tx.update, PARAMS, state, PARAMS)
 
 
 def test_rule_that_matches_nothing():
