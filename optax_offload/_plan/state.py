@@ -102,8 +102,8 @@ def alternated(
       For each the regex, and the positions of those that it stands for.
 
     Example:
-      >>> alternated(["mu/a/w", "nu/a/w", "mu/b/w", "nu/b/w", "mu/c"], [0] * 5)
-      [('(mu|nu)/(a|b)/w', [0, 1, 2, 3]), ('mu/c', [4])]
+      >>> alternated(["m/a/w", "n/a/w", "m/b/w", "n/b/w", "m/c"], [0] * 5)
+      [('(m|n)/(a|b)/w', [0, 1, 2, 3]), ('m/c', [4])]
     """
     found = [
         (tuple(pattern.split("/")), key, [n])
