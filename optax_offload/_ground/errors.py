@@ -98,7 +98,8 @@ _CAUSES = {
         "a checkpoint restored without memory kinds, or NumPy arrays",
         "state = optax_offload.place(state, optax_offload.eval_shape(tx.init, "
         "params)), or restore with that template; with Flax NNX "
-        "optax_offload.place(optimizer, rules, under='opt_state')",
+        "optax_offload.place(optimizer, rules, under='opt_state'), or 'opt_state/1' "
+        "where offload is second in a chain",
     ),
     "another": (
         "state that the init of another optimizer made",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -144,6 +145,26 @@ def no_match_message(pattern: re.Pattern[str], paths: list[str]) -> str:
 def nothing_under_message(under: str, paths: list[str]) -> str:
     """Says that no path begins with another, and names the nearest."""
     return f"under={under!r}: no leaf is there. {nearest(under, paths)}"
+
+
+def beginning(pattern: re.Pattern[str], paths: Iterable[str]) -> str:
+    r"""The path below which a pattern matches the most leaves; "" if below none.
+
+    Of a pattern that begins with a position in a chain, as those of state do. Others
+    lack that.
+
+    Example:
+      >>> pattern = re.compile(r"\d+/mu/.*")
+      >>> beginning(pattern, ["state/1/0/mu/w", "state/1/0/nu/w", "step"])
+      'state/1'
+    """
+    found: Counter[str] = Counter()
+    for path in paths if re.match(r"\\d|\d", pattern.pattern) else ():
+        names = path.split("/")
+        for at in range(1, len(names)):
+            if pattern.fullmatch("/".join(names[at:])):
+                found["/".join(names[:at])] += 1
+    return max(found, default="", key=lambda path: (found[path], -len(path)))
 
 
 # What people leave out of a pattern, or have in it from where boxes were in paths.

@@ -331,7 +331,7 @@ def decide(
     config: OffloadConfig,
     leaves: Sequence[tuple[str, int | None]],
     *,
-    under: str = "",
+    under: str | None = None,
 ) -> list[Placement]:
     """Decides for each leaf, given as (path, bytes), where it is kept.
 
@@ -339,7 +339,7 @@ def decide(
       config: The rules.
       leaves: The bytes are None for a leaf that cannot be in host memory.
       under: The path of the state that the rules are for, whose leaves they know
-        without it.
+        without it. None where nobody can say it.
 
     Returns:
       A decision for each leaf. The memory kind of those that are not under that path
@@ -348,15 +348,16 @@ def decide(
     Raises:
       ValueError: A rule that is not optional decides no leaf, or no leaf is there.
     """
-    prefix = under and under + "/"
+    prefix = f"{under}/" if under else ""
     inside = [
         (path.removeprefix(prefix), nbytes) if path.startswith(prefix) else None
         for path, nbytes in leaves
     ]
+    paths = [path for path, _ in leaves]
     if under and not any(inside):
-        paths = [path for path, _ in leaves]
         raise ValueError(trees.nothing_under_message(under, paths))
-    placed = iter(_placed(config, [leaf for leaf in inside if leaf is not None]))
+    whole = () if under is None else paths
+    placed = iter(_placed(config, [leaf for leaf in inside if leaf is not None], whole))
     elsewhere = Placement("", f"not under {under!r}")
     return [elsewhere if leaf is None else next(placed) for leaf in inside]
 
@@ -381,7 +382,9 @@ def why_nothing_moves(planned: Iterable[tuple[str | None, str]]) -> str:
 
 
 def _placed(
-    config: OffloadConfig, leaves: Sequence[tuple[str, int | None]]
+    config: OffloadConfig,
+    leaves: Sequence[tuple[str, int | None]],
+    whole: Sequence[str],
 ) -> list[Placement]:
     positions = [
         next((i for i, rule in enumerate(config.rules) if rule.matches(path)), None)
@@ -395,7 +398,7 @@ def _placed(
     ]
     if idle:
         paths = [path for path, _ in leaves]
-        raise ValueError("\n".join(_idle_rule(config, i, paths) for i in idle))
+        raise ValueError("\n".join(_idle_rule(config, i, paths, whole) for i in idle))
     placements = [
         _placement(config, position, nbytes)
         for position, (_, nbytes) in zip(positions, leaves, strict=True)
@@ -464,7 +467,9 @@ def _placement(
     return Placement(rule.memory_kind, name, rule)
 
 
-def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
+def _idle_rule(
+    config: OffloadConfig, position: int, paths: list[str], whole: Sequence[str]
+) -> str:
     rule = config.rules[position]
     name = f"rule {position}, pattern {trees.literal(rule.regex)},"
     for path in paths:
@@ -482,7 +487,11 @@ def _idle_rule(config: OffloadConfig, position: int, paths: list[str]) -> str:
             "without state, such as optax.sgd without momentum, has nothing to move, "
             "so leave offload(...) out"
         )
-    remedy = trees.remedy(compile_pattern(rule.pattern), paths)
+    pattern = compile_pattern(rule.pattern)
+    under = trees.beginning(pattern, whole)
+    if under:
+        return f"{name} matches no leaf, and does below {under!r}: give under={under!r}"
+    remedy = trees.remedy(pattern, paths)
     return (
         f"{name} matches no leaf. {remedy}. A pattern must match the whole path of a "
         "leaf. If the rule may match nothing, write Rule(..., optional=True)"

@@ -17,7 +17,13 @@ from optax_offload._plan.candidates import CompiledCandidate, Progress
 from optax_offload._plan.frozen import parameters_of
 from optax_offload._plan.planner import Planner, plan
 from optax_offload._plan.result import Plan, check_can_plot, save_plot
-from optax_offload._plan.step import Step, StepFactory, compile_step, record
+from optax_offload._plan.step import (
+    Step,
+    StepFactory,
+    check_factory,
+    compile_step,
+    record,
+)
 
 __all__ = [
     "HEADERS",
@@ -34,6 +40,7 @@ __all__ = [
     "StepFactory",
     "allowed",
     "check_can_plot",
+    "check_factory",
     "checked_budget",
     "compile_step",
     "default_budget_bytes",

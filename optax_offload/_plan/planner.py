@@ -40,8 +40,10 @@ from optax_offload._plan.state import (
 from optax_offload._plan.step import (
     Step,
     StepFactory,
+    check_factory,
     check_remainder,
     donated,
+    name_of,
     record,
 )
 from optax_offload._plan.variants import (
@@ -151,6 +153,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     """
     target = aot.Target(target) if isinstance(target, str) else target
     budget = checked_budget(budget_bytes, host_memory_bytes, target)
+    check_factory(make_step, name_of(make_step), *args)
     asked = Asked(budget, allowed(allow), link_bytes_per_second, folder, frozen)
     given = None if rules is None else as_config(rules)
     planner = Planner(StepFactory(make_step, target, args), asked, given, progress)

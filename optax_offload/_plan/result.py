@@ -72,7 +72,8 @@ class Plan(Printed):
       tokens: The tokens of a step, on all devices; None where that was not told.
       complete: Whether the search was finished; otherwise the plan is the best that was
         found.
-      donated: The arguments that the step donates, as `jit` takes them.
+      donated: The arguments that the step donates, as `jit` takes them; None where that
+        is not known.
     """
 
     target: aot.Target
@@ -91,7 +92,7 @@ class Plan(Printed):
     outside: tuple[str, ...] = ()
     tokens: int | None = None
     complete: bool = True
-    donated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    donated: Mapping[str, Any] | None = None
 
     @property
     def empty(self) -> bool:
@@ -120,7 +121,7 @@ class Plan(Printed):
             return f"fits with {self.after.what}"
         if self.empty and not self.config.parameters:
             return "fits as it is: nothing is moved"
-        return "fits with the given rules: nothing more is moved"
+        return "fits with the given rules: nothing more is moved (not tried without)"
 
     def offload(self, inner: Any) -> Any:
         """Wraps an optimizer as the plan says: with `offload`, or not at all.
@@ -169,7 +170,7 @@ class Plan(Printed):
             f"peak as given, compiled for this memory: {size_text(before)}"
             + (f", {self.verdict}" if self.before.fits else ""),
         ]
-        lines += self.unfused()
+        lines += [*self.undonated(), *self.unfused()]
         if not self.before.fits:
             lines.append(f"chosen: {self.after.what}")
             lines.append(f"its peak: {size_text(after)}")
@@ -199,6 +200,15 @@ class Plan(Printed):
         if size:
             lines.append(f"if all were fused: up to {size_text(size)} less")
         return lines
+
+    def undonated(self) -> list[str]:
+        """A line on a step that donates nothing; none where that is not known."""
+        if self.donated is None or self.donated:
+            return []
+        return [
+            "the step donates nothing, so its old and its new parameters and state are "
+            "there at once: give Step(..., donate_argnums=...), as (0, 1)"
+        ]
 
     def advice(self) -> list[str]:
         """A line on what may be faster than a plan that waits for the link.
@@ -251,7 +261,7 @@ class Plan(Printed):
 
     def jitting(self) -> str:
         """The call that jits a train step, with what the step factory donates."""
-        donated = (f"{name}={value!r}" for name, value in self.donated.items())
+        donated = (f"{name}={value!r}" for name, value in (self.donated or {}).items())
         return f"oo.jit({', '.join(['train_step', *donated, '**config.step'])})"
 
     def numerics(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -108,12 +109,46 @@ def unjitted(step: Step) -> Step:
     return step._replace(fn=fn, **options)
 
 
-def donated(step: Step) -> dict[str, Any]:
+def check_factory(
+    make_step: Callable[..., Any], name: str, *args: Any, **kwargs: Any
+) -> None:
+    """Raises a ValueError for what cannot be called as a step factory is.
+
+    Args:
+      make_step: The function.
+      name: Its name.
+      *args: The arguments that it is given beside ``offload`` and ``target``.
+      **kwargs: Those that it is given by name.
+    """
+    takes = (
+        "A step factory is a function that takes offload and target, and returns an "
+        "optax_offload.Step of your train step"
+    )
+    if inspect.isclass(make_step):
+        raise ValueError(f"{name} is a class. {takes}")
+    try:
+        signature = inspect.signature(make_step)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None, None, *args, **kwargs)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} is called with (offload, target"
+            + "".join(f", {x!r}" for x in args)
+            + "".join(f", {k}={v!r}" for k, v in kwargs.items())
+            + f"), but takes {signature}: {error}. {takes}"
+        ) from error
+
+
+def donated(step: Step) -> dict[str, Any] | None:
     """The arguments that a step donates, as `jit` takes them.
 
-    A step that `jax.jit` jitted says nothing of its own.
+    None of a step that `jax.jit` jitted, which says nothing of its own.
     """
     found = before_jit(step.fn)
+    if found is None and step.donate_argnums is None and hasattr(step.fn, "trace"):
+        return None
     options = {} if found is None else dict(found[1])
     if step.donate_argnums is not None:
         options["donate_argnums"] = step.donate_argnums

@@ -124,16 +124,16 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
     nothing is donated: jit the outermost function with this.
 
     Args:
-      fun: the function. Without it, a decorator is returned.
-      donate_argnums: as in `jax.jit`. An empty one says that nothing should be donated.
-      donate_argnames: as in `jax.jit`.
-      fuse: whether updates are moved into the backward pass.
-      late_gradients: where gradients wait whose update needs all of them first, as for
+      fun: The function. Without it, a decorator is returned.
+      donate_argnums: As in `jax.jit`. An empty one says that nothing should be donated.
+      donate_argnames: As in `jax.jit`.
+      fuse: Whether updates are moved into the backward pass.
+      late_gradients: Where gradients wait whose update needs all of them first, as for
         clipping by the global norm: ``"host"``, ``"device"``, nowhere (``"recompute"``
         runs the backward pass twice), or ``"auto"``, the faster way. See `stream`.
-      residuals: where activations that layers keep for the backward pass rest:
+      residuals: Where activations that layers keep for the backward pass rest:
         ``"device"`` or ``"host"``, for their bytes over the link each way.
-      latency_hiding: whether XLA's latency-hiding scheduler orders a GPU's program:
+      latency_hiding: Whether XLA's latency-hiding scheduler orders a GPU's program:
         ``"on"`` or ``"off"`` (its option ``xla_gpu_enable_latency_hiding_scheduler``).
         ``"auto"`` turns it on where all that moves does so in scans: before Hopper a
         GPU's compiler leaves it off, and hides no transfer. It turns it off where it
@@ -142,7 +142,7 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         several times more alive for nothing. Elsewhere it is the compiler's choice. On
         several GPUs it hides collectives, for more memory; `plan` tries both. An option
         in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS`` stands.
-      **jit_kwargs: the other arguments of `jax.jit`: ``in_shardings``,
+      **jit_kwargs: The other arguments of `jax.jit`: ``in_shardings``,
         ``out_shardings``, ``static_argnums``, ``static_argnames``, ``keep_unused``,
         ``device``, ``backend``, ``inline`` and ``compiler_options``.
 

@@ -78,8 +78,8 @@ class Target:
             memory_bytes = available
         if not _LEAST_MEMORY_BYTES <= memory_bytes <= available:
             raise ValueError(
-                f"Target({name!r}, memory_bytes={memory_bytes}): a {chip.name} has "
-                f"{available} bytes ({size_text(available)}) for each device; pass "
+                f"memory_bytes={memory_bytes} ({size_text(memory_bytes)}): each device "
+                f"of {name!r} has {available} bytes ({size_text(available)}); pass "
                 f"between {size_text(_LEAST_MEMORY_BYTES)} and that, or leave it out"
             )
         values = {

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Generator
 from importlib import metadata
@@ -28,6 +29,7 @@ except ImportError as error:
 import jax
 
 from optax_offload import __version__, _plan, aot
+from optax_offload._ground import trees
 from optax_offload._ground.units import parse_size
 from optax_offload._host import link
 from optax_offload._places import rule_files
@@ -314,8 +316,8 @@ def explain(  # noqa: PLR0913 - each parameter is an option
             raise ValueError("give either --step or --checkpoint")
         config = rule_files.load_config(rules)
         parameters: list[tuple[str, int | None]] = []
+        saved = [] if checkpoint is None else checkpoints.leaves(checkpoint)
         if checkpoint is not None:
-            saved = checkpoints.leaves(checkpoint)
             leaves = checkpoints.under(saved, under)
             if config.parameters:
                 parameters = checkpoints.under(saved, parameters_under)
@@ -342,6 +344,9 @@ def explain(  # noqa: PLR0913 - each parameter is an option
         for of, rule in idle:
             allowed = " (optional)" if rule.optional else ""
             say(_err, f"rule {rule.rule}{of} has no effect{allowed}: {rule.pattern}")
+            below = trees.beginning(re.compile(rule.pattern), (x.path for x in saved))
+            if below:
+                say(_err, f"it matches leaves below {below}: give --under {below}")
     if any(not rule.optional for _, rule in idle):
         raise typer.Exit(IDLE_RULE)
 

@@ -11,10 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_TAKES = (
-    "A step factory is a function that takes offload and target, and returns an "
-    "optax_offload.Step of your train step"
-)
+from optax_offload._plan import check_factory
 
 
 def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
@@ -55,17 +52,8 @@ def load_factory(name: str, options: Sequence[str] = ()) -> Callable[..., Any]:
             f"{module_name} has no function {attribute!r}; it has "
             f"{', '.join(own) or 'no step factory'}"
         )
-    if inspect.isclass(found):
-        raise ValueError(f"{name} is a class. {_TAKES}")
     arguments = dict(_option(option) for option in options)
-    try:
-        inspect.signature(found).bind(None, None, **arguments)
-    except TypeError as error:
-        raise ValueError(
-            f"{name} is called with (offload, target"
-            + "".join(f", {k}={v!r}" for k, v in arguments.items())
-            + f"), but takes {inspect.signature(found)}: {error}. {_TAKES}"
-        ) from error
+    check_factory(found, name, **arguments)
     return functools.partial(found, **arguments)
 
 

@@ -52,7 +52,7 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     if plan.budget_bytes < plan.target.memory_bytes:
         room += f" of {size_text(plan.target.memory_bytes)}"
     head = f"{plan.target.name}, {room} on each device: {plan.verdict}"
-    for line in plan.unfused():
+    for line in (*plan.undonated(), *plan.unfused()):
         say(console, line, "bold")
     say(console, head, "bold")
     about = *plan.host(), *plan.timing(), *plan.advice(), *plan.numerics()

@@ -61,7 +61,9 @@ def test_target_name_errors(name, message):
 @pytest.mark.parametrize("memory_bytes", [0, -1, 2**40])
 def test_target_memory_errors(memory_bytes):
     """A target's memory can only be set smaller."""
-    with pytest.raises(ValueError, match=r"memory_bytes=.*h100 has 84942979072 bytes"):
+    with pytest.raises(
+        ValueError, match=r"memory_bytes=.*'h100' has 84942979072 bytes"
+    ):
         aot.Target("h100", memory_bytes=memory_bytes)
 
 

@@ -189,6 +189,9 @@ def test_explain_a_checkpoint(invoke, checkpoint, rules):
     text = invoke(*args).stdout
     assert re.search(r"0/mu/w +128\.00 KiB +pinned_host +rule 0", text)
     assert "pinned_host: 256.00 KiB" in text
+    rules.write_text("[[rules]]\npattern = '\\d+/mu/.*'")
+    told = invoke("explain", rules, "--checkpoint", checkpoint, code=4).stderr
+    assert "below opt_state/1: give --under opt_state/1" in told
 
 
 def test_explain_a_step(invoke, tmp_path):
@@ -313,7 +316,7 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
         ),
         (
             ("fit", "my_steps:make_step", "--target", "rtx3060", "--memory", "16GiB"),
-            "a rtx3060 has",
+            "16.00 GiB): each device of 'rtx3060' has",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--host-memory", "all"),

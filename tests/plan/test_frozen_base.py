@@ -158,6 +158,14 @@ def test_what_cannot_be_frozen(make_step, frozen, message):
         planner_of(make_step, frozen=frozen)
 
 
+@pytest.mark.parametrize("made", [LAYERS, oo.Step], ids=["no arguments", "class"])
+def test_what_is_no_factory(made):
+    """It is told before it is called."""
+    function = made if made is oo.Step else lambda tokens: made
+    with pytest.raises(ValueError, match="A step factory is a function that takes"):
+        oo.plan(function, target="h100")
+
+
 def test_what_is_passed_on_is_frozen():
     """A step may return its base."""
     make_step = functools.partial(adapter_step, passes=True)

@@ -460,4 +460,8 @@ def test_plans_are_values():
     given = dataclasses.replace(found, config=oo.OffloadConfig([".*/mu"]))
     assert given.given == given.config.rules
     assert "fits with the given rules: nothing more is moved" in str(given)
+    said = "the step donates nothing"
+    assert said not in str(found)
+    assert said in str(dataclasses.replace(found, donated={}))
+    assert said not in str(dataclasses.replace(found, donated={"donate_argnums": ()}))
     assert found.as_dict()["empty"] is True

@@ -304,6 +304,9 @@ def test_under():
         oo.place(state_of(1), RULES, under="opt")
     with pytest.raises(ValueError, match="matches no leaf"):
         oo.place(state_of(1), ".*/trace/.*")
+    chain = {"opt_state": (optax.EmptyState(), optax.adam(1.0).init(jnp.ones(3)))}
+    with pytest.raises(ValueError, match="does below 'opt_state/1': give under='opt_s"):
+        oo.place(chain, r"\d+/(mu|nu)", under="opt_state")
 
 
 @pytest.mark.parametrize("like", [{"head": "pinned_host"}, [("head", "cpu")]])
