@@ -159,7 +159,7 @@ class _Cut:
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
         # What may rest between the forward and the backward pass.
-        self._residuals = residuals
+        self._stores_residuals = residuals
         self.residuals = {*(self._passing_most() if residuals else ())}
         self._pieces = self._cut()
 
@@ -359,7 +359,7 @@ class _Cut:
             computed = {v for i in own for v in self._outvars(i)}
             for v in {v for i in own for v in self._step.reads(i)} - computed:
                 used.setdefault(v, set()).add(n)
-        stored = self._stored(made, used, kept) if self._residuals else {}
+        stored = self._stored(made, used, kept) if self._stores_residuals else {}
         stores: dict[int, list[jex.Var]] = {}
         for v in stored:
             stores.setdefault(self._store_at(made[v]), []).append(v)
