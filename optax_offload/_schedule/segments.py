@@ -254,15 +254,13 @@ class Chain:
             f": {size_text(most)} of what rests on the host at most in one, loaded by "
             "the turn before"
         )
+        alone = sum(s.alone for s in self.segments)
+        if alone:
+            loaded += f", but after {alone} in which the most is in memory"
         yield (
             f"{len(self.segments)} turns of layers that no scan runs, each a loop that "
             "runs once" + loaded * bool(most)
         )
-        if any(s.alone for s in self.segments):
-            yield (
-                "one of them, in which the most is in memory, loads nothing for the "
-                "next, which loads its own"
-            )
         if self.codes:
             yield (
                 f"{size_text(nbytes(self.codes))} of codes on the device: each turn "

@@ -1,5 +1,7 @@
 """A step of layers that Python loops over is cut into segments, each with its loads."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -490,6 +492,9 @@ def test_what_is_printed():
         f"{size_text(most)} of what rests on the host at most in one, loaded by the "
         "turn before"
     )
+    alone = dataclasses.replace(plan.chain.segments[0], alone=True)
+    said, *_ = dataclasses.replace(plan.chain, links=(alone,)).lines()
+    assert said.endswith("the turn before, but after 1 in which the most is in memory")
     assert any("residuals rest on the host between the turns" in x for x in lines)
     assert not any("no scan found" in x or "nothing is fused" in x for x in lines)
     # What turns update is not said to be left.
