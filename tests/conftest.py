@@ -46,7 +46,7 @@ ONE_IN = {
 
 # Of so many cases of a test CI runs one with the newer Python and the others with the
 # default one, unless it asks what a JAX has.
-ONE_IN_CASES = 3
+ONE_IN_CASES = 2
 OF_EACH_JAX = re.compile(r"tests/(step/test_flags|system/test_(lowered|upstream))\.py")
 
 

@@ -89,6 +89,7 @@ class _Loop:
         sharded: Mapping[int, Sharded],
     ):
         self.sharded = sharded
+        self.like = {update.program.invars[i]: x for i, x in sharded.items()}
         self.update, self.program, self.traces = update, update.program, traces
         self._loop = loop
         self._env = env
@@ -306,7 +307,11 @@ class _Slice:
         return None if self._rows is None else self.group.in_rows.axes.get(v)
 
     def _source(self, v: jex.Var) -> Leaf:
-        return Leaf(self._axis(v), v.aval, replaced=v in self._buffers)
+        loop, axis = self._loop, self._axis(v)
+        # Else a whole one may be computed in parts, as its gradient is, and what a loop
+        # carries of it too: that is made whole in host memory, where nothing can (F85).
+        like = None if axis is not None else loop.like.get(v)
+        return Leaf(axis, v.aval, like=like, replaced=v in self._buffers)
 
     def _target(self, t: Target) -> Leaf:
         loop = self._loop

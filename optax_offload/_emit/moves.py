@@ -88,6 +88,11 @@ def store(
     return memory.transfer(y, memory_kind)
 
 
+def store_residual(x: Any) -> Any:
+    """Moves a value that a loop has computed to host memory, all of it."""
+    return memory.transfer(tpu_layout.constrain(x, x, made_here=True), "pinned_host")
+
+
 def rows_of(x: jax.Array, first: Any, count: int, axis: int) -> jax.Array:
     """Some rows of a value, in its memory."""
     return lax.dynamic_slice_in_dim(x, first, count, axis, allow_negative_indices=False)
@@ -139,7 +144,9 @@ class Leaf:
                 # Else what reads it may be one with what replaces it, which a TPU's
                 # compiler does with a copy of the whole (F09).
                 return lax.optimization_barrier(x)
-        return load_whole(x) if self.layout is None else load(x, self.layout)
+        on_host = memory.on_host(x)
+        x = load_whole(x) if self.layout is None else load(x, self.layout)
+        return constrain(x, self.like, self.axis) if on_host else x
 
     def store(self, buffer: Any, rows: Any, first: Any) -> Any:
         """The buffer with rows stored in it; what is stored, if that is all of it."""

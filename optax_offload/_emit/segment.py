@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._emit.moves import load_whole, store
+from optax_offload._emit.moves import load_whole, store, store_residual
 from optax_offload._places import memory
 from optax_offload._program import (
     Places,
@@ -100,7 +100,7 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
         on_device = key_data([turn.known[v] for v in results])
-        stores = [store(turn.known[v], "pinned_host") for v in segment.stores]
+        stores = [store_residual(turn.known[v]) for v in segment.stores]
         ahead = [turn.on_device[v] for v in segment.ahead]
         after = [turn.known[v] for v in rewritten]
         return number + 1, on_device, on_host, stores, ahead, after, passed

@@ -94,16 +94,23 @@ def part_of_row_moves(x: Any, axis: int) -> bool:
     return row_moves(x, axis) and axis not in order(x)[-2:]
 
 
-def constrain(x: jax.Array, of: Any) -> jax.Array:
+def constrain(x: jax.Array, of: Any, *, made_here: bool = False) -> jax.Array:
     """Asks a TPU's compiler to lay out a part of an array as it does all of it.
 
     Left to itself it takes the body of a loop for row-major, and then copies on the
     host what is laid out in another way (F25).
+
+    Args:
+      x: The part, or all of it.
+      of: The type of all of it.
+      made_here: Whether a loop computes it, and takes it from no array in host memory.
+        Then a compiler may lay it out in any way, and does not find a buffer for it.
     """
     axes = order(of)
     # Of words of codes a compiler likes to turn the last two axes, and then cannot
     # write their slices.
-    if axes == tuple(range(len(axes))) and x.dtype != jnp.uint16:
+    is_row_major = axes == tuple(range(len(axes)))
+    if is_row_major and x.dtype != jnp.uint16 and not made_here:
         return x
     return lax.platform_dependent(
         x,

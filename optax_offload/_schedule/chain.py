@@ -99,15 +99,12 @@ def is_small(step: Step, asked: Options) -> bool:
     named = {v for e in step.program.equations if are_codes(e) for v in e.invars}
     inputs = step.program.invars
     resting = [v for v in inputs if memory.on_host(v.aval) or v in named]
-    codes = [v for v in resting if _is_integer(v)]
+    dtypes = ((v, getattr(v.aval, "dtype", bool)) for v in resting)
+    codes = [v for v, dtype in dtypes if jnp.issubdtype(dtype, jnp.integer)]
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
     most = 4 * nbytes(resting) + 28 * nbytes(codes)
     return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
-
-
-def _is_integer(v: jex.Var) -> bool:
-    return jnp.issubdtype(getattr(v.aval, "dtype", bool), jnp.integer)
 
 
 def too_few() -> str:
@@ -161,7 +158,7 @@ class _Cut:
         # What may rest between the forward and the backward pass.
         self._stores_residuals = residuals
         self.residuals = {*(self._passing_most() if residuals else ())}
-        self._pieces = self._cut()
+        self._pieces, self._loads = self._cut()
 
     @functools.cached_property
     def segments(self) -> list[int]:
@@ -212,8 +209,12 @@ class _Cut:
     @functools.cached_property
     def _live(self) -> list[int]:
         """The bytes that are alive before each equation, but for gradients."""
+        return liveness.passing(self._spans, len(self._nodes))
+
+    @functools.cached_property
+    def _spans(self) -> list[liveness.Span]:
         counted = liveness.kept(self._step, self._nodes).difference(self._gradients)
-        return liveness.passing(self._step, self._nodes, counted)
+        return [*liveness.spans(self._step, self._nodes, counted)]
 
     @property
     def _most(self) -> int:
@@ -246,12 +247,20 @@ class _Cut:
 
     @functools.cached_property
     def excess(self) -> int:
-        """The bytes by which gradients, kept until the end, would raise the peak."""
-        made, there, most = {*self._gradients}, 0, 0
-        for k, node in enumerate(self._nodes):
-            there += nbytes(v for v in self._step.defines(node.position) if v in made)
-            most = max(most, there + self._live[k + 1])
-        return most - max(self._live)
+        """The bytes by which gradients, kept until the end, would raise the peak.
+
+        Beside what is alive there is what turns load; residuals at rest are not.
+        """
+        there = (span for span in self._spans if span.var not in self.residuals)
+        live = liveness.passing(there, len(self._nodes))
+        made, waiting, most, others = {*self._gradients}, 0, 0, 0
+        for piece, loads in zip(self._pieces, self._loads, strict=True):
+            for k in range(piece.begin, piece.end):
+                new = self._step.defines(self._nodes[k].position)
+                waiting += nbytes(v for v in new if v in made)
+                most = max(most, waiting + live[k + 1] + loads)
+                others = max(others, live[k] + loads)
+        return most - others
 
     def waiting(self, *, on_host: bool) -> set[jex.Var]:
         """The gradients that are stored if their update needs all of them.
@@ -310,8 +319,8 @@ class _Cut:
                 waiting += variables(self._program.equations[self._again[v]].invars)
         return positions, [*loaded]
 
-    def _cut(self) -> list[cutting.Piece]:
-        """Segments, and what is between them."""
+    def _cut(self) -> tuple[list[cutting.Piece], list[int]]:
+        """Segments and what is between them, and the bytes that each loads."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
         taken = [
@@ -321,13 +330,14 @@ class _Cut:
             for node in nodes
         ]
         filling = cutting.Filling(taken, self._sizes(filled))
-        passing = liveness.passing(self._step, nodes)
+        passing = liveness.passing(liveness.spans(self._step, nodes), len(nodes))
         apart = [self._touches_host(node) for node in nodes]
         pieces = cutting.pieces(filling, apart, passing)
         spans = liveness.in_memory(self._step, nodes)
         handed = gradients.union(variables(self._program.outvars))
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
-        return cutting.parted(pieces, filling, alive)
+        found = cutting.parted(pieces, filling, alive)
+        return found, cutting.loaded(found, filling)
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from optax_offload._schedule.segments import nbytes
 
 # So much of what rests is taken in one segment, or what one equation takes: a few
 # milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
-# the number of segments.
+# the number of segments, up to what so many layers take.
 SEGMENT_BYTES = 64 * MIB
 MANY_BYTES = 2**30
+MOST_LAYERS = 2
 # What one more segment has to take from the peak, and the least that counts for it.
 LEAST_PARTED_BYTES = 32 * MIB
 LEAST_ALIVE_BYTES = MIB
@@ -102,7 +104,7 @@ def pieces(
       apart: Whether each is in no segment.
       passing: The bytes that go on at each equation to this one or later ones.
     """
-    room = _room(filling.size(filling.within(0, len(apart))))
+    room = _room(filling)
     begin, last, inside = 0, 0, False
     there: set[jex.Var] = set()
     for k, more in enumerate(filling.taken):
@@ -141,11 +143,9 @@ def parted(
     large = [x for x in alive if x.nbytes >= LEAST_ALIVE_BYTES]
 
     def peak(piece: Piece, after: Piece | None) -> int:
-        both = (piece, None if piece.alone else after)
-        taken = {v for x in both if x for v in _loads(x, filling)}
-        return _peak(piece, large) + nbytes(taken)
+        return _peak(piece, large) + _loaded(piece, after, filling)
 
-    margin = UPDATED * _room(filling.size(filling.within(0, len(filling.taken))))
+    margin = UPDATED * _room(filling)
     tried: set[Piece] = set()
     while True:
         segments = [n for n, piece in enumerate(found) if piece.is_segment]
@@ -174,6 +174,23 @@ def parted(
         gain = LEAST_PARTED_BYTES if peaks[n] == most else margin
         if least is not None and least[0] <= peaks[n] - gain:
             found[n : n + 1] = least[1]
+
+
+def loaded(pieces: Sequence[Piece], filling: Filling) -> list[int]:
+    """The bytes at rest that are on the device in each, with those of the next one."""
+    found = [0] * len(pieces)
+    after: Piece | None = None
+    for n in reversed(range(len(pieces))):
+        if pieces[n].is_segment:
+            found[n] = _loaded(pieces[n], after, filling)
+            after = pieces[n]
+    return found
+
+
+def _loaded(piece: Piece, after: Piece | None, filling: Filling) -> int:
+    """The bytes at rest that are on the device in a segment before another one."""
+    ahead = _loads(after, filling) if after and not piece.alone else set[jex.Var]()
+    return nbytes(_loads(piece, filling) | ahead)
 
 
 def _ways(piece: Piece, alive: Iterable[Alive]) -> Iterator[tuple[Piece, ...]]:
@@ -249,9 +266,28 @@ def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
     return unused
 
 
-def _room(total: int) -> int:
-    """The bytes that fill a segment of a step, by those that fill all."""
-    return round(SEGMENT_BYTES * max(1, total / MANY_BYTES) ** 0.5)
+def _room(filling: Filling) -> int:
+    """The bytes that fill a segment of a step."""
+    taken = filling.within(0, len(filling.taken))
+    root = SEGMENT_BYTES * max(1, filling.size(taken) / MANY_BYTES) ** 0.5
+    return round(max(SEGMENT_BYTES, min(root, MOST_LAYERS * _layer(taken, filling))))
+
+
+def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:
+    """The bytes that a layer takes of what rests; infinite where layers differ.
+
+    There are as many layers as divide the number of the arrays of each shape, but for
+    those of which there is one.
+    """
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for v in taken:
+        if memory.on_host(v.aval) and filling.sizes[v] >= LEAST_ALIVE_BYTES:
+            shapes.setdefault(memory.shape_on_each_device(v.aval), []).append(
+                filling.sizes[v]
+            )
+    like = [sizes for sizes in shapes.values() if len(sizes) > 1]
+    layers = math.gcd(*map(len, like))
+    return sum(map(sum, like)) / layers if layers > 1 else math.inf
 
 
 def _end(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from jax.extend import core as jex
@@ -28,18 +28,15 @@ class Span(NamedTuple):
     last: int
 
 
-def passing(
-    step: Step, nodes: Sequence[Outer], counted: Set[jex.Var] | None = None
-) -> list[int]:
+def passing(some: Iterable[Span], nodes: int) -> list[int]:
     """The bytes that are computed before each node, and taken by it or later.
 
     Args:
-      step: The step.
-      nodes: Its equations, in order.
-      counted: The variables that are in memory; None for all.
+      some: How long each variable is there that counts.
+      nodes: The number of nodes.
     """
-    changes = [0] * (len(nodes) + 2)
-    for v, made, last in spans(step, nodes, counted):
+    changes = [0] * (nodes + 2)
+    for v, made, last in some:
         if last > made:
             changes[made + 1] += memory.nbytes_on_each_device(v.aval)
             changes[last + 1] -= memory.nbytes_on_each_device(v.aval)

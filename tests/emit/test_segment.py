@@ -196,6 +196,21 @@ def test_residuals_alone(model):
     check(model, optax.adamw(1e-2, eps=1e-3), residuals="host", layers="device")
 
 
+def test_residuals_are_laid_out_as_their_buffer_on_a_tpu():
+    """Its compiler lays out what a loop computes in any way, and then finds none."""
+    tx = all_of(optax.trace(0.9))
+    params, x = parameters(), jnp.ones((4, WIDTH))
+    at_rest = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+
+    def constraints(**options):
+        step = oo.jit(step_of(plain, tx), donate_argnums=(0, 1), **options)
+        traced = step.trace(at_rest, tx.init(params), x)
+        text = traced.lower(lowering_platforms=("tpu",)).as_text()
+        return text.count("@LayoutConstraint")
+
+    assert constraints(residuals="host") > constraints()
+
+
 @pytest.mark.parametrize(
     "inner",
     [

@@ -182,6 +182,18 @@ IN_ENGINE = {
         "if not _is_handed(x, piece):",
         (CUTTING,),
     ),
+    "turns of more layers, the more there are": Mutant(
+        "_schedule/cutting.py",
+        "min(root, MOST_LAYERS * _layer(taken, filling))",
+        "root",
+        (CUTTING,),
+    ),
+    "residuals at rest counted on the device": Mutant(
+        "_schedule/chain.py",
+        "if span.var not in self.residuals)",
+        "if span.var is not self)",
+        (CHAIN,),
+    ),
     "many arrays handed on for one product": Mutant(
         "_schedule/crossing.py",
         "self._drop_together([v for v in candidates if v in self.handed])",

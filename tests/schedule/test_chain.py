@@ -287,6 +287,20 @@ def test_gradients_wait_on_the_host_where_that_saves_anything():
     assert waiting(8, late_gradients="device") == 0
 
 
+@pytest.mark.skipif(
+    not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
+)
+def test_residuals_at_rest_leave_no_room_for_gradients():
+    """Where the most would be alive they are not, so that fewer fit beside it."""
+    tx = clipped("before")
+
+    def waiting(residuals):
+        args = matrices(8), tx.init(matrices(8)), jnp.ones((WIDTH, WIDTH))
+        return len(cut(train_step(tx), *args, residuals=residuals)[0].waiting)
+
+    assert waiting("device") < waiting("host")
+
+
 def test_norms_of_single_gradients_need_no_other():
     """What a clip of each leaf's own scales is updated in the turn after, too."""
     tx = optax.chain(optax.clip_by_block_rms(0.1), adam_at_rest())

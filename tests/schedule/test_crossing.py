@@ -6,7 +6,7 @@ from small_steps import taken_apart
 
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import reduced
-from optax_offload._schedule.liveness import kept, passing
+from optax_offload._schedule.liveness import kept, passing, spans
 from optax_offload._schedule.rest import rest
 
 SIZE = 64
@@ -155,8 +155,8 @@ def test_what_is_alive():
     of = {names[k] for k, n in enumerate(nodes) if found & {*step.defines(n.position)}}
     assert {"dot_general", "add"} <= of
     assert not {"tanh", "mul", "cos"} & of
-    assert max(passing(step, nodes, found)) == BYTES
-    assert passing(step, nodes)[0] == 0
+    assert max(passing(spans(step, nodes, found), len(nodes))) == BYTES
+    assert passing(spans(step, nodes), len(nodes))[0] == 0
 
 
 def test_what_is_reduced_over_gradients():

@@ -103,3 +103,39 @@ def test_buffers_that_wait_are_used():
     assert cutting._left(waiting, []) == 12
     assert cutting._left(waiting, [5, 3]) == 4
     assert cutting._left(waiting, [3, 9]) == 9
+
+
+def of_layers(count):
+    """What fills segments: layers of 120 MiB, an embedding, and a scale of 1 KiB."""
+    some: list[jex.Var] = []
+    for size in (*[40 * MIB, 30 * MIB, 50 * MIB] * count, 70 * MIB, 1024):
+        x = jax.ShapeDtypeStruct((size,), jnp.int8)
+        some.append(jex.Var(memory.host_type(memory.type_of(x))))
+    return Filling([{v} for v in some], {v: memory.nbytes(v.aval) for v in some})
+
+
+@pytest.mark.parametrize("layers", [48, 96, 192])
+def test_turns_take_two_layers_at_most(layers):
+    """However many there are, so that the peak is that of few."""
+    filling = of_layers(layers)
+    equations = len(filling.taken)
+    some = cutting.pieces(filling, [False] * equations, [0] * equations)
+    most = max(filling.size(filling.within(x.begin, x.end)) for x in some)
+    assert 120 * MIB <= most <= 240 * MIB
+
+
+@pytest.mark.parametrize(("count", "size"), [(7, 120 * MIB), (1, float("inf"))])
+def test_layers_are_known_by_like_arrays(count, size):
+    """Where none are alike, turns grow with the root of all that rests."""
+    filling = of_layers(count)
+    assert cutting._layer(filling.sizes, filling) == size
+
+
+def test_what_turns_load():
+    """Their own, and what the next one takes, unless they load nothing for it."""
+    filling = with_parameters(10, 60)
+    there = [*pieces(50), Piece(50, 60, False), Piece(60, END, True)]
+    assert cutting.loaded(there, filling) == [60 * MIB, 0, 60 * MIB]
+    there = [Piece(0, 10, True), Piece(10, 60, True, True), Piece(60, END, True)]
+    assert cutting.loaded(there, with_parameters(60)) == [0, 0, 60 * MIB]
+    assert cutting.loaded(there, with_parameters(15)) == [60 * MIB, 60 * MIB, 0]

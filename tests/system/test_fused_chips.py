@@ -13,9 +13,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_offload as oo
 from benchmarks.common.steps import MODES, compile_step
-from benchmarks.common.workloads import gated
+from benchmarks.common.workloads import decoder, gated
 from optax_offload import aot
 from optax_offload._ground import compat
+from optax_offload._ground.units import MIB
+from optax_offload._schedule import cutting
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -266,6 +268,19 @@ def test_the_scan_that_runs_twice(platform):
     assert all(n <= 2 * before[kind] for kind, n in after.items())
     check_memory(model, plain, twice)
     check_state_is_on_the_host(model, twice)
+
+
+@pytest.mark.skipif(not compat.SEGMENTS_ARE_FREED, reason="steps are cut from JAX 0.12")
+@pytest.mark.newest
+@pytest.mark.aot
+@pytest.mark.xdist_group("tpu")
+def test_replicated_parameters_of_a_python_loop(monkeypatch):
+    """A norm's scale rests on the host beside sharded matrices (F85)."""
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
+    sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
+    workload = decoder(False, 4, width=512, heads=4, **sizes)
+    compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["parameters"])
+    assert aot.host_computations(compiled) == ()
 
 
 @pytest.mark.newest
