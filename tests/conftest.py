@@ -44,9 +44,9 @@ ONE_IN = {
 }
 
 
-# Of so many cases of a test CI runs one with the newer Python and the others with the
-# default one, unless it asks what a JAX has.
-ONE_IN_CASES = 2
+# Of two or three cases of a test CI runs one with the newer Python and the others with
+# the default one, and of more every third, unless it asks what a JAX has.
+ONE_IN_CASES = 3
 OF_EACH_JAX = re.compile(r"tests/(step/test_flags|system/test_(lowered|upstream))\.py")
 
 
@@ -92,10 +92,9 @@ def pytest_collection_modifyitems(items):
         elif not any(item.get_closest_marker(mark) for mark in ("slow", "skipif")):
             cases[item.nodeid.partition("[")[0]].append(item)
     for several in cases.values():
-        for number, item in enumerate(several):
-            if len(several) >= ONE_IN_CASES:
-                mark = "any_jax" if number % ONE_IN_CASES else "newer_jax"
-                item.add_marker(mark)
+        parts = min(len(several), ONE_IN_CASES)
+        for number, item in enumerate(several if parts > 1 else ()):
+            item.add_marker("any_jax" if number % parts else "newer_jax")
     if metadata.version("jaxlib").startswith(("0.10.", "0.11.0")):
         for item in items:
             if item.get_closest_marker("newest"):

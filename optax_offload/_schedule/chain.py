@@ -30,7 +30,7 @@ from optax_offload._program import (
 from optax_offload._schedule import cutting, liveness
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.follow import is_transposed
-from optax_offload._schedule.late import Reduced
+from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.placing import Placing
 from optax_offload._schedule.products import LEAST_TIED_BYTES, products, stores
 from optax_offload._schedule.rest import Outer
@@ -77,14 +77,14 @@ def chain(
     found = _Cut(step, nodes, reduced, asked.residuals == "host")
     if len(found.segments) < LEAST_SEGMENTS:
         return too_few()
-    on_host = (
-        asked.late_gradients == "host" and reduced is not None and bool(reduced.sums)
-    )
+    taken = (a for node in nodes if node.left for a in node.left.operands)
+    freed = max(found.excess, 0) if are_late(step, taken, reduced) else 0
+    on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
     whole = found.loads or found.residuals or on_host
-    if not (whole or found.excess >= LEAST_FREED_BYTES):
+    if not whole and freed < LEAST_FREED_BYTES:
         return (
             "layers that no scan runs are not cut into turns: gradients freed turn by "
-            f"turn would lower the peak by {size_text(max(found.excess, 0))}, and "
+            f"turn would lower the peak by {size_text(freed)}, and "
             f"turns are worth it from {size_text(LEAST_FREED_BYTES)}, or where "
             "parameters or residuals are at rest"
         )

@@ -464,7 +464,10 @@ def _reasons(plan: FusedStep) -> Iterator[str]:
     inside = updates_inside(plan.step, plan.inside)
     for reason in inside:
         if reason not in found:
-            yield f"an offloaded update is left as it is: {reason}"
+            yield (
+                "an offloaded update is not fused, and streams its state where it is: "
+                f"{reason}"
+            )
     if plan.scans or plan.chain or plan.inside or found or inside:
         return
     if not plan.asked.fuse:

@@ -21,6 +21,7 @@ from optax_offload._program import (
     Program,
     Step,
     Update,
+    dependents,
     facts,
     is_load,
     shape,
@@ -46,6 +47,22 @@ class Reduced(NamedTuple):
 
 
 NOTHING = Reduced(frozenset(), frozenset(), {})
+
+
+def are_late(step: Step, taken: Iterable[Atom], reduced: Reduced | None) -> bool:
+    """Returns whether updates take what is reduced over gradients of others.
+
+    Those that do not begin when their own gradient is complete, and free it, in turns
+    and without.
+
+    Args:
+      step: The step.
+      taken: What updates take.
+      reduced: What is reduced over gradients.
+    """
+    equations = step.program.equations
+    sums = {v for i in (reduced or NOTHING).sums for v in equations[i].outvars}
+    return not dependents(step.program, sums).isdisjoint(variables(taken))
 
 
 def reduced(step: Step) -> Reduced:

@@ -309,17 +309,36 @@ def test_norms_of_single_gradients_need_no_other():
     assert updated(found) == ([*[0] * LAYERS, *[3] * LAYERS], [1])
 
 
-@pytest.mark.parametrize("where", [None, "before", "inside"])
+def test_updates_that_need_no_other_gradient_free_theirs(monkeypatch):
+    """Without turns too: of 12 layers on an H100 they took 1295 MiB instead of 876.
+
+    That a norm of all is returned keeps none of them waiting.
+    """
+    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 1)
+    tx, layers = adam_at_rest(), matrices(8)
+
+    def step(layers, state, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        return optax.apply_updates(layers, updates), state, optax.tree.norm(grads)
+
+    args = layers, tx.init(layers), jnp.ones((4, WIDTH))
+    plan = oo.jit(step, donate_argnums=(0, 1)).schedule(*args)
+    assert plan.chain is None
+    assert "would lower the peak by 0 B" in str(plan)
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
 def test_state_alone_at_rest(where, monkeypatch):
     """Turns are of gradients, and parameters are replaced where they are."""
-    tx = clipped(where) if where else adam_at_rest()
+    tx = clipped(where)
     layers = matrices(8)
     args = layers, tx.init(layers), jnp.ones((4, WIDTH))
     step = oo.jit(train_step(tx), donate_argnums=(0, 1))
     monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 3 * MATRIX_BYTES)
     found = step.schedule(*args).chain
     assert found is not None
-    assert bool(found.waiting) == (where is not None)
+    assert found.waiting
     inside, between = updated(found)
     assert sum(inside) + sum(between) == 3 * 8 + 1 + len(found.waiting)
     lefts = [node.left for s in found.segments for node in s.updates if node.left]
