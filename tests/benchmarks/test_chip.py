@@ -309,9 +309,14 @@ def ended(lines):
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("chip")
-def test_a_part_is_killed_and_resumed(tmp_path):
-    """Twice: what was done is kept, in the JSON too, and not done again."""
+def test_dry(tmp_path):
+    """All parts at toy size, though a part is killed twice before."""
+    killed_and_resumed(tmp_path)
+    check_figures(tmp_path)
+
+
+def killed_and_resumed(tmp_path):
+    """What was done is kept, in the JSON too, and not done again."""
     lines, kept, before = tmp_path, set(), set()
     for _ in range(2):
         process = dry(tmp_path, "--only=values")
@@ -339,10 +344,8 @@ def wait_for(condition):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("chip")
-def test_dry(tmp_path):
-    """All parts at toy size: nothing fails, and the figures are what they should be."""
+def check_figures(tmp_path):
+    """Nothing fails, and the figures are what they should be."""
     process = dry(tmp_path)
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output

@@ -103,8 +103,9 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     layers = {f"0/layer_{i}" for i in range(10)}
     parameters = {x for x in found.row_arguments if x.startswith("0/")}
     assert parameters == layers
-    some = found.gradient_bytes
-    assert 0 < some < 12 * LAYER_BYTES if clipped else some == 12 * LAYER_BYTES
+    # Of those that wait for a norm some may do so on the device.
+    assert 0 < found.gradient_bytes <= 12 * LAYER_BYTES
+    assert clipped or found.gradient_bytes == 12 * LAYER_BYTES
     assert found.late_bytes == 0
     assert found.residual_bytes >= 8 * LAYER_BYTES
 
