@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,28 +58,40 @@ def read(folder: Path) -> list[Table]:
 
 def text(tables: Iterable[Table]) -> str:
     """The page."""
-    sections = [section(table) for table in tables] or [f"No chip: {NOT_RUN}.\n"]
-    return "\n".join([TOP, *sections])
+    devices: dict[str, list[Table]] = {}
+    for table in tables:
+        devices.setdefault(table["device"], []).append(table)
+    sections = [section(*of) for of in devices.items()]
+    return "\n".join([TOP, *(sections or [f"No chip: {NOT_RUN}.\n"])])
 
 
-def section(table: Table) -> str:
-    """A chip."""
-    device = table["device"]
-    lines = [f"## {device}", "", origin(table), ""]
+def section(device: str, tables: Sequence[Table]) -> str:
+    """A chip: each part as the newest of its tables has it."""
+    newest = {name: t for t in tables for name, cases in t["parts"].items() if cases}
+    used = [t for t in tables if not t["parts"] or t in newest.values()]
+    lines = [f"## {device}", ""]
+    for table in used:
+        lines += [origin(table), ""]
+    missing: list[str] = []
     for part in PARTS.split("\n### ")[1:]:
         heading, _, shown = part.strip().partition("\n\n")
         name, title = heading.split(": ")
-        lines += [f"### {title} on {device}", ""]
-        cases = table["parts"].get(name)
-        if not cases:
-            lines += [f"{NOT_RUN.capitalize()}.", ""]
+        if name not in newest:
+            missing.append(title)
             continue
+        table = newest[name]
+        cases = table["parts"][name]
+        lines += [f"### {title} on {device}", ""]
+        if len(used) > 1:
+            lines += [f"At commit `{table['commit']}`.", ""]
         above, _, pattern = shown.rpartition("\n")
         lines.append(above)
         for case, figures in done(cases).items():
             lines.append(fill.format(pattern, *case.split("/"), **figures))
         out = left_out(cases)
         lines += ["", *out, *[""] * bool(out)]
+    if missing:
+        lines += [f"{NOT_RUN.capitalize()}: {', '.join(missing)}."]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -92,8 +92,28 @@ def test_what_was_not_run_says_so():
     assert "| gated | fused | 1024.0 | not run yet | 512.0 | not run yet |" in text
     assert "| 4096 tokens | 1.3 | fused | 250 | not run yet |" in text
     assert "| plain | 8.10 | device | not run yet |" in text
-    assert text.count("\nNot run yet.\n") == 4
+    assert text.endswith("\nNot run yet: Values, Link, Overlap, PyTorch.\n")
     assert page.text([]).endswith("No chip: not run yet.\n")
+
+
+def test_a_part_is_the_newest_run_that_has_it():
+    """A later run of some parts takes their place, and each says its commit."""
+    first = {
+        "peaks": {"gated/fused": done(**PEAK)},
+        "time": {"4096 tokens/fused": done(**TIME, seconds=0.5)},
+    }
+    again = {"time": {"4096 tokens/fused": done(**TIME, seconds=0.25)}}
+    older, newer = {**HEAD, "parts": first}, {**HEAD, "commit": "def", "parts": again}
+    text = page.text([older, newer])
+    assert text.count("## NVIDIA H200\n") == 1
+    assert "2026-11-24, commit `abc`" in text
+    assert "2026-11-24, commit `def`" in text
+    _, peaks, time = text.split("\n### ")
+    assert peaks.startswith("Peaks on NVIDIA H200\n\nAt commit `abc`.\n")
+    assert time.startswith("Time on NVIDIA H200\n\nAt commit `def`.\n")
+    assert "| fused | 250 | 250 |" in time
+    assert "| fused | 250 | 500 |" not in text
+    assert "`def`" not in page.text([older])
 
 
 def test_measured_beside_predicted():
