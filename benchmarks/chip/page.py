@@ -70,8 +70,8 @@ def section(device: str, tables: Sequence[Table]) -> str:
     newest = {name: t for t in tables for name, cases in t["parts"].items() if cases}
     used = [t for t in tables if not t["parts"] or t in newest.values()]
     lines = [f"## {device}", ""]
-    for table in used:
-        lines += [origin(table), ""]
+    for before, table in zip([{}, *used], used, strict=False):
+        lines += [origin(table, before), ""]
     missing: list[str] = []
     for part in PARTS.split("\n### ")[1:]:
         heading, _, shown = part.strip().partition("\n\n")
@@ -82,8 +82,8 @@ def section(device: str, tables: Sequence[Table]) -> str:
         table = newest[name]
         cases = table["parts"][name]
         lines += [f"### {title} on {device}", ""]
-        if len(used) > 1:
-            lines += [f"At commit `{table['commit']}`.", ""]
+        if table is not used[0]:
+            lines += [f"At commit `{table['commit'][:7]}`.", ""]
         above, _, pattern = shown.rpartition("\n")
         lines.append(above)
         for case, figures in done(cases).items():
@@ -95,18 +95,22 @@ def section(device: str, tables: Sequence[Table]) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def origin(table: Table) -> str:
-    """How the figures were made."""
+def origin(table: Table, before: Table) -> str:
+    """How the figures were made; versions only if the run before had others."""
+    made = f"{table['date']}, commit `{table['commit'][:7]}`"
+    if table["dry"]:
+        made = f"Toys, on the CPU: these figures mean nothing. {made}"
     versions = ", ".join(f"{k} {v}" for k, v in table["versions"].items())
-    toy = "Toys, on the CPU: these figures mean nothing. " if table["dry"] else ""
-    host = table["host"]
     driver = table.get("driver", {}).get("driver_version")
+    versions += f", driver {driver}" if driver else ""
+    if all(table.get(k) == before.get(k) for k in ("versions", "driver")):
+        versions = "the same versions"
+    host = table["host"]
     return (
-        f"{toy}{table['date']}, commit `{table['commit']}`, {versions}"
-        + (f", driver {driver}" if driver else "")
-        + f"; {table['devices']} device(s) of {gib(table['memory_bytes'])}, the first "
-        f"of which was used; host: {host['processor']}, {host['cores']} cores, "
-        f"{gib(host['total_bytes'])}, {max(1, len(host['numa_nodes']))} NUMA node(s)."
+        f"{made}, {versions}; {table['devices']} device(s) of "
+        f"{gib(table['memory_bytes'])}, the first of which was used; host: "
+        f"{host['processor']}, {host['cores']} cores, {gib(host['total_bytes'])}, "
+        f"{max(1, len(host['numa_nodes']))} NUMA node(s)."
     )
 
 
