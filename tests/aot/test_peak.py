@@ -50,6 +50,29 @@ def test_a_program_for_a_gpu_is_compared_with_its_memory():
     assert (raised.value.used_bytes, raised.value.limit_bytes) == (6 * MIB + 1, 6 * MIB)
 
 
+def test_a_tpus_instructions_take_memory():
+    """16 KiB each, so that a Python loop's peak grows, unless they are told (F86)."""
+
+    def temporary(layers: int, kib: int) -> int:
+        def fn(x):
+            for _ in range(layers):
+                x = jnp.tanh(x @ x)
+                x = x * jnp.sum(x)
+            return x
+
+        compiled = aot.compile(
+            fn,
+            struct((1024, 1024)),
+            target=aot.Target("v5e:1x1"),
+            compiler_options={"xla_jf_program_hbm_alignment_in_kib": kib},
+        )
+        return aot.peak(compiled).temporary_bytes
+
+    grown, less = (temporary(16, kib) - temporary(8, kib) for kib in (16, 1))
+    assert grown > 8 * 16 * 2**10
+    assert less < grown / 12
+
+
 def test_peak_of_a_platform_that_does_not_say():
     """A program without memory analysis is an error, not a peak of zero."""
     silent = types.SimpleNamespace(memory_analysis=lambda: None)
