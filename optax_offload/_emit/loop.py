@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload._emit import sums
-from optax_offload._emit.moves import Leaf, RowKernel, together
+from optax_offload._emit.moves import Rest, RowKernel, rest_of, together
 from optax_offload._places import memory
 from optax_offload._program import (
     Places,
@@ -306,22 +307,19 @@ class _Slice:
     def _axis(self, v: Any) -> int | None:
         return None if self._rows is None else self.group.in_rows.axes.get(v)
 
-    def _source(self, v: jex.Var) -> Leaf:
+    def _source(self, v: jex.Var) -> Rest:
         loop, axis = self._loop, self._axis(v)
         # Else a whole one may be computed in parts, as its gradient is, and what a loop
         # carries of it too: that is made whole in host memory, where nothing can (F85).
         like = None if axis is not None else loop.like.get(v)
-        return Leaf(axis, v.aval, like=like, replaced=v in self._buffers)
+        replaced = v in self._buffers
+        return Rest(axis=axis, layout=v.aval, like=like, replaced=replaced)
 
-    def _target(self, t: Target) -> Leaf:
-        loop = self._loop
-        a, output = loop.program.outvars[t.output], loop.update.outputs[t.output]
-        return Leaf(
-            self._axis(a),
-            a.aval if output.holds_codes else None,
-            output.memory_kind,
-            sharding_of(loop.sharded, output.like if t.alias is None else t.alias),
-        )
+    def _target(self, t: Target) -> Rest:
+        update, v = self._loop.update, self._loop.program.outvars[t.output]
+        rest = rest_of(update, t.output, self._loop.sharded, t.alias, self._axis(v))
+        of_codes = update.outputs[t.output].holds_codes
+        return dataclasses.replace(rest, layout=v.aval if of_codes else None)
 
     def _whole(self, v: jex.Var, buffers: Mapping[int, Any]) -> Any:
         """The value that rows of a variable are in now."""
@@ -329,7 +327,7 @@ class _Slice:
 
 
 def whole_kernel(
-    program: Program, group: Group, source: Callable[[jex.Var], Leaf]
+    program: Program, group: Group, source: Callable[[jex.Var], Rest]
 ) -> RowKernel:
     """The equations of a group that is updated whole."""
     jaxpr = group.jaxpr(program)

@@ -22,25 +22,15 @@ from optax_offload._places import memory, tpu_layout
 from optax_offload._program import (
     Builder,
     Sharded,
+    Update,
     bound,
     constrain,
     resting_scan,
+    sharding_of,
     transform_as,
 )
 
 T = TypeVar("T")
-
-
-def load(x: Any, of: Any) -> Any:
-    """A value, or some of its rows, on the device.
-
-    Args:
-      x: The value, wherever it is.
-      of: The type of all of it, whose layout the rows keep on a TPU.
-    """
-    if not memory.on_host(x):
-        return x
-    return tpu_layout.constrain(memory.transfer(x, "device"), of)
 
 
 def together(values: Mapping[T, Any]) -> dict[T, Any]:
@@ -61,36 +51,6 @@ def moved(x: Any, memory_kind: str) -> Any:
 def as_typed(x: Any, aval: Any) -> Any:
     """A value in the memory that its type in the step has, all of it."""
     return moved(x, memory.kind_of_type(aval))
-
-
-def store(
-    y: Any,
-    memory_kind: str,
-    *,
-    of: Any = None,
-    like: Sharded | None = None,
-    axis: int | None = None,
-) -> Any:
-    """Moves a value, or some of its rows, to where it rests.
-
-    Args:
-      y: The value, on the device.
-      memory_kind: The memory kind in which it rests.
-      of: The type of all of it, if rows have to keep its layout on a TPU.
-      like: The sharding of the value that it replaces, if its type does not say it.
-      axis: The axis of the rows; None for a whole value.
-    """
-    if memory_kind == "device":
-        return y
-    y = constrain(y, like, axis)
-    if of is not None:
-        y = tpu_layout.constrain(y, of)
-    return memory.transfer(y, memory_kind)
-
-
-def store_residual(x: Any) -> Any:
-    """Moves a value that a loop has computed to host memory, all of it."""
-    return memory.transfer(tpu_layout.constrain(x, x, made_here=True), "pinned_host")
 
 
 def rows_of(x: jax.Array, first: Any, count: int, axis: int) -> jax.Array:
@@ -119,43 +79,80 @@ def with_transfer(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A value at rest, of which rows are loaded, or into which they are stored.
+class Rest:
+    """Where a value rests, of which all or some rows are loaded and stored.
 
     Attributes:
-      axis: The axis of the rows; None where all of it is taken.
+      memory_kind: The memory kind that it is stored in.
+      axis: The axis of the rows; None where all of it is moved.
       layout: The type of all of it, if rows keep its layout on a TPU.
-      memory_kind: The memory kind that rows are stored in.
       like: The sharding of what it replaces, if its type does not say it.
       replaced: Whether its rows on the device are replaced where they are read.
+      made_here: Whether a loop makes it, and it replaces nothing.
     """
 
+    memory_kind: str = "device"
     axis: int | None = None
     layout: Any = None
-    memory_kind: str = "device"
     like: Sharded | None = None
     replaced: bool = False
+    made_here: bool = False
 
     def load(self, x: Any, first: Any, count: int) -> Any:
-        """So many rows of a value, on the device."""
+        """So many rows of a value, on the device; all of it, where it has no rows."""
         if self.axis is not None:
             x = rows_of(x, first, count, self.axis)
             if self.replaced and not memory.on_host(x):
                 # Else what reads it may be one with what replaces it, which a TPU's
                 # compiler does with a copy of the whole (F09).
                 return lax.optimization_barrier(x)
-        on_host = memory.on_host(x)
-        x = load_whole(x) if self.layout is None else load(x, self.layout)
-        return constrain(x, self.like, self.axis) if on_host else x
+        return self.loaded(x)
+
+    def loaded(self, x: Any) -> Any:
+        """What was taken of a value, on the device."""
+        if not memory.on_host(x):
+            return x
+        return constrain(self._laid_out(load_whole(x)), self.like, self.axis)
 
     def store(self, buffer: Any, rows: Any, first: Any) -> Any:
         """The buffer with rows stored in it; what is stored, if that is all of it."""
-        rows = store(
-            rows, self.memory_kind, of=self.layout, like=self.like, axis=self.axis
-        )
+        rows = self.stored(rows)
         if self.axis is None:
             return rows
         return with_rows(buffer, rows, first, self.axis)
+
+    def stored(self, y: Any) -> Any:
+        """What was made on the device, in the memory where it rests."""
+        if self.memory_kind == "device":
+            return y
+        y = self._laid_out(constrain(y, self.like, self.axis))
+        return moved(y, self.memory_kind)
+
+    def _laid_out(self, x: Any) -> Any:
+        if self.layout is None:
+            return x
+        return tpu_layout.constrain(x, self.layout, made_here=self.made_here)
+
+
+def rest_of(
+    update: Update,
+    k: int,
+    sharded: Mapping[int, Sharded],
+    replaced: int | None,
+    axis: int | None = None,
+) -> Rest:
+    """Where an output of an update rests.
+
+    Args:
+      update: The update.
+      k: The output, as a position.
+      sharded: The shardings of inputs whose types do not say it, by position.
+      replaced: The input that it is written over, as a position; None for none.
+      axis: The axis of the rows that are stored; None where all of it is.
+    """
+    output = update.outputs[k]
+    like = sharding_of(sharded, output.like if replaced is None else replaced)
+    return Rest(output.memory_kind, axis, like=like)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +166,7 @@ class RowKernel:
     """
 
     compute: Callable[..., Sequence[Any]]
-    operands: Mapping[jex.Var, Leaf]
+    operands: Mapping[jex.Var, Rest]
     results: Sequence[Hashable]
 
     def values(
@@ -188,10 +185,14 @@ class RowKernel:
           given: The operands of which the rows are there already.
         """
         operands = [
-            load_whole(given[v]) if v in given else leaf.load(whole(v), first, count)
-            for v, leaf in self.operands.items()
+            load_whole(given[v]) if v in given else rest.load(whole(v), first, count)
+            for v, rest in self.operands.items()
         ]
         return bound(self.results, self.compute(*operands))
+
+
+# A row that a turn of a scan makes, and leaves to the scan.
+ON_HOST = Rest("pinned_host")
 
 
 def _scanned(
@@ -209,7 +210,7 @@ def _scanned(
         builder.add(e)
     results = builder.read_all(body.outvars)
     for k in stored:
-        (results[k],) = builder.trace(lambda y: store(y, "pinned_host"), results[k])
+        (results[k],) = builder.trace(ON_HOST.stored, results[k])
     moved = body.replace(invars=taken, eqns=builder.equations, outvars=results)
     closed = jex.ClosedJaxpr(moved, jaxpr.consts)
     return primitives.scan_p.bind(*values, jaxpr=closed, **params)

@@ -10,7 +10,7 @@ import jax.core
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._emit.moves import load, rows_of, store, with_rows
+from optax_offload._emit.moves import Rest, rows_of, with_rows
 from optax_offload._places import memory
 from optax_offload._schedule import Fused, Place
 
@@ -42,7 +42,7 @@ def run(
         v = place.variable
         if v in rows:
             return _cut(place, rows[v], None, offset, parts.size)
-        return load(_cut(place, whole(v), i, offset, parts.size), v.aval)
+        return Rest(layout=v.aval).loaded(_cut(place, whole(v), i, offset, parts.size))
 
     all_of = {p.variable: loaded(p, 0) for p in parts.inputs if p.part is None}
     for offset in range(0, parts.equations.rows, parts.size):
@@ -53,9 +53,9 @@ def run(
         values = jax.core.eval_jaxpr(parts.jaxpr, (), *inputs)
         for place, value in zip(parts.outputs, values, strict=True):
             v = place.variable
-            kind = memory.kind_of_type(v.aval)
-            part = store(value, kind, of=v.aval if v in fused.codes else None)
-            buffers[v] = _with_part(place, buffers[v], part, i, offset)
+            layout = v.aval if v in fused.codes else None
+            rest = Rest(memory.kind_of_type(v.aval), layout=layout)
+            buffers[v] = _with_part(place, buffers[v], rest.stored(value), i, offset)
 
 
 def _cut(place: Place, x: Any, row: Any, offset: int, size: int) -> Any:

@@ -14,12 +14,12 @@ from jax.extend import core as jex
 
 from optax_offload._emit import part_by_part, sums
 from optax_offload._emit.moves import (
-    Leaf,
+    ON_HOST,
+    Rest,
     RowKernel,
     as_typed,
     load_whole,
     rows_of,
-    store,
     together,
 )
 from optax_offload._places import memory
@@ -39,20 +39,20 @@ class _Unit:
         jaxpr = k.rows.jaxpr(1, debug_info)
         axes = [k.rows.axes.get(v) for v in k.sources]
         operands = {
-            v: Leaf(axis, None if axis is None else to.aval)
+            v: Rest(axis=axis, layout=None if axis is None else to.aval)
             for v, axis, to in zip(k.sources, axes, k.rows.inputs, strict=True)
         }
         compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
         self.kernel = RowKernel(compute, operands, k.targets)
         self.results = update.results
 
-    def target(self, v: jex.Var, sharded: Mapping[jex.Var, Sharded]) -> Leaf:
-        """The leaf that the rows of a result are stored into."""
+    def target(self, v: jex.Var, sharded: Mapping[jex.Var, Sharded]) -> Rest:
+        """Where the rows of a result are stored."""
         before = self.fused.replaced[v]
-        return Leaf(
+        return Rest(
+            memory.kind_of_type(v.aval),
             self.rows.axes[v],
             v.aval if v in self.fused.codes else None,
-            memory.kind_of_type(v.aval),
             None if before is None else sharded.get(before),
         )
 
@@ -106,12 +106,13 @@ class ScanLoop:
             if before is not None
         }
         # What rows are stored into, of those that are kept as the turn has stored them.
-        self._leaves = {
+        self._rests = {
             v: unit.target(v, sharded) for unit in self._units for v in unit.results
         }
         for v in (*turn.kept, *turn.waiting):
             by_us = v in turn.waiting or v in turn.delayed
-            self._leaves[v] = Leaf(0, v.aval, "pinned_host") if by_us else Leaf(0)
+            rest = Rest("pinned_host", 0, v.aval) if by_us else Rest(axis=0)
+            self._rests[v] = rest
 
     def run(self) -> dict[jex.Var, Any]:
         """Evaluates the scan, and returns the values that it and updates define."""
@@ -221,7 +222,7 @@ class ScanLoop:
         stored = dict(buffers)
         for v, row in bound(self._turn.delayed, rows).items():
             i = self._position(number)
-            stored[v] = self._leaves[v].store(buffers[v], row, i)
+            stored[v] = self._rests[v].store(buffers[v], row, i)
         return stored
 
     def _iteration(
@@ -251,7 +252,7 @@ class ScanLoop:
         results = jax.core.eval_jaxpr(body.jaxpr, body.closed.consts, *given)
         for x in body.stores:
             if x.stack not in turn.delayed:
-                results[x.position] = store(results[x.position], "pinned_host")
+                results[x.position] = ON_HOST.stored(results[x.position])
         count = len(carry)
         stacked = {
             v: lax.expand_dims(y, (0,))
@@ -336,7 +337,7 @@ class ScanLoop:
         last = self._turn.store_after.get(v)
         if last is not None:
             row, buffers[last] = lax.optimization_barrier((row, buffers[last]))
-        buffers[v] = self._leaves[v].store(buffers[v], row, i)
+        buffers[v] = self._rests[v].store(buffers[v], row, i)
 
     def _read(self, a: Any) -> Any:
         return read(a, lambda v: as_typed(self._env[v], v.aval))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._emit.moves import load_whole, store, store_residual
+from optax_offload._emit.moves import Rest, load_whole, rest_of
 from optax_offload._places import memory
 from optax_offload._program import (
     Places,
@@ -21,7 +21,6 @@ from optax_offload._program import (
     key_data,
     needed,
     read,
-    sharding_of,
     variables,
 )
 from optax_offload._schedule import Outer, RemainingUpdate, Segment, Tie
@@ -100,7 +99,7 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
         on_device = key_data([turn.known[v] for v in results])
-        stores = [store_residual(turn.known[v]) for v in segment.stores]
+        stores = [_stored_here(turn.known[v]) for v in segment.stores]
         ahead = [turn.on_device[v] for v in segment.ahead]
         after = [turn.known[v] for v in rewritten]
         return number + 1, on_device, on_host, stores, ahead, after, passed
@@ -239,10 +238,8 @@ class _Update:
 
     def stored(self, v: jex.Var, x: Any) -> Any:
         """A result, where it rests."""
-        k = self.results[v]
-        output, source = self._update.outputs[k], self._update.in_place(k)
-        like = sharding_of(self._sharded, output.like if source is None else source)
-        return store(x, output.memory_kind, like=like)
+        k, update = self.results[v], self._update
+        return rest_of(update, k, self._sharded, update.in_place(k)).stored(x)
 
 
 def reads(updates: Sequence[Outer]) -> list[jex.Var]:
@@ -266,6 +263,11 @@ def _captured(program: Program, segment: Segment) -> list[jex.Var]:
     taken |= dict.fromkeys(segment.stores)
     apart = {*defined, *segment.names, *program.constants}
     return [v for v in taken if v not in apart]
+
+
+def _stored_here(x: Any) -> Any:
+    """What the loop has made, in host memory, where it replaces nothing."""
+    return Rest("pinned_host", layout=x, made_here=True).stored(x)
 
 
 def _empty(v: jex.Var, zero: Any) -> Any:

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jax.interpreters import mlir
 
 from optax_offload._emit.loop import Traces, run_loop, whole_kernel
-from optax_offload._emit.moves import Leaf, load_whole, moved, store
+from optax_offload._emit.moves import Rest, load_whole, moved, rest_of
 from optax_offload._ground import trees
 from optax_offload._ground.errors import warn
 from optax_offload._places import memory
@@ -32,7 +32,6 @@ from optax_offload._program import (
     lower,
     offloaded_update,
     read,
-    sharding_of,
     shardings,
     variables,
 )
@@ -210,7 +209,7 @@ def _run_group(
       what to wait for to wait for the tokens.
     """
     program = update.program
-    kernel = whole_kernel(program, group, lambda _: Leaf())
+    kernel = whole_kernel(program, group, lambda _: Rest())
     loaded = [program.invars[i] for i in group.loads]
     if group.makes and not group.loads:
         loaded = [*kernel.operands]
@@ -221,10 +220,7 @@ def _run_group(
         of_output = bound(group.outputs, results)
     done: dict[int, Any] = {}
     for k, x in of_output.items():
-        output = update.outputs[k]
-        source = update.in_place(k)
-        like = sharding_of(sharded, output.like if source is None else source)
-        done[k] = store(x, output.memory_kind, like=like)
+        done[k] = rest_of(update, k, sharded, update.in_place(k)).stored(x)
     stored = [
         x
         for k, x in of_output.items()
