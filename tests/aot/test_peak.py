@@ -51,7 +51,7 @@ def test_a_program_for_a_gpu_is_compared_with_its_memory():
 
 
 def test_a_tpus_instructions_take_memory():
-    """16 KiB each, so that a Python loop's peak grows, unless they are told (F86)."""
+    """16 KiB for each of a Python loop, and 1 KiB with an option (F86)."""
 
     def temporary(layers: int, kib: int) -> int:
         def fn(x):
