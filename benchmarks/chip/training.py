@@ -28,7 +28,8 @@ TOY = {"tokens": 32, "layers": 3, "width": 64, "inner": 256, "vocabulary": TOKEN
 def gated_or_toy(dry: bool, **sizes: int) -> Workload:
     """Gated layers of some sizes, or as many of toys."""
     layers = {"layers": sizes["layers"]} if "layers" in sizes else {}
-    return gated(**({**TOY, **layers} if dry else sizes))
+    found: dict[str, Any] = {**TOY, **layers} if dry else sizes
+    return gated(**found)
 
 
 def first_device() -> NamedSharding:

@@ -107,10 +107,13 @@ def gated(
     width: int = 2048,
     inner: int = 5632,
     vocabulary: int = 16384,
+    *,
+    scan: bool = True,
 ) -> Workload:
-    """Gated layers under a scan, as large as a decoder's, without attention; adam.
+    """Gated layers, as large as a decoder's, without attention; adam.
 
-    Remat on each layer. The tokens are those of each device.
+    Under a scan, or in a Python loop, with remat on each. The tokens are those of each
+    device.
     """
     shapes = {
         "gate": (width, inner),
@@ -130,11 +133,18 @@ def gated(
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         step = lambda x, w: (jax.checkpoint(layer)(x, w), None)  # noqa: E731
         embedding = params["embedding"]
-        x, _ = lax.scan(step, jnp.take(embedding, tokens, axis=0), params["layers"])
+        x = jnp.take(embedding, tokens, axis=0)
+        if scan:
+            x, _ = lax.scan(step, x, params["layers"])
+        else:
+            for w in params["layers"]:
+                x, _ = step(x, w)
         return jnp.mean((x @ embedding.T) ** 2)
 
-    stacked = {name: _float32(layers, *shape) for name, shape in shapes.items()}
-    params = {"embedding": _float32(vocabulary, width), "layers": stacked}
+    stack = (layers,) if scan else ()
+    matrices = {name: _float32(*stack, *shape) for name, shape in shapes.items()}
+    in_layers = matrices if scan else [matrices] * layers
+    params = {"embedding": _float32(vocabulary, width), "layers": in_layers}
     x = jax.ShapeDtypeStruct((tokens,), jnp.int32)
     return Workload(loss, params, x, optax.adam(1e-3), batch_per_device=True)
 
@@ -246,6 +256,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "gpt2": lambda: decoder(False, 12, 768, 12, 50257, batch=16, clipped=False),
     "gated": gated,
     "gated_16k": lambda: gated(tokens=16384),
+    "gated_unrolled_16k": lambda: gated(tokens=16384, scan=False),
 }
 # The other ones are for what is fused; the large of them take a TPU's compiler a minute
 # in each mode.

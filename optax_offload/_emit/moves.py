@@ -32,6 +32,9 @@ from optax_offload._program import (
 
 T = TypeVar("T")
 
+# The most rows and columns that a TPU moves together, whatever their type.
+TILE = (32, 128)
+
 
 def together(values: Mapping[T, Any]) -> dict[T, Any]:
     """Values that are all there before any of them is used."""
@@ -63,6 +66,31 @@ def with_rows(x: jax.Array, rows: jax.Array, first: Any, axis: int) -> jax.Array
     return lax.dynamic_update_slice_in_dim(
         x, rows, first, axis, allow_negative_indices=False
     )
+
+
+def host_buffer(aval: Any, fill: int, zero: Any) -> jax.Array:
+    """A buffer in host memory, for a value of a type that is stored as a whole.
+
+    A compiler fills it from the device, as large as it is, unless some tiles are stored
+    in it first (F87). In Auto mode no type says which would be those of a single shard.
+
+    Args:
+      aval: The type.
+      fill: A number for each buffer. Of equal ones a compiler makes one, and copies.
+      zero: What it is filled with, if it has to be.
+    """
+    sharding = memory.explicit_sharding(aval)
+    sharded = (None,) * aval.ndim if sharding is None else sharding.spec
+    tile = (*[1] * aval.ndim, *TILE)[-aval.ndim :]
+    sizes = zip(aval.shape, tile, sharded, strict=True)
+    some = tuple(n if names else min(n, least) for n, least, names in sizes)
+    known = sharding is not None or memory.devices_of(aval) == 1
+    if not known or some == aval.shape:
+        return memory.full(aval, zero, "pinned_host")
+    # Whole numbers that the type has.
+    buffer = memory.full(aval, fill % 256 ** (aval.dtype.itemsize - 1), "pinned_host")
+    tiles = memory.full(memory.device_type(aval).update(shape=some), 0, "pinned_host")
+    return lax.dynamic_update_slice(buffer, tiles, [0] * aval.ndim)
 
 
 def with_transfer(jaxpr: jex.Jaxpr) -> jex.Jaxpr:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._emit.moves import Rest, load_whole, rest_of
+from optax_offload._emit.moves import Rest, host_buffer, load_whole, rest_of
 from optax_offload._places import memory
 from optax_offload._program import (
     Places,
@@ -39,6 +39,7 @@ class Before(NamedTuple):
         carried through the loop makes a compiler finish these first: of gradients, it
         would keep all.
       sharded: The shardings of arguments whose types do not say it.
+      fills: A number for each buffer in host memory.
       zero: What its buffers are filled with at first.
     """
 
@@ -47,6 +48,7 @@ class Before(NamedTuple):
     loaded: Values
     made: Sequence[jex.Var]
     sharded: Mapping[jex.Var, Sharded]
+    fills: Iterator[int]
     zero: Any = 0
 
 
@@ -80,7 +82,11 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
     here = [before.env[v] for v in names]
     loaded = {v: before.loaded[v] for v in segment.loads if v in before.loaded}
     sources = [*dict.fromkeys((*segment.own, *segment.ahead))]
-    sources = [v for v in sources if v not in loaded]
+    # Those that are replaced here are read from where that is: a barrier over what is
+    # written too would make a copy of it on the host.
+    tied = {move.result for tie in segment.ties for move in tie.loads}
+    in_place = tied.intersection(segment.own).intersection(replaced.values())
+    sources = [v for v in sources if v not in loaded and v not in in_place]
     hosts = [before.resting[v] for v in sources]
     places, data = Places.of(here), key_data(here)
     results = [v for v in segment.results if v not in {**replaced, **rewritten}]
@@ -95,7 +101,9 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         )
         known = program.constants | bound(names, places.keys(values))
         known |= bound(rewritten.values(), old)
-        turn = _Turn(program, segment, bound(sources, rest), bound(loaded, given))
+        carried = bound(replaced.values(), carry[2])
+        here = {v: x for v, x in carried.items() if v in in_place}
+        turn = _Turn(program, segment, bound(sources, rest), here, bound(loaded, given))
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
         on_device = key_data([turn.known[v] for v in results])
@@ -104,16 +112,16 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         after = [turn.known[v] for v in rewritten]
         return number + 1, on_device, on_host, stores, ahead, after, passed
 
+    made = [v for v, at in replaced.items() if at is None]
+    buffers = (
+        host_buffer(v.aval, next(before.fills), before.zero)
+        for v in (*made, *segment.stores)
+    )
     start = (
         jnp.int32(0),
         [_empty(v, before.zero) for v in results],
-        [
-            memory.full(v.aval, before.zero, "pinned_host")
-            if at is None
-            else before.env[at]
-            for v, at in replaced.items()
-        ],
-        [memory.full(v.aval, before.zero, "pinned_host") for v in segment.stores],
+        [next(buffers) if at is None else before.env[at] for at in replaced.values()],
+        [*buffers],
         [memory.full(memory.device_type(v.aval), before.zero) for v in segment.ahead],
         [before.env[v] for v in rewritten.values()],
         [before.env[v] for v in before.made],
@@ -132,10 +140,15 @@ class _Turn:
     """The one iteration of a segment."""
 
     def __init__(
-        self, program: Program, segment: Segment, hosts: Values, loaded: Values
+        self,
+        program: Program,
+        segment: Segment,
+        hosts: Values,
+        in_place: Values,
+        loaded: Values,
     ):
         self._program, self._segment = program, segment
-        self._hosts = dict(hosts)
+        self._hosts, self._in_place = dict(hosts), in_place
         # What is there of that which rests on the host.
         self.on_device = dict(loaded)
         self.known: dict[jex.Var, Any] = {}
@@ -143,10 +156,10 @@ class _Turn:
     def run(self, known: Values, sharded: Mapping[jex.Var, Sharded]) -> None:
         """Updates, evaluates the equations, and loads what the next turn takes."""
         segment = self._segment
-        self._load(segment.own)
+        tied = {move.result for tie in segment.ties for move in tie.loads}
+        self._load(v for v in segment.own if v not in tied)
         self.known |= known
-        for v, x in segment.names.items():
-            self.known[v] = self.on_device[x]
+        self._name(self.on_device)
         updates = [_Update(x.left, sharded) for x in segment.updates if x.left]
         self._update_of = {v: x for x in updates for v in x.results}
         positions = segment.positions
@@ -171,7 +184,7 @@ class _Turn:
         loaded = [v for v in tie.landed if v not in self.known]
         # Of an update of which another result is stored already.
         made = [move.result for move in tie.updates if not move.gradients]
-        begin = [move.result for move in tie.loads]
+        begin = [move.result for move in tie.loads if move.result in self._hosts]
         values = lax.optimization_barrier(
             (
                 [self.known[v] for v in known],
@@ -183,12 +196,19 @@ class _Turn:
         self.known |= bound(known, values[0])
         self.on_device |= bound(loaded, values[1])
         self._hosts |= bound(begin, values[3])
-        self._load(begin)
+        self._load(move.result for move in tie.loads)
         self._store(made, values[2])
         self._make(move.result for move in tie.updates if move.gradients)
 
     def _load(self, some: Iterable[jex.Var]) -> None:
-        self.on_device |= {v: load_whole(self._hosts[v]) for v in some}
+        hosts = {**self._hosts, **self._in_place}
+        loaded = {v: load_whole(hosts[v]) for v in some}
+        self.on_device |= loaded
+        self._name(loaded)
+
+    def _name(self, loaded: Values) -> None:
+        names = self._segment.names.items()
+        self.known |= {v: loaded[x] for v, x in names if x in loaded}
 
     def _make(self, results: Iterable[jex.Var]) -> None:
         for v in results:

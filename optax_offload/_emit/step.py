@@ -102,12 +102,13 @@ class _Run:
         resting = {v: x for v, x in self._env.items() if memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
         made: list[jex.Var] = []
+        fills = itertools.count()
         zero: Any = 0
         for link in chain.links:
             if isinstance(link, Segment):
                 self._require(reads(link.updates))
-                before = Before(self._env, resting, ahead, made, self._sharded, zero)
-                after = run_segment(program, link, before)
+                known = self._env, resting, ahead, made, self._sharded
+                after = run_segment(program, link, Before(*known, fills, zero))
                 self._env |= after.results | self._tokens(link.positions)
                 resting |= after.stored
                 ahead, made = after.ahead, []

@@ -8,7 +8,6 @@ update is in the turn after the one that completes its gradients (`placing.py`).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,18 +28,11 @@ from optax_offload._program import (
 )
 from optax_offload._schedule import cutting, liveness
 from optax_offload._schedule.crossing import Crossing
-from optax_offload._schedule.follow import is_transposed
 from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.placing import Placing
-from optax_offload._schedule.products import LEAST_TIED_BYTES, products, stores
 from optax_offload._schedule.rest import Outer
-from optax_offload._schedule.segments import (
-    Chain,
-    Move,
-    Segment,
-    nbytes,
-    ties,
-)
+from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
+from optax_offload._schedule.ties import in_order
 
 # Fewer segments leave too little out to be worth their loops, and the time that these
 # take to compile.
@@ -155,6 +147,7 @@ class _Cut:
         self._nodes = ordinary
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
+        self._forward = self._forward_nodes()
         # What may rest between the forward and the backward pass.
         self._stores_residuals = residuals
         self.residuals = {*(self._passing_most() if residuals else ())}
@@ -221,19 +214,25 @@ class _Cut:
         """The equation before which the most is alive."""
         return self._live.index(max(self._live))
 
-    def _passing_most(self) -> Iterable[jex.Var]:
-        """Yields what the forward pass leaves in memory where the most is alive."""
+    def _forward_nodes(self) -> int:
+        """How many equations the forward pass has: until something is transposed.
+
+        What the backward pass computes again has no such name, and comes after that.
+        """
         gradients = {*self._gradients}
 
         def is_forward(node: Outer) -> bool:
-            if gradients:
-                return gradients.isdisjoint(self._step.defines(node.position))
-            return not is_transposed(self._program.equations[node.position])
+            made = self._step.defines(node.position)
+            e = self._program.equations[node.position]
+            return gradients.isdisjoint(made) and not _is_transposed(e)
 
-        forward = sum(1 for _ in itertools.takewhile(is_forward, self._nodes))
-        if forward == len(self._nodes):
+        return sum(1 for _ in itertools.takewhile(is_forward, self._nodes))
+
+    def _passing_most(self) -> Iterable[jex.Var]:
+        """Yields what the forward pass leaves in memory where the most is alive."""
+        if self._forward == len(self._nodes):
             return
-        end = min(self._most, forward)
+        end = min(self._most, self._forward)
         for v, made, last in liveness.in_memory(self._step, self._nodes):
             size = memory.movable_nbytes(v.aval) or 0
             if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:
@@ -329,10 +328,15 @@ class _Cut:
             | self.residuals.intersection(node.reads)
             for node in nodes
         ]
-        filling = cutting.Filling(taken, self._sizes(filled))
+        filling = cutting.Filling(taken, self._sizes(filled), frozenset(self.residuals))
         passing = liveness.passing(liveness.spans(self._step, nodes), len(nodes))
         apart = [self._touches_host(node) for node in nodes]
-        pieces = cutting.pieces(filling, apart, passing)
+        longer = filling._replace(alive=max(self._live))
+        pieces = [*cutting.pieces(longer, apart, passing)]
+        if sum(x.is_segment for x in pieces) >= LEAST_SEGMENTS:
+            filling = longer
+        else:
+            pieces = [*cutting.pieces(filling, apart, passing)]
         spans = liveness.in_memory(self._step, nodes)
         handed = gradients.union(variables(self._program.outvars))
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
@@ -371,9 +375,13 @@ class _Cut:
                 used.setdefault(v, set()).add(n)
         stored = self._stored(made, used, kept) if self._stores_residuals else {}
         stores: dict[int, list[jex.Var]] = {}
-        for v in stored:
-            stores.setdefault(self._store_at(made[v]), []).append(v)
-        links: list[Segment | tuple[Outer, ...]] = []
+        for v, far in stored.items():
+            at = self._store_at(made[v])
+            after = self._segment_after(at)
+            if after in used[v] and self._segment_after(after) not in far:
+                at = after  # Which has it anyway, and products beside it.
+            stores.setdefault(at, []).append(v)
+        links: list[Link] = []
         for n, (nodes, piece) in enumerate(zip(self._links, self._pieces, strict=True)):
             if not piece.is_segment:
                 links.append(tuple(nodes))
@@ -405,7 +413,9 @@ class _Cut:
         for node in self._updating:
             placing.place(node)
         codes = {x: None for x in self._source.values() if x in self._given}
-        return Chain(tuple(self._in_order(placing.links(), on_tpu)), tuple(codes))
+        return Chain(
+            tuple(in_order(self._step, placing.links(), on_tpu=on_tpu)), tuple(codes)
+        )
 
     def _outvars(self, i: int) -> Sequence[jex.Var]:
         return self._program.equations[i].outvars
@@ -449,8 +459,11 @@ class _Cut:
         backward pass is used up there.
         """
         segments, fullest = self.segments, self._fullest
+        forward = self._nodes[: self._forward]
+        own = (self._step.defines(node.position) for node in forward)
         found: dict[jex.Var, set[int]] = {}
-        for v, n in made.items():
+        for v in itertools.chain.from_iterable(own):
+            n = made[v]
             if v in kept or n > min(segments[-1], fullest) or not shape(v):
                 continue
             if (memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
@@ -464,29 +477,11 @@ class _Cut:
                 found[v] = far
         return found
 
-    def _in_order(
-        self, links: Sequence[Segment | tuple[Outer, ...]], on_tpu: bool
-    ) -> Iterable[Segment | tuple[Outer, ...]]:
-        """Links in which each segment loads what the next one takes, and when."""
-        segments = [link for link in links if isinstance(link, Segment)]
-        loads = [s.loads for s in segments]
-        found: dict[int, Segment] = {}
-        for n, s in enumerate(segments):
-            own = loads[n] if not n or segments[n - 1].alone else ()
-            ahead = () if s.alone else (*loads, ())[n + 1]
-            begin = [Move(v, nbytes([v])) for v in ahead if v not in loads[n]]
-            s = found[n] = dataclasses.replace(s, own=own, ahead=ahead)
-            if on_tpu:
-                continue
-            tied = ties(
-                products(self._program, s),
-                [x for x in begin if x.nbytes >= LEAST_TIED_BYTES],
-                [*stores(s)],
-            )
-            found[n] = dataclasses.replace(s, ties=tied)
-        ordered = iter(found.values())
-        for link in links:
-            yield next(ordered) if isinstance(link, Segment) else link
+
+def _is_transposed(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation is of a backward pass that is not derived again."""
+    before, name, _ = str(e.source_info.name_stack).partition("transpose(")
+    return bool(name) and "jvp(" not in before
 
 
 def _is_taken(

@@ -20,6 +20,10 @@ from optax_offload._schedule.segments import nbytes
 SEGMENT_BYTES = 64 * MIB
 MANY_BYTES = 2**30
 MOST_LAYERS = 2
+# Where long sequences have more in memory anyway, a segment takes up to a share of it,
+# and up to so many times the least: it computes for longer, and hands on less often.
+ALIVE_SHARE = 8
+MOST_ROOM = 8
 # What one more segment has to take from the peak, and the least that counts for it.
 LEAST_PARTED_BYTES = 32 * MIB
 LEAST_ALIVE_BYTES = MIB
@@ -72,24 +76,30 @@ class Filling(NamedTuple):
     Attributes:
       taken: What each equation loads, and the gradients and residuals that it makes.
       sizes: The bytes of each where it is used, on each device: codes are decoded.
+      residuals: Those that are residuals.
+      alive: The most bytes that are alive at an equation, but for gradients.
     """
 
     taken: Sequence[set[jex.Var]]
     sizes: Mapping[jex.Var, int]
+    residuals: frozenset[jex.Var] = frozenset()
+    alive: int = 0
 
     def within(self, begin: int, end: int) -> set[jex.Var]:
         """What some equations load and make."""
         return set[jex.Var]().union(*self.taken[begin:end])
 
     def size(self, some: Iterable[jex.Var]) -> int:
-        """The bytes that are loaded, or those that are made if that is more."""
-        loads = made = 0
+        """The bytes of arguments, of gradients or of residuals: those of the most."""
+        arguments = gradients = residuals = 0
         for v in some:
             if memory.on_host(v.aval):
-                loads += self.sizes[v]
+                arguments += self.sizes[v]
+            elif v in self.residuals:
+                residuals += self.sizes[v]
             else:
-                made += self.sizes[v]
-        return max(loads, made)
+                gradients += self.sizes[v]
+        return max(arguments, gradients, residuals)
 
 
 def pieces(
@@ -270,7 +280,10 @@ def _room(filling: Filling) -> int:
     """The bytes that fill a segment of a step."""
     taken = filling.within(0, len(filling.taken))
     root = SEGMENT_BYTES * max(1, filling.size(taken) / MANY_BYTES) ** 0.5
-    return round(max(SEGMENT_BYTES, min(root, MOST_LAYERS * _layer(taken, filling))))
+    share = min(filling.alive / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
+    residual = max((filling.sizes[v] for v in filling.residuals), default=0)
+    layers = max(MOST_LAYERS * _layer(taken, filling), residual)
+    return round(max(SEGMENT_BYTES, min(max(root, share), layers)))
 
 
 def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:

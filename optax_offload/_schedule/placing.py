@@ -17,15 +17,17 @@ from optax_offload._program import (
     Update,
     dependents,
     find_branches,
+    flops_of,
     shape,
     variables,
 )
 from optax_offload._schedule import late
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Segment, nbytes
+from optax_offload._schedule.segments import Link, Segment, nbytes
 
-# So much of what rests is taken by the updates of a turn. What is more is updated
-# between turns, in slices.
+# So much of what rests is loaded for the updates of a turn by the turn before. What is
+# more is loaded beside the products of the turn itself, if each update has one, or else
+# updated between turns, in slices.
 TURN_BYTES = 512 * MIB
 
 # A moment of a chain: a link, and before its equations, among them, or after them.
@@ -43,7 +45,7 @@ class Placing:
     def __init__(
         self,
         step: Step,
-        links: Sequence[Segment | tuple[Outer, ...]],
+        links: Sequence[Link],
         made: Mapping[jex.Var, int],
         *,
         in_turns: bool,
@@ -72,8 +74,9 @@ class Placing:
         self._segments = [n for n, x in enumerate(links) if isinstance(x, Segment)]
         self._inside: dict[int, list[Outer]] = {}
         self._after: dict[int, list[Outer]] = {}
-        # The bytes that updates of a turn load.
-        self._taken: dict[int, int] = {}
+        # The bytes that updates of a turn load, for each of them.
+        self._taken: dict[int, list[int]] = {}
+        self._counts: dict[int, int] = {}
 
     def place(self, node: Outer) -> None:
         """Places what is left of an update in pieces, or what follows from updates."""
@@ -98,7 +101,7 @@ class Placing:
             resting = [v for v in dict.fromkeys(taken) if memory.on_host(v.aval)]
             wait = [i for i in each.inputs if self._waits(left.operands[i], at)]
             at = (
-                self._turn(at, nbytes(resting), asked or TURN_BYTES)
+                self._turn(at, nbytes(resting), asked)
                 if in_turns and not wait and any(map(shape, resting))
                 else (at[0], _AFTER)
             )
@@ -160,7 +163,7 @@ class Placing:
             update = late.stored(left.update, v, path)
             store = RemainingUpdate(left.inlined, (result,), update, (v,))
             at = self._known[v]
-            at = self._turn(at, 0, TURN_BYTES) if self._in_turns else (at[0], _AFTER)
+            at = self._turn(at) if self._in_turns else (at[0], _AFTER)
             self._put(Outer(node.position, (v,), store), at, [result])
         return self._waiting[v]
 
@@ -168,9 +171,9 @@ class Placing:
         """When a variable is known, and what it replaces is read no more."""
         return max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))
 
-    def links(self) -> list[Segment | tuple[Outer, ...]]:
+    def links(self) -> list[Link]:
         """The links, with all that was placed."""
-        found: list[Segment | tuple[Outer, ...]] = []
+        found: list[Link] = []
         for n, link in enumerate(self._links):
             inside = self._inside.get(n)
             if isinstance(link, Segment) and inside:
@@ -185,25 +188,38 @@ class Placing:
         where.setdefault(at[0], []).append(node)
         self._known |= dict.fromkeys(results, at)
 
-    def _turn(self, at: _Moment, size: int, room: int) -> _Moment:
+    def _turn(self, at: _Moment, size: int = 0, asked: int | None = None) -> _Moment:
         """The moment at which what is complete is updated.
 
         Args:
           at: When all that it takes is there.
           size: The bytes that it loads.
-          room: The most that are loaded for the updates of a turn.
+          asked: The most that are loaded for the updates of a turn, if that was asked.
         """
         n, when = at
         if when != _BEFORE:
-            n = next((m for m in self._segments if m > n), len(self._links))
+            later = [m for m in self._segments if m > n] or [len(self._links)]
+            n = next((m for m in later if self._products(m)), later[0])
         first = n == self._segments[0]  # Nothing has loaded for it.
-        if first or self._taken.get(n, 0) + size > room:
+        taken = self._taken.get(n, [])
+        full = sum(taken) + size > (asked or TURN_BYTES)
+        beside = asked is None and len(taken) + 1 < self._products(n)
+        if first or (full and not beside):
             return at[0], _AFTER
         if n == len(self._links):
             self._links.append(Segment((), {}))
             self._segments.append(n)
-        self._taken[n] = self._taken.get(n, 0) + size
+        self._taken[n] = [*taken, size]
         return n, _BEFORE
+
+    def _products(self, n: int) -> int:
+        """How many products a link has; none if it is not there yet."""
+        if n not in self._counts:
+            link = self._links[n] if n < len(self._links) else ()
+            positions = link.positions if isinstance(link, Segment) else ()
+            equations = self._step.program.equations
+            self._counts[n] = sum(1 for i in positions if flops_of(equations[i]))
+        return self._counts[n]
 
     def _may_follow(self, node: Outer, at: _Moment) -> bool:
         """Returns whether an equation is evaluated beside the update it follows."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
 
 from jax.extend import core as jex
 
@@ -46,6 +45,26 @@ class Move(NamedTuple):
     gradients: tuple[jex.Var, ...] = ()
 
 
+class Stored(NamedTuple):
+    """What an update stores.
+
+    Attributes:
+      stores: Its results on the host.
+      gradients: What is there that they are made of.
+      loads: What else they are made of, if that is loaded in the same turn.
+    """
+
+    stores: tuple[Move, ...]
+    gradients: tuple[jex.Var, ...] = ()
+    loads: tuple[Move, ...] = ()
+
+    @property
+    def moves(self) -> list[Move]:
+        """The stores, the first of which waits for the gradients."""
+        first, *others = self.stores
+        return [first._replace(gradients=self.gradients), *others]
+
+
 class Tie(NamedTuple):
     """A moment of a turn: all before a product is computed, and it has not begun.
 
@@ -69,7 +88,7 @@ class Segment:
     Attributes:
       positions: The equations, as positions.
       names: What rests on the host, by the variable that it is taken as.
-      own: What it loads itself.
+      own: What it loads itself, first or as ties say.
       ahead: What it loads for the next segment, or has for it.
       stores: The variables that rest on the host from here on, until they are used.
       results: The variables that others take.
@@ -113,88 +132,8 @@ class Segment:
                 yield v, before if isinstance(before, jex.Var) else None
 
 
-def ties(
-    products: Sequence[Product], loads: Sequence[Move], stores: Sequence[Sequence[Move]]
-) -> tuple[Tie, ...]:
-    """When loads and stores begin, so that each has products to be hidden behind.
-
-    Left to itself, a GPU's compiler takes each for short, and has all of them at the
-    beginning or the end of a turn. It has two in flight at most, of both ways together
-    (F15): so a load and a store with each product, the large ones with the long ones.
-
-    Args:
-      products: In their order.
-      loads: What is loaded.
-      stores: What is stored, that of each update together.
-    """
-    loading, storing = _beside(products, loads), _in_turn(products, stores)
-    landed: dict[int, list[jex.Var]] = {}
-    for moves in (loading, storing):
-        for k, after in itertools.pairwise(sorted(moves)):
-            landed.setdefault(after, []).extend(x.result for x in moves[k])
-    return tuple(
-        Tie(
-            x,
-            tuple(loading.get(k, ())),
-            tuple(storing.get(k, ())),
-            tuple(landed.get(k, ())),
-        )
-        for k, x in enumerate(products)
-    )
-
-
-def _beside(
-    products: Sequence[Product], moves: Sequence[Move]
-) -> dict[int, list[Move]]:
-    """What is moved beside each product, the largest placed first."""
-    work, nbytes = sum(x.work for x in products), sum(x.nbytes for x in moves)
-    if not work:
-        return {}
-    room = [x.work * nbytes / work for x in products]
-    found: dict[int, list[Move]] = {}
-    for move in sorted(moves, key=lambda x: -x.nbytes):
-        k = max(range(len(room)), key=lambda k: room[k])
-        room[k] -= move.nbytes
-        found.setdefault(k, []).append(move)
-    return found
-
-
-def _in_turn(
-    products: Sequence[Product], groups: Sequence[Sequence[Move]]
-) -> dict[int, list[Move]]:
-    """What is moved beside each product, that of a group one after the other."""
-    left = [group for group in groups if group]
-    moves = sum(map(len, left))
-    work, nbytes = sum(x.work for x in products), sum(_bytes(x) for x in left)
-    found: dict[int, list[Move]] = {}
-    k = begun = passed = 0
-    while left and products:
-        # Not beside what those before it fill, if all can follow then.
-        while (
-            passed * work >= (begun + products[k].work) * nbytes
-            and len(products) - k > moves
-        ):
-            begun += products[k].work
-            k += 1
-
-        def misfit(group: Sequence[Move], k: int = k) -> float:
-            beside = sum(x.work for x in products[k : k + len(group)])
-            return abs(_bytes(group) * work - beside * nbytes)
-
-        group = min(left, key=misfit)
-        left.remove(group)
-        for move in group:
-            found.setdefault(k, []).append(move)
-            passed += move.nbytes
-            moves -= 1
-            if k + 1 < len(products):
-                begun += products[k].work
-                k += 1
-    return found
-
-
-def _bytes(moves: Sequence[Move]) -> int:
-    return sum(x.nbytes for x in moves)
+# A segment, or what is evaluated between two.
+Link: TypeAlias = Segment | tuple[Outer, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +145,7 @@ class Chain:
       codes: The arguments on the device that hold codes, which segments decode.
     """
 
-    links: tuple[Segment | tuple[Outer, ...], ...]
+    links: tuple[Link, ...]
     codes: tuple[jex.Var, ...] = ()
 
     @property

@@ -15,7 +15,7 @@ from optax_offload import aot
 from optax_offload._emit import step as emit_step
 from optax_offload._ground import compat
 from optax_offload._ground.units import MIB
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import chain, cutting, placing, ties
 
 pytestmark = pytest.mark.skipif(
     not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
@@ -187,6 +187,13 @@ def test_turns_that_load_for_themselves(monkeypatch):
         return [piece._replace(alone=piece.is_segment) for piece in pieces]
 
     monkeypatch.setattr(cutting, "parted", parted)
+    check(checkpointed, optax.adamw(1e-2, eps=1e-3), residuals="host")
+
+
+def test_turns_that_load_what_they_update(monkeypatch):
+    """Where that is too much to be loaded before: beside their own products."""
+    monkeypatch.setattr(placing, "TURN_BYTES", 1)
+    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
     check(checkpointed, optax.adamw(1e-2, eps=1e-3), residuals="host")
 
 
@@ -399,6 +406,33 @@ def shapes(variables):
     return [v.aval.shape for v in variables]
 
 
+def compiled(name, count, *, late, batch=256, window_bytes=16 * MIB):
+    """A step of checkpointed layers of 4 MiB, all at rest, for a target."""
+    target = aot.Target(name)
+    tx = oo.offload(ADAM, window_bytes=window_bytes)
+    if late:
+        tx = optax.chain(CLIP, tx)
+    options = {"residuals": "host", "late_gradients": "host"}
+
+    def loss(layers, x):
+        for w in layers:
+            x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w)
+        return jnp.mean(x**2)
+
+    def step(layers, state, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        return optax.apply_updates(layers, updates), state
+
+    sharding = NamedSharding(target.mesh(), P())
+    matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
+    layers = oo.set_memory_kind([matrix] * count, ".*", "pinned_host")
+    state = oo.eval_shape(tx.init, layers)
+    x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32, sharding=sharding)
+    jitted = oo.jit(step, donate_argnums=(0, 1), **options)
+    return aot.compile(jitted, layers, state, x, target=target)
+
+
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
@@ -418,31 +452,47 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
-    target = aot.Target(name)
-    tx = oo.offload(ADAM, window_bytes=16 * MIB)
-    if late:
-        tx = optax.chain(CLIP, tx)
-    options = {"residuals": "host", "late_gradients": "host"}
-
-    def loss(layers, x):
-        for w in layers:
-            x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w)
-        return jnp.mean(x**2)
-
-    def step(layers, state, x):
-        grads = jax.grad(loss)(layers, x)
-        updates, state = tx.update(grads, state, layers)
-        return optax.apply_updates(layers, updates), state
 
     def peak(count):
-        sharding = NamedSharding(target.mesh(), P())
-        matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
-        layers = [matrix] * count
-        layers = oo.set_memory_kind(layers, ".*", "pinned_host")
-        state = oo.eval_shape(tx.init, layers)
-        x = jax.ShapeDtypeStruct((256, 1024), jnp.float32, sharding=sharding)
-        jitted = oo.jit(step, donate_argnums=(0, 1), **options)
-        return aot.peak(aot.compile(jitted, layers, state, x, target=target)).peak_bytes
+        return aot.peak(compiled(name, count, late=late)).peak_bytes
 
     # With eight layers one residual less is there at once.
     assert peak(16) - peak(12) < 4 * of_a_layer
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize(("name", "late"), [("h100", True), ("v5e:1x1", False)])
+def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
+    """The buffer that a loop begins with is not filled from the device before (F87).
+
+    Residuals, and gradients that wait, which a TPU stores between turns.
+    """
+    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
+    program = compiled(name, 12, late=late, batch=1024)
+    found = aot.transfers(program)
+    whole = [t for t in found if t.nbytes == 4 * MIB]
+    assert len([t for t in whole if t.direction == "store"]) > 8
+    assert not [str(t) for t in whole if not t.loops]
+    assert not [str(t) for t in whole if t.direction == "host copy"]
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.xdist_group("aot")
+def test_what_is_read_and_written_in_a_turn_is_not_copied(monkeypatch):
+    """As a barrier over what is written would have it; and less is there at once."""
+    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 16 * MIB)
+    before = compiled("h100", 16, late=False, window_bytes=None)
+    monkeypatch.setattr(placing, "TURN_BYTES", 16 * MIB)
+    after = compiled("h100", 16, late=False, window_bytes=None)
+    assert not [t for t in aot.transfers(after) if t.direction == "host copy"]
+    peaks = [aot.peak(program) for program in (before, after)]
+    assert peaks[1].peak_bytes < peaks[0].peak_bytes - 8 * MIB
+    assert peaks[1].host_temporary_bytes == peaks[0].host_temporary_bytes

@@ -1,6 +1,7 @@
 """A step of layers that Python loops over is cut into segments, each with its loads."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,9 @@ from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain, cutting, placing
+from optax_offload._schedule import Segment, chain, cutting, placing, ties
 from optax_offload._schedule.placing import independent
-from optax_offload._schedule.segments import Move, Product, ties
+from optax_offload._schedule.segments import Move, Product, Stored
 
 # By the version of JAX: all tests here have it as with the newest.
 SEGMENTS_ARE_FREED = compat.SEGMENTS_ARE_FREED
@@ -368,15 +369,36 @@ def test_no_turn_runs_twice():
         step(*args)
 
 
-def test_what_has_no_room_is_updated_between_turns(monkeypatch):
-    """In slices, as where a step is not cut."""
-    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+def test_what_has_no_room_is_updated_between_turns():
+    """In slices, as where a step is not cut: in the window that was asked for."""
+    tx = oo.offload(
+        optax.adam(1e-2), oo.Rule(".*", min_bytes=0), window_bytes=3 * MATRIX_BYTES - 1
+    )
     args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
-    monkeypatch.setattr(placing, "TURN_BYTES", 3 * MATRIX_BYTES - 1)
     found, _ = cut(train_step(tx), *args)
     inside, between = updated(found)
     assert not any(inside)
     assert between == [1, *[3] * LAYERS]
+
+
+def test_much_is_loaded_by_the_turn_that_updates_it(monkeypatch):
+    """Beside its products, so that it need not be there before: only what it shares."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    before, _ = cut(train_step(tx), *args)
+    monkeypatch.setattr(placing, "TURN_BYTES", 3 * MATRIX_BYTES - 1)
+    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+    found, _ = cut(train_step(tx), *args)
+    inside, between = updated(found)
+    assert sum(inside) + sum(between) == sum(map(sum, updated(before)))
+    assert sum(x > 0 for x in inside) == LAYERS - 2  # The others have few products.
+    for n, s in enumerate(found.segments):
+        begun = {x.result: k for k, tie in enumerate(s.ties) for x in tie.loads}
+        own = [v for v in begun if v in s.own]
+        assert len(own) == 2 * bool(s.updates)
+        assert not {*own}.intersection(found.segments[n - 1].ahead)
+        stored = [k for k, tie in enumerate(s.ties) if tie.updates]
+        assert all(begun[v] < min(stored) for v in own)
 
 
 def test_what_is_moved_beside_which_product():
@@ -384,8 +406,11 @@ def test_what_is_moved_beside_which_product():
     v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
     products = [Product(n, v[n], work) for n, work in enumerate([10, 100, 10, 100])]
     loads = [Move(v[10], 1), Move(v[11], 9), Move(v[12], 1), Move(v[13], 8)]
-    stores = [[Move(v[14], 9, (v[5],)), Move(v[15], 1)], [Move(v[16], 1, (v[6],))]]
-    found = ties(products, loads, stores)
+    updates = [
+        Stored((Move(v[14], 9), Move(v[15], 1)), (v[5],)),
+        Stored((Move(v[16], 1),), (v[6],)),
+    ]
+    found = ties.ties(products, loads, updates)
     assert [[x.result for x in tie.loads] for tie in found] == [
         *([v[10]], [v[11]], [v[12]], [v[13]])
     ]
@@ -395,7 +420,28 @@ def test_what_is_moved_beside_which_product():
     assert [set(tie.landed) for tie in found] == [
         *(set(), {v[10], v[16]}, {v[11], v[14]}, {v[12]})
     ]
-    assert not any(tie.loads or tie.updates for tie in ties([], loads, stores))
+    assert not any(tie.loads or tie.updates for tie in ties.ties([], loads, updates))
+
+
+def test_what_an_update_takes_is_loaded_before_it_is_stored():
+    """Beside one of the two products before that which has more room."""
+    v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
+    products = [Product(n, v[n], work) for n, work in enumerate([10, 100, 10, 100])]
+    updates = [
+        Stored((Move(v[14], 4),), (v[5],), (Move(v[10], 4),)),
+        Stored((Move(v[15], 4),), (v[6],), (Move(v[11], 4), Move(v[12], 4))),
+    ]
+    found = ties.ties(products, [Move(v[13], 1)], updates)
+    begun = {x.result: k for k, tie in enumerate(found) for x in tie.loads}
+    stored = {x.result: k for k, tie in enumerate(found) for x in tie.updates}
+    assert len(begun) == 4
+    assert stored[v[14]] - 2 <= begun[v[10]] < stored[v[14]]
+    for taken in (v[11], v[12]):
+        assert stored[v[15]] - 2 <= begun[taken] < stored[v[15]]
+    # One product hides nothing before its store: it is loaded at first.
+    (tie,) = ties.ties(products[:1], [], updates)
+    assert not tie.loads
+    assert not tie.updates
 
 
 def test_what_is_read_later_is_not_replaced_before():
@@ -447,6 +493,52 @@ def test_residuals_rest_until_they_are_taken(residuals):
                 assert v in found.segments[n - 1].ahead
                 assert v not in s.own
         assert not set(s.stores) & set(s.loads)
+
+
+def test_what_the_last_layer_computes_again_is_no_residual():
+    """However much of it there is, before any gradient is complete."""
+
+    def layer(x, w):
+        return x + (jax.nn.silu(x @ w["gate"]) * (x @ w["up"])) @ w["down"]
+
+    def loss(layers, x):
+        for w in layers:
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.mean(x**2)
+
+    wide = jnp.ones((WIDTH, 4 * WIDTH))
+    layers = [{"gate": wide, "up": wide, "down": wide.T}] * LAYERS
+    x = jnp.ones((4 * WIDTH, WIDTH))
+    found, _ = cut(jax.grad(loss), layers, x, residuals="host")
+    assert {v.aval.shape for v in found.residuals} == {x.shape}
+
+
+def test_residuals_are_stored_by_the_next_turn_if_it_takes_them():
+    """Beside its products, and not at the end of the turn that makes them."""
+    x = jnp.ones((4, WIDTH))
+    found, step = cut(jax.grad(loss), matrices(8), x, residuals="host")
+    equations = step.program.equations
+    behind = 0
+    for before, s in itertools.pairwise(found.segments):
+        for v in s.stores:
+            made_here = any(v in equations[i].outvars for i in s.positions)
+            behind += not made_here
+            assert made_here or v in before.results
+    assert behind
+
+
+def test_a_derivative_that_is_derived_again_is_of_the_forward_pass():
+    """As in a gradient penalty."""
+
+    def penalty(w, x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.tanh(x @ w)))(x) ** 2)
+
+    args = jnp.ones(WEIGHT), jnp.ones((4, WIDTH))
+    jaxpr = jax.make_jaxpr(jax.grad(penalty))(*args)
+    found = [chain._is_transposed(e) for e in jaxpr.eqns]
+    again = ["transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns]
+    assert sum(again) > sum(found) > 0
+    assert not found[again.index(True)]
 
 
 def skipping(layers, x):

@@ -139,3 +139,24 @@ def test_what_turns_load():
     there = [Piece(0, 10, True), Piece(10, 60, True, True), Piece(60, END, True)]
     assert cutting.loaded(there, with_parameters(60)) == [0, 0, 60 * MIB]
     assert cutting.loaded(there, with_parameters(15)) == [60 * MIB, 60 * MIB, 0]
+
+
+def test_segments_of_long_sequences_are_longer():
+    """By a share of what is alive, up to the layers and the room that they may take."""
+    filling = of_layers(7)
+    rooms = [cutting._room(filling._replace(alive=n * 2**30)) for n in (0, 1, 8)]
+    assert rooms == [cutting.SEGMENT_BYTES, 128 * MIB, 240 * MIB]
+    one = of_layers(1)._replace(alive=2**40)  # No layers are found.
+    assert cutting._room(one) == cutting.MOST_ROOM * cutting.SEGMENT_BYTES
+
+
+def test_segments_have_room_for_each_residual():
+    """Or every equation that makes one, or takes it, would be one."""
+    filling = of_layers(8)
+    v = jex.Var(jax.core.ShapedArray((300 * MIB,), jnp.int8))
+    with_residual = filling._replace(
+        residuals=frozenset([v]), sizes={**filling.sizes, v: 300 * MIB}, alive=2**40
+    )
+    assert cutting._room(with_residual) == 300 * MIB
+    # It is beside what is loaded and what is made, and fills no less for these.
+    assert with_residual.size([v, *filling.taken[1]]) == 300 * MIB

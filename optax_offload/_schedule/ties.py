@@ -1,0 +1,255 @@
+"""When a turn loads and stores: beside which of its products, that hide it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload._places import memory
+from optax_offload._program import Program, Step, facts, flops_of, variables
+from optax_offload._schedule import placing
+from optax_offload._schedule.segments import (
+    Link,
+    Move,
+    Product,
+    Segment,
+    Stored,
+    Tie,
+    nbytes,
+)
+
+# A device multiplies so much in the time in which it writes a byte.
+FLOPS_PER_BYTE = 64
+# What is less is moved at any time.
+LEAST_TIED_BYTES = 2**18
+
+
+def products(program: Program, s: Segment) -> list[Product]:
+    """The products of a segment, with what they take that is computed.
+
+    In it, or before: nothing else would keep what a layer computes again from being
+    computed for all layers of a segment first.
+    """
+    equations = program.equations
+    found: list[Product] = []
+    given = {*program.invars, *program.constants, *s.names}
+    # The products that a variable needs, and those that were waited for.
+    needs: dict[jex.Var, set[int]] = {}
+    waited: set[int] = set()
+    for i in s.positions:
+        e = equations[i]
+        work = flops_of(e)
+        for v in variables(e.invars) if work else ():
+            if v not in given:
+                needs.setdefault(v, set())
+        taken = [v for v in variables(e.invars) if v in needs]
+        need = {n for v in taken for n in needs[v]}
+        if work and taken:
+            operand = max(taken, key=lambda v: len(needs[v]))
+            others = [n for n in range(len(found)) if n not in needs[operand] | waited]
+            before = (v for n in others for v in equations[found[n].position].outvars)
+            waited |= needs[operand].union(others)
+            need.add(len(found))
+            found.append(Product(i, operand, work, tuple(before)))
+        elif found and not facts(e).again:
+            work = FLOPS_PER_BYTE * nbytes(e.outvars)
+            found[-1] = found[-1]._replace(work=found[-1].work + work)
+        needs |= dict.fromkeys(e.outvars, need)
+    return found
+
+
+def stored(s: Segment) -> Iterable[Stored]:
+    """What each update of a segment stores, with what that is made of."""
+    for left in (node.left for node in s.updates if node.left):
+        for each in placing.independent(left.update):
+            taken = dict.fromkeys(variables(left.operands[i] for i in each.inputs))
+            made = (left.results[k] for k in each.outputs)
+            stores = _moves(v for v in made if memory.on_host(v.aval))
+            if stores:
+                gradients = tuple(v for v in taken if v not in s.names)
+                yield Stored(
+                    stores, gradients, _moves(v for v in taken if v in s.names)
+                )
+
+
+def _moves(some: Iterable[jex.Var]) -> tuple[Move, ...]:
+    moves = (Move(v, nbytes([v])) for v in some)
+    return tuple(move for move in moves if move.nbytes >= LEAST_TIED_BYTES)
+
+
+def ties(
+    products: Sequence[Product], loads: Sequence[Move], updates: Sequence[Stored]
+) -> tuple[Tie, ...]:
+    """When loads and stores begin, so that each has products to be hidden behind.
+
+    Left to itself, a GPU's compiler takes each for short, and has all of them at the
+    beginning or the end of a turn. It has two in flight at most, of both ways together
+    (F15): so a load and a store with each product, the large ones with the long ones.
+
+    Args:
+      products: In their order.
+      loads: What is loaded for the next turn.
+      updates: What is stored, and loaded for that in this turn.
+    """
+    # What an update loads is there when it is stored.
+    first = int(any(x.loads for x in updates))
+    in_turn = _in_turn(products[first:], [x.moves for x in updates])
+    storing = {first + k: moves for k, moves in in_turn.items()}
+    stored = {move.result: k for k, moves in storing.items() for move in moves}
+    own = [
+        (move, stored[x.stores[0].result])
+        for x in updates
+        for move in x.loads * bool(storing)
+    ]
+    loading = _beside(products, loads, own)
+    landed: dict[int, list[jex.Var]] = {}
+    for moves in (loading, storing):
+        for k, after in itertools.pairwise(sorted(moves)):
+            landed.setdefault(after, []).extend(x.result for x in moves[k])
+    return tuple(
+        Tie(
+            x,
+            tuple(loading.get(k, ())),
+            tuple(storing.get(k, ())),
+            tuple(landed.get(k, ())),
+        )
+        for k, x in enumerate(products)
+    )
+
+
+def _beside(
+    products: Sequence[Product], moves: Sequence[Move], own: Sequence[tuple[Move, int]]
+) -> dict[int, list[Move]]:
+    """What is loaded beside each product, the largest placed first.
+
+    Args:
+      products: In their order.
+      moves: What may be loaded beside any.
+      own: What has to be there by a product, and no longer before than it takes.
+    """
+    work = sum(x.work for x in products)
+    total = _bytes(moves) + sum(move.nbytes for move, _ in own)
+    if not work:
+        return {}
+    room = [x.work * total / work for x in products]
+    found: dict[int, list[Move]] = {}
+
+    def place(move: Move, among: range) -> None:
+        k = max(among, key=room.__getitem__)
+        room[k] -= move.nbytes
+        found.setdefault(k, []).append(move)
+
+    for move, k in own:
+        place(move, range(max(0, k - 2), k))
+    for move in sorted(moves, key=lambda x: -x.nbytes):
+        place(move, range(len(room)))
+    return found
+
+
+def _in_turn(
+    products: Sequence[Product], groups: Sequence[Sequence[Move]]
+) -> dict[int, list[Move]]:
+    """What is moved beside each product, that of a group one after the other."""
+    left = [group for group in groups if group]
+    moves = sum(map(len, left))
+    work, nbytes = sum(x.work for x in products), sum(_bytes(x) for x in left)
+    found: dict[int, list[Move]] = {}
+    k = begun = passed = 0
+    while left and products:
+        # Not beside what those before it fill, if all can follow then.
+        while (
+            passed * work >= (begun + products[k].work) * nbytes
+            and len(products) - k > moves
+        ):
+            begun += products[k].work
+            k += 1
+
+        def misfit(group: Sequence[Move], k: int = k) -> float:
+            beside = sum(x.work for x in products[k : k + len(group)])
+            return abs(_bytes(group) * work - beside * nbytes)
+
+        group = min(left, key=misfit)
+        left.remove(group)
+        for move in group:
+            found.setdefault(k, []).append(move)
+            passed += move.nbytes
+            moves -= 1
+            if k + 1 < len(products):
+                begun += products[k].work
+                k += 1
+    return found
+
+
+def _bytes(moves: Sequence[Move]) -> int:
+    return sum(x.nbytes for x in moves)
+
+
+def in_order(step: Step, links: Sequence[Link], *, on_tpu: bool) -> Iterator[Link]:
+    """Yields links in which each segment loads what the next one takes, and when.
+
+    Args:
+      step: The step.
+      links: Segments that say what they take, and what is between them.
+      on_tpu: Whether it is for a TPU's compiler, which finds the moments itself.
+    """
+    segments = [link for link in links if isinstance(link, Segment)]
+    turns = [_Turn.of(step, s, on_tpu) for s in segments]
+    pairs = zip(segments, turns[1:], strict=False)
+    late = [set[jex.Var](), *(x.loads_late({*before.loads}) for before, x in pairs)]
+    loads = [[v for v in s.loads if v not in late[n]] for n, s in enumerate(segments)]
+    found: list[Segment] = []
+    for n, s in enumerate(segments):
+        own = loads[n] if not n or segments[n - 1].alone else []
+        own = (*own, *(v for v in s.loads if v in late[n]))
+        ahead = () if s.alone else tuple([*loads, []][n + 1])
+        tied = turns[n].ties((v for v in ahead if v not in s.loads), late[n])
+        found.append(dataclasses.replace(s, own=own, ahead=ahead, ties=tied))
+    ordered = iter(found)
+    for link in links:
+        yield next(ordered) if isinstance(link, Segment) else link
+
+
+class _Turn(NamedTuple):
+    """A segment, its products, and what its updates store."""
+
+    step: Step
+    segment: Segment
+    products: list[Product]
+    updates: list[Stored]
+
+    @classmethod
+    def of(cls, step: Step, s: Segment, on_tpu: bool) -> _Turn:
+        if on_tpu:
+            return cls(step, s, [], [])
+        return cls(step, s, products(step.program, s), [*stored(s)])
+
+    def loads_late(self, before: Set[jex.Var]) -> set[jex.Var]:
+        """What updates load in their own turn: what is too much to be there before.
+
+        Args:
+          before: What the turn before has loaded for itself.
+        """
+        loads = {move.result for x in self.updates for move in x.loads}
+        few = len(self.products) <= len(self.updates)
+        if few or nbytes(loads) <= placing.TURN_BYTES:
+            return set()
+        names = self.segment.names
+        reads = (v for i in self.segment.positions for v in self.step.reads(i))
+        return loads - before - {names.get(v) for v in reads}
+
+    def ties(self, begin: Iterable[jex.Var], late: Set[jex.Var]) -> tuple[Tie, ...]:
+        """The moments of a turn.
+
+        Args:
+          begin: What it loads for the next one.
+          late: What its updates load in it.
+        """
+        updates = [
+            x._replace(loads=tuple(move for move in x.loads if move.result in late))
+            for x in self.updates
+        ]
+        return ties(self.products, _moves(begin), updates)
