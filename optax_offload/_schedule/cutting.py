@@ -90,16 +90,14 @@ class Filling(NamedTuple):
         return set[jex.Var]().union(*self.taken[begin:end])
 
     def size(self, some: Iterable[jex.Var]) -> int:
-        """The bytes of arguments, of gradients or of residuals: those of the most."""
-        arguments = gradients = residuals = 0
+        """The bytes that are loaded, or those that are made if that is more."""
+        loads = made = 0
         for v in some:
             if memory.on_host(v.aval):
-                arguments += self.sizes[v]
-            elif v in self.residuals:
-                residuals += self.sizes[v]
+                loads += self.sizes[v]
             else:
-                gradients += self.sizes[v]
-        return max(arguments, gradients, residuals)
+                made += self.sizes[v]
+        return max(loads, made)
 
 
 def pieces(
@@ -282,7 +280,8 @@ def _room(filling: Filling) -> int:
     root = SEGMENT_BYTES * max(1, filling.size(taken) / MANY_BYTES) ** 0.5
     share = min(filling.alive / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
     residual = max((filling.sizes[v] for v in filling.residuals), default=0)
-    layers = max(MOST_LAYERS * _layer(taken, filling), residual)
+    layer = _layer(taken, filling)
+    layers = max(MOST_LAYERS * layer, layer + residual)
     return round(max(SEGMENT_BYTES, min(max(root, share), layers)))
 
 

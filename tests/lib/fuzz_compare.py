@@ -25,8 +25,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload._emit import moves
 from optax_offload._places import memory
 from optax_offload._program import at_rest
+from optax_offload._schedule import chain, cutting, placing, ties
 
 STEPS = 2
 # A relative change of parameters. Numbers in few bits change by rounding to another
@@ -38,6 +40,19 @@ PERTURBED = 3
 MULTIPLE, ULPS = 16, 16
 # Of a hundred values of a leaf one may differ by as much as noise changes another one.
 SHARE = 0.01
+# As many turns as there may be, each with as many moves.
+LEAST: dict[Any, dict[str, Any]] = {
+    cutting: {
+        "SEGMENT_BYTES": 1,
+        "MANY_BYTES": 2**50,
+        "LEAST_PARTED_BYTES": 1,
+        "LEAST_ALIVE_BYTES": 1,
+    },
+    chain: {"LEAST_SEGMENTS": 1, "LEAST_RESIDUAL_BYTES": 1, "LEAST_FREED_BYTES": 1},
+    placing: {"TURN_BYTES": 1},
+    ties: {"LEAST_TIED_BYTES": 1},
+    moves: {"TILE": (2, 2)},
+}
 # Errors that are right, by what was drawn.
 REFUSALS: list[tuple[Callable[[Drawn], bool], str]] = [
     # JAX compiles no ordered effect beside a value in host memory (U07), and has words
@@ -125,6 +140,8 @@ def run(drawn: Drawn) -> list[Outcome]:
         warnings.filterwarnings("ignore", r"coroutine .* was never awaited")
         quiet.enter_context(jax.numpy_rank_promotion("allow"))
         quiet.enter_context(mock.patch.object(at_rest, "LEAST_RESIDUAL_BYTES", 0))
+        for module, limits in LEAST.items() if drawn.turns == "least" else ():
+            quiet.enter_context(mock.patch.multiple(module, **limits))
         if drawn.axis_types == "Explicit" and program.mesh is not None:
             quiet.enter_context(jax.set_mesh(program.mesh))
         try:

@@ -127,6 +127,8 @@ CHOICES: dict[str, dict[Any, int]] = {
 # others draw what they did.
 LOOPS_FROM = 100_000
 LOOPS = {"scan": 2, "fori": 1, "while": 1, "cond": 2, "skipped": 1}
+# Layers that no scan runs, cut into as many turns as there may be: from here on.
+TURNS_FROM = 200_000
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -181,6 +183,7 @@ class Drawn:
     shard_map: bool = False
     called: str = "directly"
     loop: str = "none"
+    turns: str = "usual"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -219,6 +222,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         return rng.choices([*weights], [*weights.values()])[0]
 
     found = {name: one(weights) for name, weights in CHOICES.items()}
+    if seed >= TURNS_FROM:
+        found |= {"turns": "least", "scan": one({"list": 3, "python": 1})}
     found["wrapped"] = one({"inside": 5, "outside": 1})
     table = INSIDE if found["wrapped"] == "inside" else OUTSIDE
     if found["wrapped"] == "inside" and rng.random() < 0.6:
@@ -255,7 +260,7 @@ def draw(seed: int, modes: int = 2) -> Drawn:
     if found["selected"] == "none":
         found["predicate"] = "finite"
     if seed >= LOOPS_FROM and found["ref"] == "none":
-        found["loop"] = one(LOOPS)
+        found["loop"] = one(LOOPS if seed < TURNS_FROM else {"none": 9, **LOOPS})
         # Where a branch leaves what it only hands through is nothing to compare.
         if found["results"] == "old parameters":
             found["results"] = "loss"

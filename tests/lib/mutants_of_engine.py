@@ -274,8 +274,8 @@ IN_ENGINE = {
     ),
     "no room for a residual": Mutant(
         "_schedule/cutting.py",
-        "layers = max(MOST_LAYERS * _layer(taken, filling), residual)",
-        "layers = MOST_LAYERS * _layer(taken, filling)",
+        "layers = max(MOST_LAYERS * layer, layer + residual)",
+        "layers = MOST_LAYERS * layer",
         (CUTTING,),
     ),
     "what is loaded behind the barrier of its checkpoint": Mutant(

@@ -527,6 +527,19 @@ def test_residuals_are_stored_by_the_next_turn_if_it_takes_them():
     assert behind
 
 
+def test_few_layers_are_cut_however_long_a_sequence_is(monkeypatch):
+    """Turns are longer only where enough of them are left."""
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 8)
+
+    def segments(tokens):
+        found, _ = cut(jax.grad(loss), matrices(12), jnp.ones((tokens, WIDTH)))
+        return len(found.segments)
+
+    assert segments(64 * WIDTH) == segments(1) >= 8
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    assert segments(64 * WIDTH) < segments(1)
+
+
 def test_a_derivative_that_is_derived_again_is_of_the_forward_pass():
     """As in a gradient penalty."""
 

@@ -4,18 +4,18 @@ import dataclasses
 
 import pytest
 from fuzz_compare import run
-from fuzz_programs import CHOICES, LOOPS_FROM, Drawn, draw
+from fuzz_programs import CHOICES, LOOPS_FROM, TURNS_FROM, Drawn, draw
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL = 4, 24
+QUICK, ALL, TURNS = 4, 24, 6
 
 
 @pytest.mark.parametrize(
     "seed",
     [
         pytest.param(n, marks=[] if n < QUICK else [pytest.mark.slow])
-        for n in range(ALL)
+        for n in (*range(ALL), *range(TURNS_FROM, TURNS_FROM + TURNS))
     ],
 )
 def test_as_plain_jit(seed):
@@ -54,6 +54,8 @@ def test_a_mistake_is_found(monkeypatch):
 def test_what_is_printed_can_be_run_again():
     """Every choice is a field, and the text of what was drawn has all of it."""
     fields = {field.name for field in dataclasses.fields(Drawn)}
-    assert {*CHOICES} | {"seed", "modes", "optimizer", "wrapped", "loop"} == fields
-    for seed in (*range(200), *range(LOOPS_FROM, LOOPS_FROM + 50)):
-        assert Drawn.of_text(draw(seed).text()) == draw(seed)
+    others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns"}
+    assert {*CHOICES} | others == fields
+    for first in (0, LOOPS_FROM, TURNS_FROM):
+        for seed in range(first, first + 100):
+            assert Drawn.of_text(draw(seed).text()) == draw(seed)
