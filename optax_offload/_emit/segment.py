@@ -84,8 +84,7 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
     sources = [*dict.fromkeys((*segment.own, *segment.ahead))]
     # Those that are replaced here are read from where that is: a barrier over what is
     # written too would make a copy of it on the host.
-    tied = {move.result for tie in segment.ties for move in tie.loads}
-    in_place = tied.intersection(segment.own).intersection(replaced.values())
+    in_place = segment.loaded_itself.intersection(replaced.values())
     sources = [v for v in sources if v not in loaded and v not in in_place]
     hosts = [before.resting[v] for v in sources]
     places, data = Places.of(here), key_data(here)
@@ -156,8 +155,8 @@ class _Turn:
     def run(self, known: Values, sharded: Mapping[jex.Var, Sharded]) -> None:
         """Updates, evaluates the equations, and loads what the next turn takes."""
         segment = self._segment
-        tied = {move.result for tie in segment.ties for move in tie.loads}
-        self._load(v for v in segment.own if v not in tied)
+        itself = segment.loaded_itself
+        self._load(v for v in segment.own if v not in itself)
         self.known |= known
         self._name(self.on_device)
         updates = [_Update(x.left, sharded) for x in segment.updates if x.left]

@@ -114,6 +114,12 @@ class Segment:
         return tuple(dict.fromkeys(self.names.values()))
 
     @property
+    def loaded_itself(self) -> set[jex.Var]:
+        """What it loads for its own updates, beside its products."""
+        tied = {move.result for tie in self.ties for move in tie.loads}
+        return tied.intersection(self.own)
+
+    @property
     def replaced(self) -> dict[jex.Var, jex.Var | None]:
         """The argument that each result of its updates on the host replaces."""
         return {v: x for v, x in self._in_place() if memory.on_host(v.aval)}
@@ -193,6 +199,11 @@ class Chain:
             f": {size_text(most)} of what rests on the host at most in one, loaded by "
             "the turn before"
         )
+        itself = max(nbytes(s.loaded_itself) for s in self.segments)
+        if itself:
+            loaded += (
+                f", or by itself beside its products ({size_text(itself)} at most)"
+            )
         alone = sum(s.alone for s in self.segments)
         if alone:
             loaded += f", but after {alone} in which the most is in memory"
@@ -211,8 +222,8 @@ class Chain:
         if updated:
             yield (
                 f"{size_text(nbytes(updated))} of state and parameters are updated by "
-                "the turn after the one that completes their gradient, which has "
-                "loaded them (on a TPU between turns)"
+                "the turn after the one that completes their gradient (on a TPU "
+                "between turns)"
             )
         if waiting:
             yield (

@@ -199,14 +199,14 @@ def in_order(step: Step, links: Sequence[Link], *, on_tpu: bool) -> Iterator[Lin
     segments = [link for link in links if isinstance(link, Segment)]
     turns = [_Turn.of(step, s, on_tpu) for s in segments]
     pairs = zip(segments, turns[1:], strict=False)
-    late = [set[jex.Var](), *(x.loads_late({*before.loads}) for before, x in pairs)]
-    loads = [[v for v in s.loads if v not in late[n]] for n, s in enumerate(segments)]
+    itself = [set[jex.Var](), *(x.loads_itself({*before.loads}) for before, x in pairs)]
+    loads = [[v for v in s.loads if v not in itself[n]] for n, s in enumerate(segments)]
     found: list[Segment] = []
     for n, s in enumerate(segments):
         own = loads[n] if not n or segments[n - 1].alone else []
-        own = (*own, *(v for v in s.loads if v in late[n]))
+        own = (*own, *(v for v in s.loads if v in itself[n]))
         ahead = () if s.alone else tuple([*loads, []][n + 1])
-        tied = turns[n].ties((v for v in ahead if v not in s.loads), late[n])
+        tied = turns[n].ties((v for v in ahead if v not in s.loads), itself[n])
         found.append(dataclasses.replace(s, own=own, ahead=ahead, ties=tied))
     ordered = iter(found)
     for link in links:
@@ -227,7 +227,7 @@ class _Turn(NamedTuple):
             return cls(step, s, [], [])
         return cls(step, s, products(step.program, s), [*stored(s)])
 
-    def loads_late(self, before: Set[jex.Var]) -> set[jex.Var]:
+    def loads_itself(self, before: Set[jex.Var]) -> set[jex.Var]:
         """What updates load in their own turn: what is too much to be there before.
 
         Args:
@@ -241,15 +241,15 @@ class _Turn(NamedTuple):
         reads = (v for i in self.segment.positions for v in self.step.reads(i))
         return loads - before - {names.get(v) for v in reads}
 
-    def ties(self, begin: Iterable[jex.Var], late: Set[jex.Var]) -> tuple[Tie, ...]:
+    def ties(self, begin: Iterable[jex.Var], itself: Set[jex.Var]) -> tuple[Tie, ...]:
         """The moments of a turn.
 
         Args:
           begin: What it loads for the next one.
-          late: What its updates load in it.
+          itself: What its updates load in it.
         """
         updates = [
-            x._replace(loads=tuple(move for move in x.loads if move.result in late))
+            x._replace(loads=tuple(move for move in x.loads if move.result in itself))
             for x in self.updates
         ]
         return ties(self.products, _moves(begin), updates)

@@ -392,6 +392,7 @@ def test_much_is_loaded_by_the_turn_that_updates_it(monkeypatch):
     inside, between = updated(found)
     assert sum(inside) + sum(between) == sum(map(sum, updated(before)))
     assert sum(x > 0 for x in inside) == LAYERS - 2  # The others have few products.
+    assert "or by itself beside its products (2.00 KiB at most)" in next(found.lines())
     for n, s in enumerate(found.segments):
         begun = {x.result: k for k, tie in enumerate(s.ties) for x in tie.loads}
         own = [v for v in begun if v in s.own]
