@@ -203,13 +203,13 @@ class _Run:
         for node in nodes:
             (ready if known.issuperset(node.reads) else postponed).append(node)
             if ready and ready[-1] is node:
-                known.update(self._defines(node))
+                known.update(node.defines)
         for left, some in itertools.groupby(ready, lambda node: node.left):
             if left is None:
                 found = (
                     node.position
                     for node in some
-                    if any(v not in self._env for v in self._defines(node))
+                    if any(v not in self._env for v in node.defines)
                 )
                 self._evaluate(list(found))
             else:
@@ -225,11 +225,6 @@ class _Run:
     def _tokens(self, positions: Iterable[int]) -> dict[jex.Var, None]:
         """What stands for the effects of equations, once these were had."""
         return dict.fromkeys(v for i in positions for v in self._step.tokens(i))
-
-    def _defines(self, node: Outer) -> list[jex.Var]:
-        if node.left is None:
-            return self._step.defines(node.position)
-        return list(node.left.results)
 
     def _run_remaining(self, left: RemainingUpdate) -> None:
         """Carries out the part of an update that no scan has taken over."""

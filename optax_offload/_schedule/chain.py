@@ -138,8 +138,7 @@ class _Cut:
         for node in nodes:
             if node.left or not following.isdisjoint(node.reads):
                 self._updating.append(node)
-                made = node.left.results if node.left else step.defines(node.position)
-                following.update(made)
+                following.update(node.defines)
             elif not self._is_source(node):
                 ordinary.append(node)
         if reduced is not None:
@@ -171,11 +170,11 @@ class _Cut:
             if node.position in reduced.early:
                 k = max((made[v] for v in node.reads if v in made), default=-1)
             after.append(k)
-            made |= dict.fromkeys(self._step.defines(node.position), k)
+            made |= dict.fromkeys(node.defines, k)
         taken: dict[jex.Var, int] = {}
         for k in reversed(range(len(nodes))):
             if after[k] < 0:  # Of constants: where it is taken first.
-                made_here = self._step.defines(nodes[k].position)
+                made_here = nodes[k].defines
                 after[k] = min((taken[v] for v in made_here if v in taken), default=k)
             for v in nodes[k].reads:
                 taken[v] = min(after[k], taken.get(v, after[k]))
@@ -192,7 +191,7 @@ class _Cut:
             if shape(v)
         }
         for node in self._nodes:
-            yield from (v for v in self._step.defines(node.position) if v in taken)
+            yield from (v for v in node.defines if v in taken)
 
     @property
     def loads(self) -> bool:
@@ -207,7 +206,7 @@ class _Cut:
     @functools.cached_property
     def _spans(self) -> list[liveness.Span]:
         counted = liveness.kept(self._step, self._nodes).difference(self._gradients)
-        return [*liveness.spans(self._step, self._nodes, counted)]
+        return [*liveness.spans(self._nodes, counted)]
 
     @property
     def _most(self) -> int:
@@ -222,7 +221,7 @@ class _Cut:
         gradients = {*self._gradients}
 
         def is_forward(node: Outer) -> bool:
-            made = self._step.defines(node.position)
+            made = node.defines
             e = self._program.equations[node.position]
             return gradients.isdisjoint(made) and not _is_transposed(e)
 
@@ -255,7 +254,7 @@ class _Cut:
         made, waiting, most, others = {*self._gradients}, 0, 0, 0
         for piece, loads in zip(self._pieces, self._loads, strict=True):
             for k in range(piece.begin, piece.end):
-                new = self._step.defines(self._nodes[k].position)
+                new = self._nodes[k].defines
                 waiting += nbytes(v for v in new if v in made)
                 most = max(most, waiting + live[k + 1] + loads)
                 others = max(others, live[k] + loads)
@@ -324,12 +323,12 @@ class _Cut:
         filled = gradients | self.residuals
         taken = [
             {self._source[v] for v in self._made_of(node.reads)[1]}
-            | filled.intersection(self._step.defines(node.position))
+            | filled.intersection(node.defines)
             | self.residuals.intersection(node.reads)
             for node in nodes
         ]
         filling = cutting.Filling(taken, self._sizes(filled), frozenset(self.residuals))
-        passing = liveness.passing(liveness.spans(self._step, nodes), len(nodes))
+        passing = liveness.passing(liveness.spans(nodes), len(nodes))
         apart = [self._touches_host(node) for node in nodes]
         longer = filling._replace(alive=max(self._live))
         pieces = [*cutting.pieces(longer, apart, passing)]
@@ -366,7 +365,7 @@ class _Cut:
         made: dict[jex.Var, int] = {}
         for n, nodes in enumerate(self._links):
             for node in nodes:
-                made |= dict.fromkeys(self._step.defines(node.position), n)
+                made |= dict.fromkeys(node.defines, n)
         positions = self._positions(kept)
         used: dict[jex.Var, set[int]] = {}
         for n, own in enumerate(positions):
@@ -460,7 +459,7 @@ class _Cut:
         """
         segments, fullest = self.segments, self._fullest
         forward = self._nodes[: self._forward]
-        own = (self._step.defines(node.position) for node in forward)
+        own = (node.defines for node in forward)
         found: dict[jex.Var, set[int]] = {}
         for v in itertools.chain.from_iterable(own):
             n = made[v]

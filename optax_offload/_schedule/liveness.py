@@ -44,7 +44,7 @@ def passing(some: Iterable[Span], nodes: int) -> list[int]:
 
 
 def spans(
-    step: Step, nodes: Sequence[Outer], counted: Set[jex.Var] | None = None
+    nodes: Sequence[Outer], counted: Set[jex.Var] | None = None
 ) -> Iterator[Span]:
     """Yields how long each variable is there.
 
@@ -52,14 +52,14 @@ def spans(
     """
     last: dict[jex.Var, int] = {}
     for k in reversed(range(len(nodes))):
-        made = step.defines(nodes[k].position)
+        made = nodes[k].defines
         until = k
         if counted is not None and counted.isdisjoint(made):
             until = max((last.get(v, k) for v in made), default=k)
         for v in nodes[k].reads:
             last[v] = max(last.get(v, k), until)
     for k, node in enumerate(nodes):
-        for v in step.defines(node.position):
+        for v in node.defines:
             if counted is None or v in counted:
                 yield Span(v, k, last.get(v, k))
 
@@ -77,11 +77,11 @@ def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
         v
         for node, is_product in zip(nodes, opaque, strict=True)
         if is_product
-        for v in (*node.reads, *step.defines(node.position))
+        for v in (*node.reads, *node.defines)
     }
     return {
         v
-        for v, made, last in spans(step, nodes)
+        for v, made, last in spans(nodes)
         if (v in of_products or before[last] > before[made + 1])
         and not _only_laid_out(equations[nodes[made].position])
     }
@@ -95,16 +95,16 @@ def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
     there = kept(step, nodes)
     sizes = {v: memory.nbytes_on_each_device(v.aval) for v in there}
     written: set[int] = set()
-    for span in spans(step, nodes, there):
-        last = nodes[span.last].position
-        over = (sizes.get(v) for v in step.defines(last))
-        may_be = span.last > span.made and last not in written
+    for span in spans(nodes, there):
+        last = nodes[span.last]
+        over = (sizes.get(v) for v in last.defines)
+        may_be = span.last > span.made and span.last not in written
         if (
             may_be
             and sizes[span.var] in over
-            and _is_fused(step.program.equations[last])
+            and _is_fused(step.program.equations[last.position])
         ):
-            written.add(last)
+            written.add(span.last)
             span = span._replace(last=span.last - 1)
         yield span
 

@@ -85,7 +85,7 @@ class Placing:
             return
         at = max((self._known.get(v, _FIRST) for v in node.reads), default=_FIRST)
         moment = at if self._may_follow(node, at) else (at[0], _AFTER)
-        self._put(node, moment, self._step.defines(node.position))
+        self._put(node, moment)
 
     def _place_pieces(self, node: Outer, left: RemainingUpdate) -> None:
         """Places parts of an update that others have no array in common with.
@@ -117,14 +117,13 @@ class Placing:
                 update=update.with_inputs_on_host({*update.loads, *waiting}),
                 operands=tuple(waiting.get(i, a) for i, a in enumerate(operands)),
             )
-            node = Outer(node.position, tuple(variables(left.operands)), left)
+            node = Outer.update(node.position, left)
         for at, outputs in sorted(pieces.items()):
             if at == (self._last_link, _AFTER):
                 # What the last turn has loaded is updated before.
                 at = len(self._links) - 1, _AFTER
             piece = node if len(pieces) == 1 else _piece(node, left, sorted(outputs))
-            assert piece.left is not None
-            self._put(piece, at, piece.left.results)
+            self._put(piece, at)
 
     def _complete(self, left: RemainingUpdate) -> list[tuple[Independent, _Moment]]:
         """Parts of an update, each with the moment when all that it takes is there."""
@@ -164,7 +163,7 @@ class Placing:
             store = RemainingUpdate(left.inlined, (result,), update, (v,))
             at = self._known[v]
             at = self._turn(at) if self._in_turns else (at[0], _AFTER)
-            self._put(Outer(node.position, (v,), store), at, [result])
+            self._put(Outer.update(node.position, store), at)
         return self._waiting[v]
 
     def _last(self, v: jex.Var) -> _Moment:
@@ -183,10 +182,10 @@ class Placing:
                 found.append(tuple(self._after[n]))
         return found
 
-    def _put(self, node: Outer, at: _Moment, results: Iterable[jex.Var]) -> None:
+    def _put(self, node: Outer, at: _Moment) -> None:
         where = self._inside if at[1] == _BEFORE else self._after
         where.setdefault(at[0], []).append(node)
-        self._known |= dict.fromkeys(results, at)
+        self._known |= dict.fromkeys(node.defines, at)
 
     def _turn(self, at: _Moment, size: int = 0, asked: int | None = None) -> _Moment:
         """The moment at which what is complete is updated.
@@ -231,7 +230,7 @@ class Placing:
     def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
         """A segment that updates before it evaluates its own equations."""
         taken = {v: v for node in inside for v in _resting(node)}
-        made = [v for node in inside for v in self._results(node)]
+        made = [v for node in inside for v in node.defines]
         elsewhere = {*variables(self._step.program.outvars)}
         for nodes in (*self._inside.values(), *self._after.values()):
             if nodes is not inside:
@@ -243,11 +242,6 @@ class Placing:
             results=(*results, *segment.results),
             updates=tuple(inside),
         )
-
-    def _results(self, node: Outer) -> Sequence[jex.Var]:
-        if node.left is None:
-            return self._step.defines(node.position)
-        return node.left.results
 
 
 _FIRST: _Moment = (0, _AFTER)
@@ -267,7 +261,7 @@ def _piece(node: Outer, left: RemainingUpdate, outputs: Sequence[int]) -> Outer:
     operands = tuple(left.operands[i] for i in kept)
     results = tuple(left.results[k] for k in outputs)
     piece = RemainingUpdate(left.inlined, results, update, operands, at_once=True)
-    return Outer(node.position, tuple(variables(operands)), piece)
+    return Outer.update(node.position, piece)
 
 
 class Independent(NamedTuple):

@@ -44,12 +44,25 @@ class Outer(NamedTuple):
     Attributes:
       position: The position of the equation, or of the update's last.
       reads: The variables that it takes; see `Step.reads`.
+      defines: Those that it makes; see `Step.defines`.
       left: The part of the update that remains; None for an equation.
     """
 
     position: int
     reads: tuple[jex.Var, ...]
+    defines: tuple[jex.Var, ...]
     left: RemainingUpdate | None = None
+
+    @classmethod
+    def equation(cls, step: Step, i: int) -> Outer:
+        """An equation of a step."""
+        return cls(i, tuple(step.reads(i)), tuple(step.defines(i)))
+
+    @classmethod
+    def update(cls, position: int, left: RemainingUpdate) -> Outer:
+        """What is left of the update whose last equation has a position."""
+        reads = dict.fromkeys(variables(left.operands))
+        return cls(position, tuple(reads), left.results, left)
 
 
 def rest(
@@ -116,7 +129,7 @@ def _rest(
             continue
         wanted = needed if inlined is None or i in reduced.sums else beside
         if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
-            found.append(Outer(i, tuple(step.reads(i))))
+            found.append(Outer.equation(step, i))
             needed.update(variables(e.invars))
             if inlined is not None:
                 beside.update(variables(e.invars))
@@ -140,14 +153,14 @@ def _left(
         and producers.get(a, -1) in inlined.positions
     }
     if not (found or made):
-        return Outer(inlined.positions[-1], ())
+        return Outer(inlined.positions[-1], (), ())
     wanted = [*found, *(x.output for x in made)]
     update, operands = inlined.left(wanted, known)
     if made:
         update, operands = with_replacements(step, update, operands, made)
     results = (*found.values(), *(x.result for x in made))
     left = RemainingUpdate(inlined, results, update, tuple(operands))
-    return Outer(inlined.positions[-1], tuple(variables(operands)), left)
+    return Outer.update(inlined.positions[-1], left)
 
 
 def _with_scaled(
@@ -156,7 +169,7 @@ def _with_scaled(
     """What is left of an update, that makes what it takes of gradients as they are."""
     update, operands = with_scaled(step, left.update, left.operands, reduced.scaled)
     left = left._replace(update=update, operands=tuple(operands))
-    return Outer(node.position, tuple(variables(operands)), left)
+    return Outer.update(node.position, left)
 
 
 def _made_whole(step: Step, left: RemainingUpdate) -> Iterator[jex.Var]:

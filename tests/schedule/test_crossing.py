@@ -155,8 +155,8 @@ def test_what_is_alive():
     of = {names[k] for k, n in enumerate(nodes) if found & {*step.defines(n.position)}}
     assert {"dot_general", "add"} <= of
     assert not {"tanh", "mul", "cos"} & of
-    assert max(passing(spans(step, nodes, found), len(nodes))) == BYTES
-    assert passing(spans(step, nodes), len(nodes))[0] == 0
+    assert max(passing(spans(nodes, found), len(nodes))) == BYTES
+    assert passing(spans(nodes), len(nodes))[0] == 0
 
 
 def test_what_is_reduced_over_gradients():
