@@ -68,36 +68,30 @@ class _Run:
     ):
         self._plan, self._step, self._on_tpu = plan, plan.step, on_tpu
         self._sharded = sharded
+        streaming = () if on_tpu else plan.streaming
+        self._scans = {s.scan.position: s for s in (*plan.scans, *streaming)}
         self._env: dict[jex.Var, Any] = {**values, **plan.step.program.constants}
 
     def results(self) -> list[Any]:
         """The values of the step's results."""
         program = self._step.program
-        if self._plan.chain:
-            return self._results_of(self._plan.chain)
-        streaming = () if self._on_tpu else self._plan.streaming
-        streamed = (*self._plan.scans, *streaming)
-        scans = {s.scan.position: s for s in streamed}
         fused = [f for s in self._plan.scans for f in s.fused]
-        nodes = self._plan.rest
-        postponed: list[Outer] = []
-        for is_scan, some in itertools.groupby(nodes, lambda n: n.position in scans):
-            if is_scan:
-                for node in some:
-                    self._run_scan(scans[node.position])
-            else:
-                postponed += self._run_nodes(list(some))
+        nodes, after = self._plan.before_and_after
+        if self._plan.chain:
+            self._run_chain(self._plan.chain)
+        else:
+            self._run_nodes(nodes)
         waiting = [each for each in self._plan.scans if each.late]
         for number in range(1, self._plan.passes.last + 1):
             for each in waiting:
                 self._run_pass(each, number)
-        self._run_nodes(postponed)
+        self._run_nodes(after)
         for v in (v for f in fused for v in f.component.results):
             self._env[v] = constrained(program, v, self._env[v])
         return [read(a, self._env.__getitem__) for a in program.outvars]
 
-    def _results_of(self, chain: Chain) -> list[Any]:
-        """The same of a step in segments."""
+    def _run_chain(self, chain: Chain) -> None:
+        """Evaluates a step in segments."""
         program = self._step.program
         resting = {v: x for v, x in self._env.items() if memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
@@ -118,8 +112,6 @@ class _Run:
             self._run_nodes(link)
             results = (v for node in link if node.left for v in node.left.results)
             made += (v for v in results if shape(v) and not _is_key(v))
-        self._require(variables(program.outvars))
-        return [read(a, self._env.__getitem__) for a in program.outvars]
 
     def _run_scan(self, each: FusedScan) -> None:
         turns = self._plan.turns(each, 0, on_tpu=self._on_tpu)
@@ -192,29 +184,24 @@ class _Run:
         for i in found[::-1]:
             self._evaluate([i])
 
-    def _run_nodes(self, nodes: Sequence[Outer]) -> list[Outer]:
-        """Evaluates nodes, and returns those that take values that are not known yet.
-
-        Sums over rows that have to wait are known when these are updated.
-        """
-        known = set(self._env)
-        ready: list[Outer] = []
-        postponed: list[Outer] = []
-        for node in nodes:
-            (ready if known.issuperset(node.reads) else postponed).append(node)
-            if ready and ready[-1] is node:
-                known.update(node.defines)
-        for left, some in itertools.groupby(ready, lambda node: node.left):
-            if left is None:
-                found = (
+    def _run_nodes(self, nodes: Iterable[Outer]) -> None:
+        """Evaluates nodes, which take what is known or can be computed of it."""
+        for kind, some in itertools.groupby(nodes, self._kind):
+            if isinstance(kind, FusedScan):
+                self._run_scan(kind)
+            elif kind is not None:
+                self._run_remaining(kind)
+            else:
+                missing = (
                     node.position
                     for node in some
                     if any(v not in self._env for v in node.defines)
                 )
-                self._evaluate(list(found))
-            else:
-                self._run_remaining(left)
-        return postponed
+                self._evaluate(list(missing))
+
+    def _kind(self, node: Outer) -> FusedScan | RemainingUpdate | None:
+        """What is carried out otherwise than it is written; None for an equation."""
+        return self._scans.get(node.position) or node.left
 
     def _evaluate(self, positions: Sequence[int]) -> None:
         """Evaluates equations of the step."""

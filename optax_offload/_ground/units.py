@@ -148,6 +148,11 @@ def check_bytes(
         )
 
 
+def counted(count: int, noun: str, nbytes: int) -> str:
+    """How many of something there are, and of how many bytes."""
+    return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"
+
+
 def parse_size(text: str) -> int:
     """The bytes that a person means.
 

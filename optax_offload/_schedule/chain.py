@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -27,6 +27,7 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._schedule import cutting, liveness
+from optax_offload._schedule.beside import Beside
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.placing import Placing
@@ -48,31 +49,32 @@ LEAST_RESIDUAL_BYTES = 2**20
 
 def chain(
     step: Step,
-    nodes: Sequence[Outer],
+    beside: Beside,
     asked: Options,
-    reduced: Reduced | None,
     *,
     on_tpu: bool = False,
 ) -> Chain | str:
-    """Cuts a step without scans; a reason where little would be left out at a time.
+    """Cuts a step; a reason where little would be left out at a time.
 
     Args:
       step: The step.
-      nodes: The equations and updates of it, in order.
+      beside: What it evaluates beside the rows of its scans.
       asked: The options that are asked for. Gradients whose update needs all of them
         first wait on the host by "auto" as far as they would raise the peak.
-      reduced: What is reduced over gradients, if turns may use these up.
       on_tpu: Whether it is for a TPU's compiler. That spreads transfers over a turn by
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
-    found = _Cut(step, nodes, reduced, asked.residuals == "host")
+    found = _Cut(step, beside, asked.residuals == "host")
     if len(found.segments) < LEAST_SEGMENTS:
         return too_few()
-    taken = (a for node in nodes if node.left for a in node.left.operands)
-    freed = max(found.excess, 0) if are_late(step, taken, reduced) else 0
+    reduced = beside.reduced
+    operands = (a for node in beside.nodes if node.left for a in node.left.operands)
+    freed = max(found.excess, 0) if are_late(step, operands, reduced) else 0
     on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
-    whole = found.loads or found.residuals or on_host
+    # A compiler that overlaps the transfers of scans would have those of updates at once.
+    scans = any(node.in_turns for node in beside.nodes)
+    whole = found.loads or found.residuals or on_host or scans
     if not whole and freed < LEAST_FREED_BYTES:
         return (
             "layers that no scan runs are not cut into turns: gradients freed turn by "
@@ -84,12 +86,15 @@ def chain(
     return found.chain(on_tpu, waiting)
 
 
-def is_small(step: Step, asked: Options) -> bool:
-    """Whether so little rests on the host that no search for turns is needed."""
+def is_small(step: Step, asked: Options, elsewhere: Collection[jex.Var]) -> bool:
+    """Whether so little rests on the host that no search for turns is needed.
+
+    What is loaded elsewhere, by scans, does not count.
+    """
     if asked.residuals == "host":
         return False
     named = {v for e in step.program.equations if are_codes(e) for v in e.invars}
-    inputs = step.program.invars
+    inputs = (v for v in step.program.invars if v not in elsewhere)
     resting = [v for v in inputs if memory.on_host(v.aval) or v in named]
     dtypes = ((v, getattr(v.aval, "dtype", bool)) for v in resting)
     codes = [v for v, dtype in dtypes if jnp.issubdtype(dtype, jnp.integer)]
@@ -112,13 +117,8 @@ def too_few() -> str:
 class _Cut:
     """The equations of a step, in segments and between them."""
 
-    def __init__(
-        self,
-        step: Step,
-        nodes: Sequence[Outer],
-        reduced: Reduced | None,
-        residuals: bool,
-    ):
+    def __init__(self, step: Step, beside: Beside, residuals: bool):
+        nodes, reduced, self._taken = beside.nodes, beside.reduced, beside.taken
         self._step, self._program = step, step.program
         # Also constants of a trace: operands of the step as it is carried out.
         read = {v for e in self._program.equations for v in variables(e.invars)}
@@ -329,7 +329,7 @@ class _Cut:
         ]
         filling = cutting.Filling(taken, self._sizes(filled), frozenset(self.residuals))
         passing = liveness.passing(liveness.spans(nodes), len(nodes))
-        apart = [self._touches_host(node) for node in nodes]
+        apart = [self._is_apart(node) for node in nodes]
         longer = filling._replace(alive=max(self._live))
         pieces = [*cutting.pieces(longer, apart, passing)]
         if sum(x.is_segment for x in pieces) >= LEAST_SEGMENTS:
@@ -352,15 +352,17 @@ class _Cut:
                 found[x] = max(found[x], round(share * nbytes([x])))
         return found
 
-    def _touches_host(self, node: Outer) -> bool:
-        """Returns whether an equation takes or leaves values where they rest."""
+    def _is_apart(self, node: Outer) -> bool:
+        """Returns whether it has turns of its own, or takes or leaves what rests."""
+        if node.in_turns:
+            return True
         e = self._program.equations[node.position]
         atoms = (*variables(e.invars), *e.outvars)
         return any(memory.on_host(v.aval) for v in atoms)
 
     def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
-        kept = {*variables(self._program.outvars)}
+        kept = {*variables(self._program.outvars), *self._taken}
         kept.update(v for node in self._updating for v in node.reads)
         made: dict[jex.Var, int] = {}
         for n, nodes in enumerate(self._links):
@@ -369,8 +371,7 @@ class _Cut:
         positions = self._positions(kept)
         used: dict[jex.Var, set[int]] = {}
         for n, own in enumerate(positions):
-            computed = {v for i in own for v in self._outvars(i)}
-            for v in {v for i in own for v in self._step.reads(i)} - computed:
+            for v in self._reads(n, own):
                 used.setdefault(v, set()).add(n)
         stored = self._stored(made, used, kept) if self._stores_residuals else {}
         stores: dict[int, list[jex.Var]] = {}
@@ -402,19 +403,21 @@ class _Cut:
                     alone=piece.alone,
                 )
             )
-        placing = Placing(
-            self._step,
-            links,
-            made,
-            in_turns=not on_tpu,
-            on_host=waiting,
-        )
+        placing = Placing(self._step, links, made, in_turns=not on_tpu, on_host=waiting)
         for node in self._updating:
             placing.place(node)
         codes = {x: None for x in self._source.values() if x in self._given}
         return Chain(
             tuple(in_order(self._step, placing.links(), on_tpu=on_tpu)), tuple(codes)
         )
+
+    def _reads(self, n: int, positions: Sequence[int]) -> set[jex.Var]:
+        """What a link takes, if it evaluates these equations."""
+        computed = {v for i in positions for v in self._outvars(i)}
+        found = {v for i in positions for v in self._step.reads(i)} - computed
+        if not self._pieces[n].is_segment:
+            found.update(v for node in self._links[n] for v in node.reads)
+        return found
 
     def _outvars(self, i: int) -> Sequence[jex.Var]:
         return self._program.equations[i].outvars
@@ -425,7 +428,7 @@ class _Cut:
         for nodes, piece in zip(self._links, self._pieces, strict=True):
             parts.append([node.position for node in nodes])
             if not piece.is_segment:
-                fixed.update(v for i in parts[-1] for v in reads(i))
+                fixed.update(v for node in nodes for v in node.reads)
         crossing = Crossing(self._step, parts, fixed, self._is_given)
         taken = ((v for i in part for v in reads(i)) for part in parts)
         again = (crossing.again(some, n) for n, some in enumerate(taken))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Literal
 
 from jax.extend import core as jex
 
+from optax_offload._ground.units import counted
 from optax_offload._places import memory, tpu_layout
 from optax_offload._program import Step
 from optax_offload._rows import RowLocal, Sum
-from optax_offload._schedule.follow import Component
+from optax_offload._schedule.follow import Component, Scan, Unfused
 from optax_offload._schedule.parts import Parts
 
 
@@ -70,6 +72,60 @@ class Fused:
         component = dataclasses.replace(self.component, results=(), sums=sums)
         operands = dict.fromkeys(v for s in sums for v in s.operands)
         return Fused(component, self.rows.restricted([*operands]), {})
+
+
+# How gradients wait, if they do.
+Way = Literal["host", "recompute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedScan:
+    """A scan, and the updates that are moved into it.
+
+    Attributes:
+      scan: The scan.
+      now: The updates that run in the iteration that computes their gradient.
+      late: The updates that have to wait for the last gradient.
+      way: The way in which these wait.
+      unfused: The gradients that are not fused.
+    """
+
+    scan: Scan
+    now: tuple[Fused, ...]
+    late: tuple[Fused, ...]
+    way: Way
+    unfused: tuple[Unfused, ...]
+
+    @property
+    def fused(self) -> tuple[Fused, ...]:
+        """The updates that are fused."""
+        return (*self.now, *self.late)
+
+    def first_pass(self, sums: Collection[Sum]) -> list[Fused]:
+        """What is updated in its iterations, and what is summed up of what waits."""
+        return [*self.now, *(f.summing(sums) for f in self.late)]
+
+    @property
+    def noun(self) -> str:
+        """The word for its results: a forward scan stacks means and the like."""
+        return "gradient" if self.scan.is_backward else "stacked result"
+
+    def gradients(self, fused: Sequence[Fused]) -> str:
+        """Returns how many gradients some of these are, and of how many bytes."""
+        count = sum(len(f.component.gradients) for f in fused)
+        return counted(count, self.noun, sum(f.gradient_bytes for f in fused))
+
+    def in_parts(self, f: Fused) -> int | None:
+        """The number of parts in which a row is updated; None if it is whole."""
+        stored = f in self.late and self.way == "host"
+        return None if f.parts is None or stored else f.parts.count
+
+    def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
+        """Lines on those of which a whole row is more than the window asked for."""
+        for f in fused:
+            if self.in_parts(f) is None and (f.parts or f.whole_reason):
+                why = f.whole_reason or "its gradient waits in host memory"
+                yield f"{self.gradients([f])}, a row at once: {why}"
 
 
 def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:

@@ -4,78 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, get_args
 
 from jax.extend import core as jex
 
 from optax_offload._ground import compat
-from optax_offload._ground.units import MIB, Printed, size_text
+from optax_offload._ground.units import MIB, Printed, counted, size_text
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import cutting, late, order, pipeline, taken, waiting
+from optax_offload._schedule import (
+    cutting,
+    late,
+    order,
+    pipeline,
+    taken,
+    waiting,
+)
+from optax_offload._schedule.beside import Beside, apart, beside, in_rows
 from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
-from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.fused import Fused, FusedScan, Way
 from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain, nbytes
-from optax_offload._schedule.taken import counted
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.update import AnySchedule, schedule
-
-Way = Literal["host", "recompute"]
-
-
-@dataclasses.dataclass(frozen=True)
-class FusedScan:
-    """A scan, and the updates that are moved into it.
-
-    Attributes:
-      scan: The scan.
-      now: The updates that run in the iteration that computes their gradient.
-      late: The updates that have to wait for the last gradient.
-      way: The way in which these wait.
-      unfused: The gradients that are not fused.
-    """
-
-    scan: Scan
-    now: tuple[Fused, ...]
-    late: tuple[Fused, ...]
-    way: Way
-    unfused: tuple[Unfused, ...]
-
-    @property
-    def fused(self) -> tuple[Fused, ...]:
-        """The updates that are fused."""
-        return (*self.now, *self.late)
-
-    @property
-    def noun(self) -> str:
-        """The word for its results: a forward scan stacks means and the like."""
-        return "gradient" if self.scan.is_backward else "stacked result"
-
-    def gradients(self, fused: Sequence[Fused]) -> str:
-        """Returns how many gradients some of these are, and of how many bytes."""
-        count = sum(len(f.component.gradients) for f in fused)
-        return counted(count, self.noun, sum(f.gradient_bytes for f in fused))
-
-    def in_parts(self, f: Fused) -> int | None:
-        """The number of parts in which a row is updated; None if it is whole."""
-        stored = f in self.late and self.way == "host"
-        return None if f.parts is None or stored else f.parts.count
-
-    def over_window(self, fused: Iterable[Fused]) -> Iterator[str]:
-        """Lines on those of which a whole row is more than the window asked for."""
-        for f in fused:
-            if self.in_parts(f) is None and (f.parts or f.whole_reason):
-                why = f.whole_reason or "its gradient waits in host memory"
-                yield f"{self.gradients([f])}, a row at once: {why}"
-
 
 # What moves outside of scans and is less than this takes no memory worth having.
 OUTSIDE_BYTES = MIB
@@ -122,10 +80,13 @@ class FusedStep(Printed):
     def rest(self) -> tuple[Outer, ...]:
         """The equations and updates outside of the scans, and the scans, in order."""
         if self.chain:
-            return self._to_cut
-        fused = [f for each in self.scans for f in each.fused]
-        positions = {each.scan.position for each in self.scans}
-        return tuple(rest(self.step, positions, fused))
+            return (*self._beside.nodes, *self._beside.after)
+        return tuple(rest(self.step, self.scans))
+
+    @property
+    def before_and_after(self) -> tuple[Sequence[Outer], Sequence[Outer]]:
+        """The rest, but for what waits for passes over rows; and that."""
+        return apart(self.step, self.rest, self.scans, self.passes)
 
     @functools.cached_property
     def passes(self) -> waiting.Passes:
@@ -143,7 +104,7 @@ class FusedStep(Printed):
         sums = self.passes.sums(each.late if number else each.fused, number)
         last = number == self.passes.last
         if not number:
-            some = [*each.now, *(f.summing(sums) for f in each.late)]
+            some = each.first_pass(sums)
         elif each.way == "recompute" and last:
             some = list(each.late)
         else:
@@ -176,17 +137,24 @@ class FusedStep(Printed):
     @functools.cached_property
     def _cut(self) -> Chain | str:
         """The step in segments, or why it is not."""
-        if self.scans or self.streaming or self.step.moves_rows:
-            return "it has scans"
         if not compat.SEGMENTS_ARE_FREED:
             return (
                 "layers that no scan runs are not cut into turns: that takes JAX 0.12 "
                 "or newer"
             )
-        if is_small(self.step, self.asked):
+        if is_small(self.step, self.asked, in_rows(self.scans, self.streaming)):
             return too_few()
-        nodes, reduced = self._to_cut, self.reduced
-        return chain(self.step, nodes, self.asked, reduced, on_tpu=self.on_tpu)
+        if self.passes.last > 1:
+            return (
+                "layers that no scan runs are not cut into turns: a norm of what a "
+                "norm has scaled takes passes over the rows of its scans"
+            )
+        return chain(
+            self.step,
+            self._beside,
+            self.asked,
+            on_tpu=self.on_tpu,
+        )
 
     @property
     def uncut(self) -> str:
@@ -201,9 +169,9 @@ class FusedStep(Printed):
         return late.reduced(self.step)
 
     @functools.cached_property
-    def _to_cut(self) -> tuple[Outer, ...]:
+    def _beside(self) -> Beside:
         """All equations and updates, in order, as a chain takes them."""
-        return tuple(rest(self.step, (), (), self.reduced))
+        return beside(self.step, self.scans, self.streaming, self.passes, self.reduced)
 
     @functools.cached_property
     def _taken(self) -> frozenset[jex.Var]:

@@ -225,7 +225,8 @@ class Placing:
         e = self._step.program.equations[node.position]
         atoms = (*variables(e.invars), *e.outvars)
         on_host = any(memory.on_host(v.aval) for v in atoms)
-        return at[1] == _BEFORE and not on_host and not self._step.tokens(node.position)
+        apart = on_host or node.in_turns
+        return at[1] == _BEFORE and not apart and not self._step.tokens(node.position)
 
     def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
         """A segment that updates before it evaluates its own equations."""

@@ -9,7 +9,7 @@ from jax.extend import core as jex
 
 from optax_offload._places import memory
 from optax_offload._program import Atom, InlinedUpdate, Step, Update, variables
-from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.fused import FusedScan
 from optax_offload._schedule.late import NOTHING, Reduced, with_scaled
 from optax_offload._schedule.replacements import (
     Replacement,
@@ -46,12 +46,14 @@ class Outer(NamedTuple):
       reads: The variables that it takes; see `Step.reads`.
       defines: Those that it makes; see `Step.defines`.
       left: The part of the update that remains; None for an equation.
+      in_turns: Whether it is a scan with turns of its own, as they are planned.
     """
 
     position: int
     reads: tuple[jex.Var, ...]
     defines: tuple[jex.Var, ...]
     left: RemainingUpdate | None = None
+    in_turns: bool = False
 
     @classmethod
     def equation(cls, step: Step, i: int) -> Outer:
@@ -67,9 +69,9 @@ class Outer(NamedTuple):
 
 def rest(
     step: Step,
-    scans: Collection[int],
-    fused: Sequence[Fused],
+    scans: Sequence[FusedScan],
     reduced: Reduced | None = None,
+    wanted: Collection[jex.Var] = (),
 ) -> list[Outer]:
     """The equations and updates outside of scans, and the scans, in order.
 
@@ -79,28 +81,30 @@ def rest(
 
     Args:
       step: The step.
-      scans: The scans that have updates, as positions.
-      fused: The updates in them.
+      scans: The scans that have updates.
       reduced: What is reduced over gradients that may wait on the host. Updates take
         that, and can replace no gradient.
+      wanted: What is evaluated too, as updates in the scans take it.
     """
     made = list(replacements(step, of_gradients=reduced is None))
     reduced = reduced or NOTHING
-    found = _rest(step, scans, fused, made, reduced)
+    found = _rest(step, scans, made, reduced, wanted)
     whole = {v for node in found if node.left for v in _made_whole(step, node.left)}
     inside = [x for x in made if x.result not in whole]
-    return _rest(step, scans, fused, inside, reduced) if whole else found
+    return _rest(step, scans, inside, reduced, wanted) if whole else found
 
 
 def _rest(
     step: Step,
-    scans: Collection[int],
-    fused: Sequence[Fused],
+    scans: Sequence[FusedScan],
     inside: Iterable[Replacement],
     reduced: Reduced,
+    wanted: Collection[jex.Var],
 ) -> list[Outer]:
     """Returns the rest, with these replacements made inside of updates."""
     program = step.program
+    at = {each.scan.position for each in scans}
+    fused = [f for each in scans for f in each.fused]
     results = {v for f in fused for v in f.component.results}
     sums = {s.position for f in fused for s in f.component.sums}
     beforehand = (*sums, *reduced.sums)
@@ -108,7 +112,7 @@ def _rest(
     replacing = {x.result: x for x in inside}
     # By the position of the last equation of the update that makes them.
     here: dict[int, list[Replacement]] = {}
-    needed = {v for v in variables(program.outvars) if v not in results}
+    needed = {*wanted, *variables(program.outvars)} - results
     # What is needed of an update beside what is left of it.
     beside: set[jex.Var] = set()
     found: list[Outer] = []
@@ -127,8 +131,8 @@ def _rest(
         if made is not None and made.result in needed:
             here.setdefault(made.inlined.positions[-1], []).append(made)
             continue
-        wanted = needed if inlined is None or i in reduced.sums else beside
-        if i in scans or step.tokens(i) or not wanted.isdisjoint(e.outvars):
+        takers = needed if inlined is None or i in reduced.sums else beside
+        if i in at or step.tokens(i) or not takers.isdisjoint(e.outvars):
             found.append(Outer.equation(step, i))
             needed.update(variables(e.invars))
             if inlined is not None:

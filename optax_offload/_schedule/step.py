@@ -310,7 +310,8 @@ class _Search:
         for v in variables([*scan.body.consts, *scan.body.carry]):
             if v in owner:
                 yield _unfused(owner[v], "the scan reads all of what it replaces")
-        for node in rest(self._step, [scan.position], fused):
+        here = FusedScan(scan, tuple(fused), (), "host", ())
+        for node in rest(self._step, [here]):
             if node.position == scan.position or found.late.isdisjoint(node.reads):
                 continue
             name = self._step.program.equations[node.position].primitive.name

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend import core as jex
 
 from optax_offload._ground import trees
-from optax_offload._ground.units import size_text
+from optax_offload._ground.units import counted, size_text
 from optax_offload._program import Program, Resting, Step, is_transfer, variables
 from optax_offload._schedule.rest import Outer
 
@@ -116,8 +116,3 @@ def _takers(program: Program, v: jex.Var) -> set[str]:
         for e in equations
         if not loaded.isdisjoint(variables(e.invars))
     }
-
-
-def counted(count: int, noun: str, nbytes: int) -> str:
-    """How many of something there are, and of how many bytes."""
-    return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"

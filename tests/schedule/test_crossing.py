@@ -139,7 +139,7 @@ def test_effects_are_no_values():
 def nodes_of(fn, *types):
     """A function as a step, and its equations."""
     step = taken_apart(fn, *types)
-    return step, rest(step, (), ())
+    return step, rest(step, ())
 
 
 def test_what_is_alive():

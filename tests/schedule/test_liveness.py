@@ -20,6 +20,6 @@ def test_a_body_is_looked_through_once(monkeypatch):
     monkeypatch.setattr(
         liveness, "flops_of", lambda e: seen.append(e.primitive.name) or flops_of(e)
     )
-    nodes = rest(step, (), ())
+    nodes = rest(step, ())
     assert sum(1 for _ in liveness.in_memory(step, nodes)) >= 50
     assert len(seen) - seen.count("cos") <= 1, seen
