@@ -129,6 +129,9 @@ LOOPS_FROM = 100_000
 LOOPS = {"scan": 2, "fori": 1, "while": 1, "cond": 2, "skipped": 1}
 # Layers that no scan runs, cut into as many turns as there may be: from here on.
 TURNS_FROM = 200_000
+# Two stacks of layers from here on, one of them scanned and one a list of layers.
+MIXED_FROM = 300_000
+MIXED = {"list, scan": 1, "scan, list": 1}
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -223,7 +226,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
 
     found = {name: one(weights) for name, weights in CHOICES.items()}
     if seed >= TURNS_FROM:
-        found |= {"turns": "least", "scan": one({"list": 3, "python": 1})}
+        kinds = {"list": 3, "python": 1} if seed < MIXED_FROM else MIXED
+        found |= {"turns": "least", "scan": one(kinds)}
     found["wrapped"] = one({"inside": 5, "outside": 1})
     table = INSIDE if found["wrapped"] == "inside" else OUTSIDE
     if found["wrapped"] == "inside" and rng.random() < 0.6:
@@ -254,7 +258,7 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         found["frozen_leaves"] = "layers"
     if found["scan"] == "nested":  # Two layers to a group.
         found["layer_axis"] = 0
-    if found["scan"] == "list":  # Each layer has leaves of its own.
+    if "list" in found["scan"]:  # Each layer has leaves of its own.
         found |= {"layer_axis": 0, "outside": "none"}
         found["sharded"] = "no" if found["sharded"] == "rows" else found["sharded"]
     if found["selected"] == "none":
@@ -334,11 +338,12 @@ class Program:
             "bias": (VOCABULARY,),
             "layers": layers,
         }
-        if d.scan == "two stacks":
+        if d.scan in ("two stacks", *MIXED):
             shapes["more"] = dict(layers)
-        if d.scan == "list":
+        in_list = {"list": "layers", "list, scan": "layers", "scan, list": "more"}
+        if d.scan in in_list:
             one = {k: s[1:] for k, s in layers.items()}
-            shapes["layers"] = [dict(one) for _ in range(d.layers)]
+            shapes[in_list[d.scan]] = [dict(one) for _ in range(d.layers)]
 
         def make(shape: tuple[int, ...]) -> Any:
             return self._rng.normal(size=shape).astype(np.float32) / 3
@@ -466,10 +471,12 @@ class Program:
         xs = (layers, keys)
 
         def apply(h: Any, xs: Any) -> tuple[Any, Any]:
-            if d.scan in ("python", "list") or (d.scan == "pairs" and d.layers % 2):
+            in_list = isinstance(layers, list)
+            odd = d.scan == "pairs" and d.layers % 2
+            if in_list or d.scan == "python" or odd:
                 aux = []
                 for i in range(d.layers):
-                    if d.scan == "list":
+                    if in_list:
                         x = (xs[0][i], xs[1][i])
                     else:
                         x = jax.tree.map(lambda x, i=i: x[i], xs)

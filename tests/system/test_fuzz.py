@@ -4,18 +4,22 @@ import dataclasses
 
 import pytest
 from fuzz_compare import run
-from fuzz_programs import CHOICES, LOOPS_FROM, TURNS_FROM, Drawn, draw
+from fuzz_programs import CHOICES, LOOPS_FROM, MIXED_FROM, TURNS_FROM, Drawn, draw
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL, TURNS = 4, 24, 6
+QUICK, ALL, TURNS, MIXED = 4, 24, 6, 6
 
 
 @pytest.mark.parametrize(
     "seed",
     [
         pytest.param(n, marks=[] if n < QUICK else [pytest.mark.slow])
-        for n in (*range(ALL), *range(TURNS_FROM, TURNS_FROM + TURNS))
+        for n in (
+            *range(ALL),
+            *range(TURNS_FROM, TURNS_FROM + TURNS),
+            *range(MIXED_FROM, MIXED_FROM + MIXED),
+        )
     ],
 )
 def test_as_plain_jit(seed):
@@ -56,6 +60,6 @@ def test_what_is_printed_can_be_run_again():
     fields = {field.name for field in dataclasses.fields(Drawn)}
     others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns"}
     assert {*CHOICES} | others == fields
-    for first in (0, LOOPS_FROM, TURNS_FROM):
+    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM):
         for seed in range(first, first + 100):
             assert Drawn.of_text(draw(seed).text()) == draw(seed)
