@@ -209,6 +209,12 @@ class _Cut:
         return [*liveness.spans(self._nodes, counted)]
 
     @property
+    def _staying(self) -> list[int]:
+        """The same, but for residuals that rest."""
+        there = (span for span in self._spans if span.var not in self.residuals)
+        return liveness.passing(there, len(self._nodes))
+
+    @property
     def _most(self) -> int:
         """The equation before which the most is alive."""
         return self._live.index(max(self._live))
@@ -249,8 +255,7 @@ class _Cut:
 
         Beside what is alive there is what turns load; residuals at rest are not.
         """
-        there = (span for span in self._spans if span.var not in self.residuals)
-        live = liveness.passing(there, len(self._nodes))
+        live = self._staying
         made, waiting, most, others = {*self._gradients}, 0, 0, 0
         for piece, loads in zip(self._pieces, self._loads, strict=True):
             for k in range(piece.begin, piece.end):
@@ -330,7 +335,7 @@ class _Cut:
         filling = cutting.Filling(taken, self._sizes(filled), frozenset(self.residuals))
         passing = liveness.passing(liveness.spans(nodes), len(nodes))
         apart = [self._is_apart(node) for node in nodes]
-        longer = filling._replace(alive=max(self._live))
+        longer = filling._replace(alive=max(self._staying))
         pieces = [*cutting.pieces(longer, apart, passing)]
         if sum(x.is_segment for x in pieces) >= LEAST_SEGMENTS:
             filling = longer
