@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -161,6 +161,8 @@ class _Turn:
         self._name(self.on_device)
         updates = [_Update(x.left, sharded) for x in segment.updates if x.left]
         self._update_of = {v: x for x in updates for v in x.results}
+        following = [x for x in segment.updates if not x.left]
+        self._following = {v: x for x in following for v in x.defines}
         positions = segment.positions
         for tie in segment.ties:
             at = positions.index(tie.product.position)
@@ -169,10 +171,8 @@ class _Turn:
             self._tie(tie)
         self._evaluate(positions)
         for node in segment.updates:
-            if node.left is None:
-                self._evaluate([node.position])
-            else:
-                self._make(v for v in node.left.results if v not in self.known)
+            for v in node.defines:
+                self._value(v)
         self._load(v for v in segment.ahead if v not in self.on_device)
 
     def _tie(self, tie: Tie) -> None:
@@ -188,7 +188,7 @@ class _Turn:
             (
                 [self.known[v] for v in known],
                 [self.on_device[v] for v in loaded],
-                [self._update_of[v].value(v, self.known) for v in made],
+                [self._update_of[v].value(v, self._value) for v in made],
                 [self._hosts[v] for v in begin],
             )
         )
@@ -211,7 +211,18 @@ class _Turn:
 
     def _make(self, results: Iterable[jex.Var]) -> None:
         for v in results:
-            self._store([v], [self._update_of[v].value(v, self.known)])
+            self._store([v], [self._update_of[v].value(v, self._value)])
+
+    def _value(self, v: jex.Var) -> Any:
+        """The value of a variable; what comes of updates is made when it is taken."""
+        if v in self._update_of and v not in self.known:
+            self._make([v])
+        elif v not in self.known:
+            node = self._following[v]
+            for x in node.reads:
+                self._value(x)
+            self._evaluate([node.position])
+        return self.known[v]
 
     def _store(self, results: Iterable[jex.Var], values: Iterable[Any]) -> None:
         for v, x in zip(results, values, strict=True):
@@ -234,12 +245,12 @@ class _Update:
         }
         self._env: dict[jex.Var, Any] = dict(left.update.program.constants)
 
-    def value(self, v: jex.Var, known: Values) -> Any:
+    def value(self, v: jex.Var, known: Callable[[jex.Var], Any]) -> Any:
         """A result, on the device.
 
         Args:
           v: The variable that the step has for it.
-          known: The values of the step's variables.
+          known: Returns the values of the step's variables.
         """
         program = self._update.program
         names = bound(program.invars, self._operands)
@@ -248,9 +259,7 @@ class _Update:
         taken = {x for i in missing for x in variables(equations[i].invars)}
         taken.update(variables([result]))
         self._env |= {
-            x: read(names[x], known.__getitem__)
-            for x in taken
-            if x in names and x not in self._env
+            x: read(names[x], known) for x in taken if x in names and x not in self._env
         }
         self._env |= evaluate(program, missing, self._env.__getitem__)
         return read(result, self._env.__getitem__)
@@ -261,13 +270,13 @@ class _Update:
         return rest_of(update, k, self._sharded, update.in_place(k)).stored(x)
 
 
-def reads(updates: Sequence[Outer]) -> list[jex.Var]:
-    """What updates take, and what follows from them, that is not made by them."""
+def reads(nodes: Iterable[Outer]) -> list[jex.Var]:
+    """What nodes take in their order, but for what those before have made."""
     made: set[jex.Var] = set()
     found: dict[jex.Var, None] = {}
-    for node in updates:
+    for node in nodes:
         found |= dict.fromkeys(v for v in node.reads if v not in made)
-        made.update(node.left.results if node.left else ())
+        made.update(node.defines)
     return [*found]
 
 

@@ -108,7 +108,7 @@ class _Run:
                 ahead, made = after.ahead, []
                 zero = after.zero  # Known ones are made first (F82).
                 continue
-            self._require(v for node in link for v in node.reads)
+            self._require(reads(link))
             self._run_nodes(link)
             results = (v for node in link if node.left for v in node.left.results)
             made += (v for v in results if shape(v) and not _is_key(v))

@@ -72,7 +72,7 @@ def chain(
     operands = (a for node in beside.nodes if node.left for a in node.left.operands)
     freed = max(found.excess, 0) if are_late(step, operands, reduced) else 0
     on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
-    # A compiler that overlaps the transfers of scans would have those of updates at once.
+    # Where scans have theirs overlapped, those of updates would be at once, too (F01).
     scans = any(node.in_turns for node in beside.nodes)
     whole = found.loads or found.residuals or on_host or scans
     if not whole and freed < LEAST_FREED_BYTES:

@@ -268,12 +268,15 @@ class FusedStep(Printed):
         return any(x.whole for x in rest.arguments) and not overlapped
 
     @property
-    def hides_in_scans(self) -> bool:
-        """Whether scans move rows beside what they compute, and little is updated else.
+    def hides_in_turns(self) -> bool:
+        """Whether turns move much beside what they compute, and little is updated else.
 
         Before Hopper a GPU's compiler hides nothing unless it is told to. Told to, it
-        takes more memory for updates between the scans, as a head's (F83).
+        takes more memory for updates between scans, as a head's (F83). Between the
+        turns of a chain it has nothing to hide them behind.
         """
+        if self.chain:
+            return True
         if not (self.scans or self.streaming):
             return False
         outside = (x for each in self.schedules() for x in each.straights())

@@ -108,7 +108,7 @@ def told(asked: LatencyHiding, plan: FusedStep) -> dict[str, Any]:
       plan: The plan of the step.
     """
     found: dict[str, Any] = {}
-    if asked == "on" or (asked == "auto" and plan.hides_in_scans):
+    if asked == "on" or (asked == "auto" and plan.hides_in_turns):
         found |= ON
     elif asked == "off" or plan.hides_nothing:
         found |= OFF

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
+from optax_offload._schedule import chain, cutting
 from optax_offload._step import machine
 from optax_offload._step.machine import (
     GRAPHS,
@@ -134,6 +135,17 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
     jitted = oo.jit(step, donate_argnums=(0, 1))
     args = params, tx.init(params), jnp.ones((4, 2**11))
     assert told(jitted, args) is None
+
+
+def test_transfers_are_hidden_in_turns_of_layers_that_no_scan_runs(monkeypatch):
+    """Their loads are in the turn before: else a compiler may wait (F83)."""
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", WIDTH * WIDTH * 4)
+    step, args = args_of(unrolled)
+    jitted = oo.jit(step, donate_argnums=(0, 1))
+    assert jitted.schedule(*args).chain is not None
+    assert told(jitted, args) is True
 
 
 @pytest.mark.newest

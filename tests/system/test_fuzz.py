@@ -32,6 +32,13 @@ def test_as_plain_jit(seed):
 FOUND = [
     "modes=recompute; optimizer=multi_steps; frozen=set_to_zero; devices=4; "
     "axis_types=Explicit; sharded=last",  # Buffers that replace nothing, sharded.
+    # An update in a turn that takes what follows from another one in it.
+    "modes=auto; optimizer=two_parts; wrapped=outside; layers=4; scan=list, scan; "
+    "window=2048; donated=params; devices=4; sharded=last; at_rest=all; loop=skipped; "
+    "turns=least",
+    # A scan with turns of its own, between those of a chain, runs once.
+    "modes=host; optimizer=adamw; scan=list, scan; remat=layer; effect=debug in layer; "
+    "turns=least",
 ]
 
 
