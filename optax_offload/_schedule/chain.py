@@ -26,11 +26,10 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import cutting, liveness
+from optax_offload._schedule import cutting, liveness, placing
 from optax_offload._schedule.beside import Beside
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
-from optax_offload._schedule.placing import Placing
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
 from optax_offload._schedule.ties import in_order
@@ -101,7 +100,7 @@ def is_small(step: Step, asked: Options, elsewhere: Collection[jex.Var]) -> bool
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
     most = 4 * nbytes(resting) + 28 * nbytes(codes)
-    return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES
+    return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES / cutting.LEAST_PART
 
 
 def too_few() -> str:
@@ -150,7 +149,7 @@ class _Cut:
         # What may rest between the forward and the backward pass.
         self._stores_residuals = residuals
         self.residuals = {*(self._passing_most() if residuals else ())}
-        self._pieces, self._loads = self._cut()
+        self._filling, self._pieces, self._loads = self._cut()
 
     @functools.cached_property
     def segments(self) -> list[int]:
@@ -322,8 +321,8 @@ class _Cut:
                 waiting += variables(self._program.equations[self._again[v]].invars)
         return positions, [*loaded]
 
-    def _cut(self) -> tuple[list[cutting.Piece], list[int]]:
-        """Segments and what is between them, and the bytes that each loads."""
+    def _cut(self) -> tuple[cutting.Filling, list[cutting.Piece], list[int]]:
+        """What fills segments, these and what is between them, and what each loads."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
         taken = [
@@ -345,7 +344,7 @@ class _Cut:
         handed = gradients.union(variables(self._program.outvars))
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
         found = cutting.parted(pieces, filling, alive)
-        return found, cutting.loaded(found, filling)
+        return filling, found, cutting.loaded(found, filling)
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""
@@ -408,12 +407,16 @@ class _Cut:
                     alone=piece.alone,
                 )
             )
-        placing = Placing(self._step, links, made, in_turns=not on_tpu, on_host=waiting)
+        most = min(placing.TURN_BYTES, cutting.UPDATED * cutting.room(self._filling))
+        turn_bytes = 0 if on_tpu else most
+        placed = placing.Placing(
+            self._step, links, made, turn_bytes=turn_bytes, on_host=waiting
+        )
         for node in self._updating:
-            placing.place(node)
+            placed.place(node)
         codes = {x: None for x in self._source.values() if x in self._given}
         return Chain(
-            tuple(in_order(self._step, placing.links(), on_tpu=on_tpu)), tuple(codes)
+            tuple(in_order(self._step, placed.links(), turn_bytes)), tuple(codes)
         )
 
     def _reads(self, n: int, positions: Sequence[int]) -> set[jex.Var]:

@@ -14,15 +14,19 @@ from optax_offload._places import memory
 from optax_offload._schedule.liveness import Span
 from optax_offload._schedule.segments import nbytes
 
-# So much of what rests is taken in one segment, or what one equation takes: a few
-# milliseconds of a link. Of more than 1 GiB it grows with the square root, and so does
-# the number of segments, up to what so many layers take.
+# So much of what rests is taken in one segment, or what one equation takes, where so
+# much rests: a few milliseconds of a link. Of less it is less, down to a part of it, as
+# some ten times as much is on the device. Of more it grows with the square root, and so
+# does the number of segments, up to what so many layers take.
 SEGMENT_BYTES = 64 * MIB
-MANY_BYTES = 2**30
+MANY_BYTES = 2**31
+LEAST_PART = 4
 MOST_LAYERS = 2
-# Where long sequences have more in memory anyway, a segment takes up to a share of it,
-# and up to so many times the least: it computes for longer, and hands on less often.
-ALIVE_SHARE = 8
+# Where long sequences have more than this in memory, a segment takes up to a share of
+# the rest, and up to so many times the usual: it computes for longer, and hands on less
+# often.
+MUCH_ALIVE_BYTES = 2**30
+ALIVE_SHARE = 6
 MOST_ROOM = 8
 # What one more segment has to take from the peak, and the least that counts for it.
 LEAST_PARTED_BYTES = 32 * MIB
@@ -112,13 +116,13 @@ def pieces(
       apart: Whether each is in no segment.
       passing: The bytes that go on at each equation to this one or later ones.
     """
-    room = _room(filling)
+    most = room(filling)
     begin, last, inside = 0, 0, False
     there: set[jex.Var] = set()
     for k, more in enumerate(filling.taken):
-        fits = more <= there or filling.size(there | more) <= room
+        fits = more <= there or filling.size(there | more) <= most
         if inside and (apart[k] or not fits):
-            end = k if apart[k] else _end(begin, k, filling, passing, room)
+            end = k if apart[k] else _end(begin, k, filling, passing, most)
             yield Piece(begin, end, True)
             begin, there = end, filling.within(end, k)
         inside = inside and not apart[k]
@@ -153,7 +157,7 @@ def parted(
     def peak(piece: Piece, after: Piece | None) -> int:
         return _peak(piece, large) + _loaded(piece, after, filling)
 
-    margin = UPDATED * _room(filling)
+    margin = UPDATED * room(filling)
     tried: set[Piece] = set()
     while True:
         segments = [n for n, piece in enumerate(found) if piece.is_segment]
@@ -274,15 +278,17 @@ def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
     return unused
 
 
-def _room(filling: Filling) -> int:
+def room(filling: Filling) -> int:
     """The bytes that fill a segment of a step."""
     taken = filling.within(0, len(filling.taken))
-    root = SEGMENT_BYTES * max(1, filling.size(taken) / MANY_BYTES) ** 0.5
-    share = min(filling.alive / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
+    part = filling.size(taken) / MANY_BYTES
+    usual = SEGMENT_BYTES * max(1 / LEAST_PART, min(part, part**0.5))
+    more = max(0, filling.alive - MUCH_ALIVE_BYTES)
+    share = min(more / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
     residual = max((filling.sizes[v] for v in filling.residuals), default=0)
     layer = _layer(taken, filling)
     layers = max(MOST_LAYERS * layer, layer + residual)
-    return round(max(SEGMENT_BYTES, min(max(root, share), layers)))
+    return round(max(min(usual, SEGMENT_BYTES), min(max(usual, share), layers)))
 
 
 def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:

@@ -25,9 +25,9 @@ from optax_offload._schedule import late
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Link, Segment, nbytes
 
-# So much of what rests is loaded for the updates of a turn by the turn before. What is
-# more is loaded beside the products of the turn itself, if each update has one, or else
-# updated between turns, in slices.
+# So much of what rests is loaded for the updates of a turn by the turn before at most, a
+# few times what fills a turn. What is more is loaded beside the products of the turn
+# itself, if each update has one, or else updated between turns, in slices.
 TURN_BYTES = 512 * MIB
 
 # A moment of a chain: a link, and before its equations, among them, or after them.
@@ -48,7 +48,7 @@ class Placing:
         links: Sequence[Link],
         made: Mapping[jex.Var, int],
         *,
-        in_turns: bool,
+        turn_bytes: int,
         on_host: Collection[jex.Var],
     ):
         """A chain whose updates have no place yet.
@@ -57,10 +57,11 @@ class Placing:
           step: The step.
           links: Its links, with their equations alone.
           made: The link that makes each variable.
-          in_turns: Whether updates are in turns, or all between these.
+          turn_bytes: The most that the turn before loads for the updates of a turn; 0
+            for updates that are all between turns.
           on_host: The gradients that are on the host where they wait for others.
         """
-        self._step, self._links, self._in_turns = step, list(links), in_turns
+        self._step, self._links, self._turn_bytes = step, list(links), turn_bytes
         self._on_host = on_host
         self._known = {v: (n, _AMONG) for v, n in made.items()}
         # Gradients that wait, and where they do.
@@ -93,7 +94,7 @@ class Placing:
         Those of a turn are one, so that what they have in common is computed once.
         """
         asked = left.inlined.what.caller.window_bytes
-        in_turns = self._in_turns and find_branches(left.update) is None
+        in_turns = self._turn_bytes and find_branches(left.update) is None
         pieces: dict[_Moment, list[int]] = {}
         waiting: dict[int, jex.Var] = {}
         for each, at in self._complete(left):
@@ -162,7 +163,7 @@ class Placing:
             update = late.stored(left.update, v, path)
             store = RemainingUpdate(left.inlined, (result,), update, (v,))
             at = self._known[v]
-            at = self._turn(at) if self._in_turns else (at[0], _AFTER)
+            at = self._turn(at) if self._turn_bytes else (at[0], _AFTER)
             self._put(Outer.update(node.position, store), at)
         return self._waiting[v]
 
@@ -201,7 +202,7 @@ class Placing:
             n = next((m for m in later if self._products(m)), later[0])
         first = n == self._segments[0]  # Nothing has loaded for it.
         taken = self._taken.get(n, [])
-        full = sum(taken) + size > (asked or TURN_BYTES)
+        full = sum(taken) + size > (asked or self._turn_bytes)
         beside = asked is None and len(taken) + 1 < self._products(n)
         if first or (full and not beside):
             return at[0], _AFTER

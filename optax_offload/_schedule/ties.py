@@ -188,16 +188,17 @@ def _bytes(moves: Sequence[Move]) -> int:
     return sum(x.nbytes for x in moves)
 
 
-def in_order(step: Step, links: Sequence[Link], *, on_tpu: bool) -> Iterator[Link]:
+def in_order(step: Step, links: Sequence[Link], turn_bytes: int) -> Iterator[Link]:
     """Yields links in which each segment loads what the next one takes, and when.
 
     Args:
       step: The step.
       links: Segments that say what they take, and what is between them.
-      on_tpu: Whether it is for a TPU's compiler, which finds the moments itself.
+      turn_bytes: The most that a turn loads for the updates of the next one; 0 for a
+        TPU, whose compiler finds the moments itself.
     """
     segments = [link for link in links if isinstance(link, Segment)]
-    turns = [_Turn.of(step, s, on_tpu) for s in segments]
+    turns = [_Turn.of(step, s, turn_bytes) for s in segments]
     pairs = zip(segments, turns[1:], strict=False)
     itself = [set[jex.Var](), *(x.loads_itself({*before.loads}) for before, x in pairs)]
     loads = [[v for v in s.loads if v not in itself[n]] for n, s in enumerate(segments)]
@@ -214,18 +215,19 @@ def in_order(step: Step, links: Sequence[Link], *, on_tpu: bool) -> Iterator[Lin
 
 
 class _Turn(NamedTuple):
-    """A segment, its products, and what its updates store."""
+    """A segment, its products, and what its updates store; see `in_order`."""
 
     step: Step
     segment: Segment
+    turn_bytes: int
     products: list[Product]
     updates: list[Stored]
 
     @classmethod
-    def of(cls, step: Step, s: Segment, on_tpu: bool) -> _Turn:
-        if on_tpu:
-            return cls(step, s, [], [])
-        return cls(step, s, products(step.program, s), [*stored(s)])
+    def of(cls, step: Step, s: Segment, turn_bytes: int) -> _Turn:
+        if not turn_bytes:
+            return cls(step, s, 0, [], [])
+        return cls(step, s, turn_bytes, products(step.program, s), [*stored(s)])
 
     def loads_itself(self, before: Set[jex.Var]) -> set[jex.Var]:
         """What updates load in their own turn: what is too much to be there before.
@@ -235,7 +237,7 @@ class _Turn(NamedTuple):
         """
         loads = {move.result for x in self.updates for move in x.loads}
         few = len(self.products) <= len(self.updates)
-        if few or nbytes(loads) <= placing.TURN_BYTES:
+        if few or nbytes(loads) <= self.turn_bytes:
             return set()
         names = self.segment.names
         reads = (v for i in self.segment.positions for v in self.step.reads(i))

@@ -30,6 +30,7 @@ WEIGHT = (WIDTH, WIDTH)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES)
+    monkeypatch.setattr(cutting, "LEAST_PART", 1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
@@ -530,6 +531,7 @@ def test_residuals_are_stored_by_the_next_turn_if_it_takes_them():
 
 def test_few_layers_are_cut_however_long_a_sequence_is(monkeypatch):
     """Turns are longer only where enough of them are left."""
+    monkeypatch.setattr(cutting, "MUCH_ALIVE_BYTES", 0)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 8)
 
     def segments(tokens):

@@ -114,7 +114,7 @@ def of_layers(count):
     return Filling([{v} for v in some], {v: memory.nbytes(v.aval) for v in some})
 
 
-@pytest.mark.parametrize("layers", [48, 96, 192])
+@pytest.mark.parametrize("layers", [96, 192, 384])
 def test_turns_take_two_layers_at_most(layers):
     """However many there are, so that the peak is that of few."""
     filling = of_layers(layers)
@@ -144,10 +144,21 @@ def test_what_turns_load():
 def test_segments_of_long_sequences_are_longer():
     """By a share of what is alive, up to the layers and the room that they may take."""
     filling = of_layers(7)
-    rooms = [cutting._room(filling._replace(alive=n * 2**30)) for n in (0, 1, 8)]
-    assert rooms == [cutting.SEGMENT_BYTES, 128 * MIB, 240 * MIB]
+    usual, *rooms = (
+        cutting.room(filling._replace(alive=n * 2**30)) for n in (0, 1, 2, 8)
+    )
+    assert rooms == [usual, round(2**30 / cutting.ALIVE_SHARE), 240 * MIB]
     one = of_layers(1)._replace(alive=2**40)  # No layers are found.
-    assert cutting._room(one) == cutting.MOST_ROOM * cutting.SEGMENT_BYTES
+    assert cutting.room(one) == cutting.MOST_ROOM * cutting.SEGMENT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("layers", "part"), [(1, 1 / 4), (8, 15 / 32), (68, 2), (2000, 240 / 64)]
+)
+def test_segments_of_what_is_little_are_short(layers, part):
+    """They take a part of it, down to a quarter of the usual; of much, its root."""
+    filling = of_layers(layers)
+    assert cutting.room(filling) == pytest.approx(part * cutting.SEGMENT_BYTES, rel=0.1)
 
 
 def test_segments_have_room_for_each_residual():
@@ -157,4 +168,4 @@ def test_segments_have_room_for_each_residual():
     with_residual = filling._replace(
         residuals=frozenset([v]), sizes={**filling.sizes, v: 300 * MIB}, alive=2**40
     )
-    assert cutting._room(with_residual) == 120 * MIB + 300 * MIB
+    assert cutting.room(with_residual) == 120 * MIB + 300 * MIB
