@@ -407,8 +407,8 @@ class _Cut:
                     alone=piece.alone,
                 )
             )
-        most = min(placing.TURN_BYTES, cutting.UPDATED * cutting.room(self._filling))
-        turn_bytes = 0 if on_tpu else most
+        rooms = placing.TURN_ROOMS * cutting.room(self._filling)
+        turn_bytes = 0 if on_tpu else min(placing.TURN_BYTES, rooms)
         placed = placing.Placing(
             self._step, links, made, turn_bytes=turn_bytes, on_host=waiting
         )

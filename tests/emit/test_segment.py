@@ -29,6 +29,8 @@ STEPS = 3
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(cutting, "LEAST_PART", 1)
+    monkeypatch.setattr(placing, "TURN_ROOMS", placing.TURN_BYTES)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
@@ -82,6 +84,24 @@ def in_bfloat16(params, x):
     """Layers in bfloat16, of which all are cast first."""
     params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     return plain(params, x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def with_scans(params, x):
+    """Layers of which some are stacked, and scanned."""
+    for w in params["layers"]:
+        if w["bias"].ndim > 1:
+            x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), x, w)
+        else:
+            x = jax.checkpoint(layer)(x, w)
+    return x
+
+
+def with_stack(at):
+    """Parameters, among whose layers there is a stack of others."""
+    params, others = parameters(), parameters(5)["layers"]
+    stacked = jax.tree.map(lambda *some: jnp.stack(some), *others)
+    params["layers"].insert(at, stacked)
+    return params
 
 
 def with_print(params, x):
@@ -140,11 +160,12 @@ def check(
     late="auto",
     residuals="device",
     layers="pinned_host",
+    params=None,
 ):
     """Some steps with layers and state at rest, against plain ones."""
     offloading = offload(inner)
     x = jax.random.normal(jax.random.key(2), (4, WIDTH))
-    params = parameters()
+    params = params or parameters()
     state = inner.init(params)
     at_rest = oo.set_memory_kind(jax.tree.map(jnp.copy, params), "layers/.*", layers)
     offloaded = offloading.init(at_rest)
@@ -178,6 +199,23 @@ def check(
 def test_models(model, residuals):
     """Layers of many kinds, with what the backward pass takes in both memories."""
     check(model, optax.adamw(1e-2, eps=1e-3), residuals=residuals)
+
+
+@pytest.mark.parametrize("residuals", ["device", "host"])
+@pytest.mark.parametrize("at", [0, 4, 2], ids=["first", "last", "between"])
+def test_layers_of_scans_too(at, residuals):
+    """A scan has turns of its own, between those of the chain."""
+    params = with_stack(at)
+    check(with_scans, optax.adamw(1e-2, eps=1e-3), residuals=residuals, params=params)
+
+
+@pytest.mark.filterwarnings("ignore:late_gradients='recompute'")
+@pytest.mark.parametrize("late", ["auto", "host", "recompute", "device"])
+def test_gradients_of_scans_too_wait(late):
+    """For a norm of all, whose parts are summed up where they are."""
+    clip = optax.clip_by_global_norm(0.1)
+    inner = optax.chain(clip, optax.adam(1e-2, eps=1e-3))
+    check(with_scans, inner, late=late, params=with_stack(2))
 
 
 def test_turns_that_load_for_themselves(monkeypatch):
@@ -256,6 +294,16 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 def test_gradients_wait_on_the_host(inner, offload):
     """Until all are there, whatever needs them."""
     check(plain, inner, offload, late="host")
+
+
+def test_updates_of_what_others_make():
+    """What follows from an update is there before another one in its turn takes it."""
+
+    def made(wrap):
+        adam, ema = optax.scale_by_adam(eps=1e-3), optax.ema(0.9)
+        return optax.chain(wrap(adam), optax.scale(-0.1), wrap(ema))
+
+    check(checkpointed, made(lambda tx: tx), lambda _: made(all_of))
 
 
 def test_state_alone_at_rest(monkeypatch):

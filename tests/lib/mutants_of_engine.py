@@ -17,6 +17,7 @@ STREAM = "tests/emit/test_update.py"
 PASSES = "tests/schedule/test_passes.py"
 PIPELINE = "tests/schedule/test_pipeline.py"
 CUTTING = "tests/schedule/test_cutting.py"
+BESIDE = "tests/schedule/test_beside.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
 SEGMENT = "tests/emit/test_segment.py"
@@ -116,10 +117,52 @@ IN_ENGINE = {
         (PIPELINE,),
     ),
     # Layers of a Python loop.
+    "a scan that takes nothing for its updates": Mutant(
+        "_schedule/beside.py",
+        "reads = dict.fromkeys((*node.reads, *_given(each, each.first_pass(sums))))",
+        "reads = dict.fromkeys(node.reads)",
+        (BESIDE,),
+    ),
+    "nodes in the order of the program": Mutant(
+        "_schedule/beside.py",
+        "apart(step, _in_order(found) if scans else found, scans, passes)",
+        "apart(step, found, scans, passes)",
+        (BESIDE,),
+    ),
+    "what waits for a pass before it": Mutant(
+        "_schedule/beside.py",
+        "late.update(node.defines * waits)",
+        "late.update(())",
+        (BESIDE,),
+    ),
+    "gradients of a scan that are there": Mutant(
+        "_schedule/beside.py",
+        "own = (v for v in node.defines if v not in gradients)",
+        "own = node.defines",
+        (BESIDE,),
+    ),
+    "turns of what is little as long as of much": Mutant(
+        "_schedule/cutting.py",
+        "max(1 / LEAST_PART, min(part, part**0.5))",
+        "max(1.0, min(part, part**0.5))",
+        (CUTTING,),
+    ),
+    "as much loaded for a turn, however little fills it": Mutant(
+        "_schedule/chain.py",
+        "min(placing.TURN_BYTES, rooms)",
+        "placing.TURN_BYTES",
+        (CHAIN,),
+    ),
+    "what follows from updates when its turn ends": Mutant(
+        "_emit/segment.py",
+        "            for x in node.reads:\n                self._value(x)\n",
+        "",
+        (SEGMENT,),
+    ),
     "a segment that takes more than fits": Mutant(
         "_schedule/cutting.py",
-        "filling.size(there | more) <= room",
-        "filling.size(there | more) <= 2 * room",
+        "filling.size(there | more) <= most",
+        "filling.size(there | more) <= 2 * most",
         (CHAIN,),
     ),
     "an update before the last that reads what it replaces": Mutant(
@@ -184,8 +227,8 @@ IN_ENGINE = {
     ),
     "turns of more layers, the more there are": Mutant(
         "_schedule/cutting.py",
-        "min(max(root, share), layers)",
-        "root",
+        "min(max(usual, share), layers)",
+        "usual",
         (CUTTING,),
     ),
     "residuals at rest counted on the device": Mutant(
@@ -226,8 +269,8 @@ IN_ENGINE = {
     ),
     "a turn with room for any update": Mutant(
         "_schedule/placing.py",
-        "full = sum(taken) + size > (asked or TURN_BYTES)",
-        "full = sum(taken) > (asked or TURN_BYTES)",
+        "full = sum(taken) + size > (asked or self._turn_bytes)",
+        "full = sum(taken) > (asked or self._turn_bytes)",
         (CHAIN,),
     ),
     "large loads beside short products": Mutant(
@@ -250,7 +293,7 @@ IN_ENGINE = {
     ),
     "state that is loaded a turn before, however much it is": Mutant(
         "_schedule/ties.py",
-        "if few or nbytes(loads) <= placing.TURN_BYTES:",
+        "if few or nbytes(loads) <= self.turn_bytes:",
         "if few or nbytes(loads):",
         (CHAIN,),
     ),
@@ -268,8 +311,8 @@ IN_ENGINE = {
     ),
     "short turns however long a sequence is": Mutant(
         "_schedule/cutting.py",
-        "min(max(root, share), layers)",
-        "min(root, layers)",
+        "min(max(usual, share), layers)",
+        "min(usual, layers)",
         (CUTTING,),
     ),
     "no room for a residual": Mutant(

@@ -1,0 +1,114 @@
+"""What a step evaluates beside the rows of its scans, each after what it takes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+from jax.extend import core as jex
+from small_steps import trained
+
+from optax_offload._places.step_options import Options
+from optax_offload._schedule import plan
+from optax_offload._schedule.beside import apart, beside, in_rows
+from optax_offload._schedule.late import reduced
+from optax_offload._schedule.rest import Outer
+
+WIDTH = 8
+PARAMS = {
+    "stack": jax.ShapeDtypeStruct((6, WIDTH, WIDTH), jnp.float32),
+    "list": [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 2,
+}
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+SCHEDULED = optax.adam(optax.cosine_decay_schedule(1e-2, 10))
+
+
+def loss(params, x):
+    """Scanned layers, and then others."""
+    x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["stack"])
+    for w in params["list"]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def found(tx, late_gradients="auto"):
+    """The plan of a step, and what it evaluates beside the rows of its scan."""
+    step = trained(tx, PARAMS, loss=loss)
+    planned = plan(step, Options(late_gradients=late_gradients))
+    assert len(planned.scans) == 1
+    passes = planned.passes
+    return planned, beside(step, planned.scans, (), passes, reduced(step))
+
+
+def scan_of(planned, there):
+    """The node that the scan is, with its position among the others."""
+    position = planned.scans[0].scan.position
+    (k,) = (k for k, x in enumerate(there.nodes) if x.position == position)
+    return k, there.nodes[k]
+
+
+def test_a_scan_takes_and_defines_what_its_updates_do():
+    """State is among it, and no gradient that never exists."""
+    planned, there = found(optax.adam(1e-2))
+    (each,) = planned.scans
+    _, scan = scan_of(planned, there)
+    assert scan.in_turns
+    gradients = {v for f in each.fused for v in f.component.gradients}
+    assert gradients
+    assert gradients.isdisjoint(scan.defines)
+    assert {v for f in each.now for v in f.component.results} <= {*scan.defines}
+    state = {v for f in each.now for v in f.rows.inputs} - gradients
+    assert state <= {*scan.reads}
+    assert state <= in_rows(planned.scans)
+
+
+@pytest.mark.parametrize("tx", [SCHEDULED, CLIPPED], ids=["schedule", "clip"])
+def test_all_is_evaluated_after_what_it_takes(tx):
+    """Also what updates in a scan take: in the program, that comes after it."""
+    planned, there = found(tx)
+    made = {v for x in (*there.nodes, *there.after) for v in x.defines}
+    known = set()
+    for node in there.nodes:
+        assert known.issuperset(made.intersection(node.reads))
+        known.update(node.defines)
+    # But for what is of an update itself, which is evaluated where it is taken.
+    step = planned.step
+    outside = {v for i in step.live - {*step.inlined_at} for v in step.defines(i)}
+    assert known.issuperset(there.taken & outside)
+
+
+def test_what_is_summed_up_in_a_scan_is_defined_by_it():
+    """The norm of all comes after it, and updates of others after that."""
+    planned, there = found(CLIPPED)
+    (each,) = planned.scans
+    assert each.late
+    k, scan = scan_of(planned, there)
+    sums = [s.position for f in each.fused for s in f.component.sums]
+    assert sums
+    step = planned.step
+    of_rows = {v for i in sums for v in step.defines(i)}
+    assert of_rows <= {*scan.defines}
+    readers = [n for n, x in enumerate(there.nodes) if not of_rows.isdisjoint(x.reads)]
+    assert readers
+    assert min(readers) > k
+
+
+def test_what_takes_late_results_waits():
+    """With what follows from it, until the pass over rows has made them."""
+    planned, _ = found(CLIPPED)
+    (each,) = planned.scans
+    late = each.late[0].component.results[0]
+    given, *made = (jex.Var(late.aval) for _ in range(4))
+    reads = [(given,), (late,), (given, made[1])]
+    some = [Outer(n, x, (v,)) for n, (x, v) in enumerate(zip(reads, made, strict=True))]
+    separated = apart(planned.step, some, planned.scans, planned.passes)
+    assert separated == (some[:1], some[1:])
+
+
+def test_a_scan_that_runs_again_keeps_what_it_takes():
+    """Its operands are taken by a pass after all else."""
+    planned, there = found(CLIPPED, "recompute")
+    (each,) = planned.scans
+    assert each.way == "recompute"
+    own = {*planned.step.reads(each.scan.position)}
+    assert own <= there.taken
