@@ -245,8 +245,7 @@ class _Cut:
     @property
     def _fullest(self) -> int:
         """The link in which the most is alive."""
-        most = self._most
-        return next(n for n, piece in enumerate(self._pieces) if most <= piece.end)
+        return next(n for n, x in enumerate(self._pieces) if self._most <= x.end)
 
     @functools.cached_property
     def excess(self) -> int:
@@ -385,7 +384,7 @@ class _Cut:
             if after in used[v] and self._segment_after(after) not in far:
                 at = after  # Which has it anyway, and products beside it.
             stores.setdefault(at, []).append(v)
-        links: list[Link] = []
+        links, equations = list[Link](), self._program.equations
         for n, (nodes, piece) in enumerate(zip(self._links, self._pieces, strict=True)):
             if not piece.is_segment:
                 links.append(tuple(nodes))
@@ -396,7 +395,7 @@ class _Cut:
             names = {v: x for v, x in sources if memory.on_host(x.aval)}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
-            defined = [v for x in nodes for v in self._outvars(x.position)]
+            defined = [v for x in nodes for v in equations[x.position].outvars]
             results = [v for v in defined if v in kept or _is_taken(v, n, used, stored)]
             links.append(
                 Segment(
@@ -421,14 +420,11 @@ class _Cut:
 
     def _reads(self, n: int, positions: Sequence[int]) -> set[jex.Var]:
         """What a link takes, if it evaluates these equations."""
-        computed = {v for i in positions for v in self._outvars(i)}
+        computed = {v for i in positions for v in self._step.defines(i)}
         found = {v for i in positions for v in self._step.reads(i)} - computed
         if not self._pieces[n].is_segment:
             found.update(v for node in self._links[n] for v in node.reads)
         return found
-
-    def _outvars(self, i: int) -> Sequence[jex.Var]:
-        return self._program.equations[i].outvars
 
     def _positions(self, kept: set[jex.Var]) -> list[list[int]]:
         """The equations of each link, with those that it evaluates again."""

@@ -82,6 +82,7 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     """Each by its own; what fills more than a turn is none of them."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
+    monkeypatch.setattr(cutting, "LEAST_PART", 1)
     monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
 
     def make_step(offload, target):

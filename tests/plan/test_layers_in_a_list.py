@@ -67,6 +67,7 @@ def compiled(monkeypatch):
     monkeypatch.setattr(measured, "_measured", compiling)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER)
+    monkeypatch.setattr(cutting, "LEAST_PART", 1)
     return texts
 
 
