@@ -108,8 +108,8 @@ def too_few() -> str:
     return (
         "layers that no scan runs are not cut into turns: that takes "
         f"{LEAST_SEGMENTS} turns or more, each with "
-        f"{size_text(cutting.SEGMENT_BYTES)} of arrays on the host, or of gradients or "
-        "residuals that may be stored there"
+        f"{size_text(cutting.SEGMENT_BYTES // cutting.LEAST_PART)} of arrays on the "
+        "host, or of gradients or residuals that may be stored there"
     )
 
 
