@@ -423,8 +423,13 @@ def _moved(fused: Sequence[Fused]) -> str:
 def _reasons(plan: FusedStep) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
     unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
-    if plan.chain:  # What scans inside of layers stack is no gradient.
-        unfused = []
+    if plan.chain:  # What scans inside of layers stack or sum up is none, or used up.
+        step, equations = plan.step, plan.step.program.equations
+        operands = (x.operands for x in step.inlined_updates)
+        taken = {v for some in operands for v in variables(some)}
+        scans = (Scan(i, equations[i]) for i in candidates(step))
+        taken.intersection_update([v for x in scans for v in x.body.stacked])
+        unfused = [o for o in unfused if o.gradient in taken]
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):
         nbytes = memory.nbytes_on_each_device(o.gradient.aval)

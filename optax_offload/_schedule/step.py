@@ -467,7 +467,7 @@ def _not_waiting(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
             "late_gradients='recompute' was asked for, and cannot be had for layers "
             "that no scan runs, as no turn of theirs runs twice. 'host' can"
         )
-    if found.chain:
+    if found.chain and not found.scans:
         return
     if not refused:
         steps = any(x.holds_update for x in found.inside.values())

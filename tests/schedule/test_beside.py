@@ -6,10 +6,12 @@ import optax
 import pytest
 from jax import lax
 from jax.extend import core as jex
-from small_steps import trained
+from small_steps import offloaded, trained
 
+import optax_offload as oo
+from optax_offload._ground import compat
 from optax_offload._places.step_options import Options
-from optax_offload._schedule import plan
+from optax_offload._schedule import chain, cutting, plan
 from optax_offload._schedule.beside import apart, beside, in_rows
 from optax_offload._schedule.late import reduced
 from optax_offload._schedule.rest import Outer
@@ -103,6 +105,30 @@ def test_what_takes_late_results_waits():
     some = [Outer(n, x, (v,)) for n, (x, v) in enumerate(zip(reads, made, strict=True))]
     separated = apart(planned.step, some, planned.scans, planned.passes)
     assert separated == (some[:1], some[1:])
+
+
+@pytest.mark.parametrize("returned", [False, True])
+def test_gradients_of_a_scan_that_are_whole_are_told(returned, monkeypatch):
+    """Also beside a chain, whose own scans inside of layers stack none."""
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 1)
+    tx = offloaded(optax.adam(1e-2))
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        updates, state = tx.update(grads, state, params)
+        more = grads["stack"] if returned else jnp.sum(x)
+        return optax.apply_updates(params, updates), state, more
+
+    state = oo.eval_shape(tx.init, PARAMS)
+    params = {**PARAMS, "list": oo.set_memory_kind(PARAMS["list"], ".*", "pinned_host")}
+    x = jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)
+    planned = oo.jit(step, donate_argnums=(0, 1)).schedule(params, state, x)
+    assert planned.chain is not None
+    assert bool(planned.scans) != returned
+    told = "1 gradient of 1.50 KiB left outside: the step returns it"
+    assert (told in str(planned)) == returned
 
 
 def test_a_scan_that_runs_again_keeps_what_it_takes():
