@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import heapq
+import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -92,51 +94,57 @@ def _leading_to(
 ) -> Mapping[jex.Var, int]:
     """The arguments that lead to a result of their type, and in how many equations."""
     of: Any = result.aval
-    found: dict[jex.Var, int] = {}
-    reached, front, count = {result}, [result], 0
-    while front:
-        found |= {v: count for v in front if v in resting and _alike(v, of)}
-        count += 1
-        before = [
-            x
-            for v in front
-            if v in program.producers
-            for x in _before(program.equations[program.producers[v]], v, ways)
-            if shape(x) == of.shape
-        ]
-        front = [v for v in dict.fromkeys(before) if v not in reached]
-        reached.update(front)
-    return found
+    reached: dict[jex.Var, int] = {}
+    # The nearest come first; of those that are as near, the one found first.
+    waiting, number = [(0, 0, result)], itertools.count(1)
+    while waiting:
+        count, _, v = heapq.heappop(waiting)
+        if v in reached:
+            continue
+        reached[v] = count
+        if v in program.producers:
+            before = _before(program.equations[program.producers[v]], v, ways)
+            for x, steps in before:
+                if shape(x) == of.shape:
+                    heapq.heappush(waiting, (count + steps, next(number), x))
+    return {v: n for v, n in reached.items() if v in resting and _alike(v, of)}
 
 
-def _before(e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]) -> list[jex.Var]:
-    """Returns the operands of which a result is made, number by number."""
+def _before(
+    e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]
+) -> Iterable[tuple[jex.Var, int]]:
+    """The operands of which a result is made, number by number, and in how many steps.
+
+    In a body each equation is a step, so that what it only hands through is nearer.
+    """
     if facts(e).leads in ways:
-        return variables(e.invars)
+        return [(x, 1) for x in variables(e.invars)]
     if e.primitive.name in ("cond", "shard_map"):
         return _before_inside(e, v, ways)
     if e.primitive.name not in ("scan", "while"):
         return []
     (body,) = entered(e)
     if v in body.carried:  # What a loop carries is what it was, a few times over.
-        return variables([body.carry[body.carried.index(v)]])
-    # What it stacks may be what it took rows of.
-    return variables(e.invars[i] for i in [passed_on(body).get(v)] if i is not None)
+        found = variables([body.carry[body.carried.index(v)]])
+    else:  # What it stacks may be what it took rows of.
+        same = passed_on(body).get(v)
+        found = [] if same is None else variables([e.invars[same]])
+    return [(x, 1) for x in found]
 
 
-def _before_inside(e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]) -> list[jex.Var]:
-    """Returns the operands of which a body makes a result, in any of the branches."""
-    found: list[jex.Var] = []
+def _before_inside(
+    e: jex.JaxprEqn, v: jex.Var, ways: Collection[str]
+) -> Iterator[tuple[jex.Var, int]]:
+    """Yields the operands of which a body makes a result, in any of the branches."""
     k = e.outvars.index(v)
     for body in entered(e):
         program = flatten(body.closed)
         a = program.outvars[k]
         if isinstance(a, jex.Var):
-            for x in _leading_to(program, a, program.invars, ways):
+            for x, n in _leading_to(program, a, program.invars, ways).items():
                 i = body.operands[program.invars.index(x)]
                 if shard_maps.shards_alike(e, i, k):
-                    found += variables([e.invars[i]])
-    return list(dict.fromkeys(found))
+                    yield from ((y, n + 1) for y in variables([e.invars[i]]))
 
 
 def _alike(v: jex.Var, of: Any) -> bool:

@@ -36,6 +36,9 @@ FOUND = [
     "modes=auto; optimizer=two_parts; wrapped=outside; layers=4; scan=list, scan; "
     "window=2048; donated=params; devices=4; sharded=last; at_rest=all; loop=skipped; "
     "turns=least",
+    # State on the device that a cond takes from parameters at rest.
+    "modes=auto; optimizer=mechanic; wrapped=outside; order=batch first; at_rest=all; "
+    "loop=cond",
     # A scan with turns of its own, between those of a chain, runs once.
     "modes=host; optimizer=adamw; scan=list, scan; remat=layer; effect=debug in layer; "
     "turns=least",
