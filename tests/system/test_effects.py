@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import gc
 from typing import Any
 
 import jax
@@ -394,6 +395,7 @@ def test_no_tracer_leaks(layers):
     params = make_params(layers)
     state = tx.init(params)
     args = (params, state, X)
+    gc.collect()  # What other tests left is closed here, and not while it is traced.
     with jax.checking_leaks():
         tx.update(params, tx.init(params), params)
         for fuse in (True, False):
