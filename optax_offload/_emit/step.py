@@ -88,6 +88,8 @@ class _Run:
         self._run_nodes(after)
         for v in (v for f in fused for v in f.component.results):
             self._env[v] = constrained(program, v, self._env[v])
+        # What is loaded wherever it is taken is in no turn, if it is only returned.
+        self._require(variables(program.outvars))
         return [read(a, self._env.__getitem__) for a in program.outvars]
 
     def _run_chain(self, chain: Chain) -> None:

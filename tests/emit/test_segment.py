@@ -218,6 +218,24 @@ def test_gradients_of_scans_too_wait(late):
     check(with_scans, inner, late=late, params=with_stack(2))
 
 
+def test_what_is_at_rest_and_returned_on_the_device():
+    """It is loaded for that, and for the turns that take it."""
+    tx, x = all_of(optax.trace(0.9)), jnp.ones((4, WIDTH))
+    params = oo.set_memory_kind(parameters(), "layers/.*", "pinned_host")
+
+    def step(params, state, x):
+        found = step_of(plain, tx)(params, state, x)
+        first = params["layers"][0]["in"]
+        return *found, oo.set_memory_kind(first, ".*", "device")
+
+    jitted = oo.jit(step)
+    args = params, tx.init(params), x
+    assert jitted.schedule(*args).chain is not None
+    first = jitted(*args)[-1]
+    assert first.sharding.memory_kind == "device"
+    np.testing.assert_array_equal(first, params["layers"][0]["in"])
+
+
 def test_turns_that_load_for_themselves(monkeypatch):
     """As the one after that in which the most is in memory does."""
 
