@@ -63,8 +63,8 @@ IN_ENGINE = {
     ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
-        "for i in [passed_on(body).get(v)] if i is not None)",
-        "for i in [passed_on(body).get(v)] if i is None)",
+        "found = [] if same is None else variables([e.invars[same]])",
+        "found = []",
         ("tests/program/test_at_rest.py",),
     ),
     "new values read for old ones": Mutant(
