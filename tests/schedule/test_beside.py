@@ -6,7 +6,7 @@ import optax
 import pytest
 from jax import lax
 from jax.extend import core as jex
-from small_steps import offloaded, trained
+from small_steps import at_rest, offloaded, on_device, taken_apart, trained
 
 import optax_offload as oo
 from optax_offload._ground import compat
@@ -77,6 +77,35 @@ def test_all_is_evaluated_after_what_it_takes(tx):
     step = planned.step
     outside = {v for i in step.live - {*step.inlined_at} for v in step.defines(i)}
     assert known.issuperset(there.taken & outside)
+
+
+def test_a_scan_is_evaluated_after_what_its_updates_take():
+    """In the program that comes after it: here a factor of its gradients."""
+    inner = optax.adam(1e-2)
+    tx = offloaded(inner)
+
+    def step(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        factor = jnp.cos(jnp.sum(x))
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = at_rest(jax.eval_shape(inner.init, PARAMS))
+    x = jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)
+    taken = taken_apart(step, on_device(PARAMS), state, on_device(x))
+    planned = plan(taken, Options())
+    there = beside(taken, planned.scans, (), planned.passes, None)
+    k, scan = scan_of(planned, there)
+    (factor,) = (
+        v
+        for x in there.nodes
+        for v in x.defines
+        if taken.program.equations[x.position].primitive.name == "cos"
+    )
+    assert factor in scan.reads
+    assert scan.position < max(x.position for x in there.nodes[:k])
+    assert factor in {v for x in there.nodes[:k] for v in x.defines}
 
 
 def test_what_is_summed_up_in_a_scan_is_defined_by_it():

@@ -403,6 +403,20 @@ def test_much_is_loaded_by_the_turn_that_updates_it(monkeypatch):
         assert all(begun[v] < min(stored) for v in own)
 
 
+def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
+    """What fills a turn is on the device a few times, and no more."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+
+    def most_ahead(rooms):
+        monkeypatch.setattr(placing, "TURN_ROOMS", rooms)
+        found, _ = cut(train_step(tx), *args)
+        return max(sum(nbytes(v.aval) for v in s.ahead) for s in found.segments)
+
+    assert most_ahead(1) < most_ahead(100)
+
+
 def test_what_is_moved_beside_which_product():
     """One load and one store with each, the large with the long."""
     v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
