@@ -32,7 +32,7 @@ class Mode(NamedTuple):
 
     Attributes:
       optimizer: Wraps the optimizer.
-      streamed: Options of `oo.stream` around the step; None for a step as it is.
+      streamed: Options of `oo.jit`; None for a step as it is.
       is_ours: Whether the library has a part in it.
       on_host: A regex of the parameters that rest on the host; "" for none.
       base: Rules of the frozen base under adapters; () leaves it where it is.
@@ -43,10 +43,6 @@ class Mode(NamedTuple):
     is_ours: bool = True
     on_host: str = ""
     base: tuple[oo.Rule, ...] = ()
-
-    def step(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """A step, streamed."""
-        return fn if self.streamed is None else oo.stream(fn, **self.streamed)
 
     def jit(self, fn: Callable[..., Any], **options: Any) -> Any:
         """A step, jitted as a user would: by `oo.jit`, if it is streamed."""
@@ -166,24 +162,18 @@ USUAL_MODES = ["no offload", "recipe", "ours", "fused"]
 def step_in_mode(make_step: Any, target: aot.Target, mode: Mode) -> oo.Step:
     """A step of `examples/models.py` as a mode has it."""
     step = _plan.StepFactory(make_step, target).step(mode.optimizer)
+    args, out_shardings = step.args, step.out_shardings
     if mode.base:
-        adapters, state, base, tokens = step.args
+        adapters, state, base, tokens = args
         args = adapters, state, oo.place(base, mode.base), tokens
-        jitted = mode.jit(
-            step.fn,
-            donate_argnums=step.donate_argnums,
-            out_shardings=step.out_shardings,
-        )
-        return oo.Step(jitted, args)
-    step = step._replace(fn=mode.step(step.fn))
-    if not mode.on_host:
-        return step
-    params = oo.set_memory_kind(step.args[0], mode.on_host, "pinned_host")
-    shardings = jax.tree.map(lambda x: x.sharding, params)
-    return step._replace(
-        args=(params, *step.args[1:]),
-        out_shardings=(shardings, *step.out_shardings[1:]),
+    elif mode.on_host:
+        params = oo.set_memory_kind(args[0], mode.on_host, "pinned_host")
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+        args, out_shardings = (params, *args[1:]), (shardings, *out_shardings[1:])
+    jitted = mode.jit(
+        step.fn, donate_argnums=step.donate_argnums, out_shardings=out_shardings
     )
+    return oo.Step(jitted, args)
 
 
 def train_step(workload: Workload, tx: Any) -> Callable[[Any, Any, jax.Array], Any]:
@@ -223,13 +213,12 @@ def compile_step(
       aot.DoesNotFitError: it needs more memory than the target has.
     """
     tx, args = of_workload(workload, *workload.on(target), mode)
-    return aot.compile(
-        mode.step(train_step(workload, tx)),
-        *args,
-        target=target,
+    jitted = mode.jit(
+        train_step(workload, tx),
         out_shardings=jax.tree.map(lambda s: s.sharding, args[:2]),
         donate_argnums=(0, 1),
     )
+    return aot.compile(jitted, *args, target=target)
 
 
 def bytes_on_device(tree: Any) -> int:

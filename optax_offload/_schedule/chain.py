@@ -26,7 +26,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import cutting, liveness, placing
+from optax_offload._schedule import cutting, follow, liveness, placing
 from optax_offload._schedule.beside import Beside
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
@@ -47,11 +47,7 @@ LEAST_RESIDUAL_BYTES = 2**20
 
 
 def chain(
-    step: Step,
-    beside: Beside,
-    asked: Options,
-    *,
-    on_tpu: bool = False,
+    step: Step, beside: Beside, asked: Options, *, on_tpu: bool = False
 ) -> Chain | str:
     """Cuts a step; a reason where little would be left out at a time.
 
@@ -65,14 +61,15 @@ def chain(
         instead of 2.0).
     """
     found = _Cut(step, beside, asked.residuals == "host")
-    if len(found.segments) < LEAST_SEGMENTS:
+    # Where scans have theirs overlapped, those of updates would be at once, too (F01).
+    scans = any(node.in_turns for node in beside.nodes)
+    turns = [n for n in found.segments if not scans or found.has_leaves(n)]
+    if len(turns) < LEAST_SEGMENTS:
         return too_few()
     reduced = beside.reduced
     operands = (a for node in beside.nodes if node.left for a in node.left.operands)
     freed = max(found.excess, 0) if are_late(step, operands, reduced) else 0
     on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
-    # Where scans have theirs overlapped, those of updates would be at once, too (F01).
-    scans = any(node.in_turns for node in beside.nodes)
     whole = found.loads or found.residuals or on_host or scans
     if not whole and freed < LEAST_FREED_BYTES:
         return (
@@ -156,6 +153,13 @@ class _Cut:
         """The links that are segments, as positions."""
         return [n for n, piece in enumerate(self._pieces) if piece.is_segment]
 
+    def has_leaves(self, n: int) -> bool:
+        """Whether a segment loads, or completes gradients, and not residuals alone."""
+        nodes = self._links[n]
+        made = {v for node in nodes for v in node.defines}
+        taken = [v for node in nodes for v in node.reads]
+        return not made.isdisjoint(self._gradients) or bool(self._made_of(taken)[1])
+
     @property
     def _links(self) -> list[Sequence[Outer]]:
         """The equations of each segment, and those between two."""
@@ -228,7 +232,7 @@ class _Cut:
         def is_forward(node: Outer) -> bool:
             made = node.defines
             e = self._program.equations[node.position]
-            return gradients.isdisjoint(made) and not _is_transposed(e)
+            return gradients.isdisjoint(made) and not follow.is_transposed_last(e)
 
         return sum(1 for _ in itertools.takewhile(is_forward, self._nodes))
 
@@ -482,12 +486,6 @@ class _Cut:
             if far and max(far) > fullest and far.issubset(segments):
                 found[v] = far
         return found
-
-
-def _is_transposed(e: jex.JaxprEqn) -> bool:
-    """Returns whether an equation is of a backward pass that is not derived again."""
-    before, name, _ = str(e.source_info.name_stack).partition("transpose(")
-    return bool(name) and "jvp(" not in before
 
 
 def _is_taken(

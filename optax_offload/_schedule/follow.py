@@ -98,6 +98,12 @@ def is_transposed(e: jex.JaxprEqn) -> bool:
     return "transpose(" in str(e.source_info.name_stack)
 
 
+def is_transposed_last(e: jex.JaxprEqn) -> bool:
+    """Returns whether JAX says so, and that it is not derived again after that."""
+    before, name, _ = str(e.source_info.name_stack).partition("transpose(")
+    return bool(name) and "jvp(" not in before
+
+
 def is_backward(program: Program, scan: Scan) -> bool:
     """Returns whether a scan is a backward pass, and not one that stacks means.
 

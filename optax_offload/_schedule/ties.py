@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -26,6 +27,8 @@ from optax_offload._schedule.segments import (
 FLOPS_PER_BYTE = 64
 # What is less is moved at any time.
 LEAST_TIED_BYTES = 2**18
+# What begins beside a product lasts no longer than so many of it (F88).
+LONGEST = 2
 
 
 def products(program: Program, s: Segment) -> list[Product]:
@@ -86,9 +89,8 @@ def ties(
 ) -> tuple[Tie, ...]:
     """When loads and stores begin, so that each has products to be hidden behind.
 
-    Left to itself, a GPU's compiler takes each for short, and has all of them at the
-    beginning or the end of a turn. It has two in flight at most, of both ways together
-    (F15): so a load and a store with each product, the large ones with the long ones.
+    Left to itself, a GPU's compiler has all loads at the beginning of a turn, so that
+    updates wait for theirs, and all that begins later where the last of it does (F88).
 
     Args:
       products: In their order.
@@ -119,6 +121,34 @@ def ties(
         )
         for k, x in enumerate(products)
     )
+
+
+def together(
+    products: Sequence[Product], moves: Sequence[Move], stores: Sequence[Move]
+) -> list[Product]:
+    """Products, of which each short one and those after it are as one.
+
+    Args:
+      products: In their order.
+      moves: What crosses the link in a turn, in the direction that has more.
+      stores: What begins to be stored with the last of them.
+    """
+    room = _bytes(moves) / max(1, sum(x.work for x in products))
+    least = max((x.nbytes for x in (*moves, *stores)), default=0) / LONGEST
+    found: list[Product] = []
+    waiting: tuple[jex.Var, ...] = ()
+    for x in products:
+        if found and found[-1].work * room < least:
+            found[-1] = found[-1]._replace(work=found[-1].work + x.work)
+            waiting = (*waiting, *x.before)
+        else:
+            found.append(x._replace(before=(*waiting, *x.before)))
+            waiting = ()
+    least = max((x.nbytes for x in stores), default=0) / LONGEST
+    if len(found) > 1 and found[-1].work * room < least:
+        last = found.pop()
+        found[-1] = found[-1]._replace(work=found[-1].work + last.work)
+    return found
 
 
 def _beside(
@@ -153,34 +183,17 @@ def _beside(
 def _in_turn(
     products: Sequence[Product], groups: Sequence[Sequence[Move]]
 ) -> dict[int, list[Move]]:
-    """What is moved beside each product, that of a group one after the other."""
-    left = [group for group in groups if group]
-    moves = sum(map(len, left))
-    work, nbytes = sum(x.work for x in products), sum(_bytes(x) for x in left)
+    """What is moved beside each product, in proportion to its work, one by one."""
+    moves = [move for group in groups for move in group]
+    work = max(1, sum(x.work for x in products))
+    works = (x.work * _bytes(moves) / work for x in products)
+    begins = [*itertools.accumulate(works, initial=0.0)][:-1]
     found: dict[int, list[Move]] = {}
-    k = begun = passed = 0
-    while left and products:
-        # Not beside what those before it fill, if all can follow then.
-        while (
-            passed * work >= (begun + products[k].work) * nbytes
-            and len(products) - k > moves
-        ):
-            begun += products[k].work
-            k += 1
-
-        def misfit(group: Sequence[Move], k: int = k) -> float:
-            beside = sum(x.work for x in products[k : k + len(group)])
-            return abs(_bytes(group) * work - beside * nbytes)
-
-        group = min(left, key=misfit)
-        left.remove(group)
-        for move in group:
-            found.setdefault(k, []).append(move)
-            passed += move.nbytes
-            moves -= 1
-            if k + 1 < len(products):
-                begun += products[k].work
-                k += 1
+    passed = 0
+    for move in moves * bool(products):
+        k = bisect.bisect_right(begins, passed + move.nbytes / 2) - 1
+        found.setdefault(k, []).append(move)
+        passed += move.nbytes
     return found
 
 
@@ -254,4 +267,9 @@ class _Turn(NamedTuple):
             x._replace(loads=tuple(move for move in x.loads if move.result in itself))
             for x in self.updates
         ]
-        return ties(self.products, _moves(begin), updates)
+        loads = _moves(begin)
+        own = [move for x in updates for move in x.loads]
+        stores = [move for x in updates for move in x.stores]
+        most = max([*loads, *own], stores, key=_bytes)
+        products = together(self.products, most, _moves(self.segment.stores))
+        return ties(products, loads, updates)

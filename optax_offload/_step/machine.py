@@ -21,6 +21,10 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 ON = {SCHEDULER: True}
 # For the estimator's sake JAX 0.10's compiler turns its scheduler on again (F01).
 OFF = {SCHEDULER: False, "xla_gpu_enable_analytical_sol_latency_estimator": False}
+# How many copies of whole leaves may be in flight, both ways together. Of two, one that
+# takes longer than the product beside it holds up the next ones (F15).
+IN_FLIGHT = "xla_gpu_experimental_parallel_async_compute_limit"
+MANY_IN_FLIGHT = {IN_FLIGHT: 16}
 # What CUDA graphs may hold: all that they may by default, but no slices. Before JAX
 # 0.12 a graph has its nodes in turn, and no copy in it overlaps anything (F79).
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -112,6 +116,8 @@ def told(asked: LatencyHiding, plan: FusedStep) -> dict[str, Any]:
         found |= ON
     elif asked == "off" or plan.hides_nothing:
         found |= OFF
+    if plan.chain:
+        found |= MANY_IN_FLIGHT
     if plan.step.at_rest is not None and not compat.GRAPHS_OVERLAP:
         found |= NO_COPIES
     return found
@@ -140,7 +146,6 @@ def compiler_options(
     its_own = several or SCHEDULER in flags
     if SCHEDULER in given or (its_own and asked == "auto"):
         found = {k: x for k, x in found.items() if k not in OFF}
-    if GRAPHS in flags:
-        found.pop(GRAPHS, None)
-    found = {k: x for k, x in found.items() if k not in given}
+    named = [k for k in (GRAPHS, IN_FLIGHT) if k in flags]
+    found = {k: x for k, x in found.items() if k not in (*given, *named)}
     return found | given if found else None

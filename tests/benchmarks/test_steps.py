@@ -20,7 +20,7 @@ def step_of(mode):
         SMALL.params,
     )
     tx = MODES[mode].optimizer(SMALL.optimizer)
-    step = MODES[mode].step(train_step(SMALL, tx))
+    step = MODES[mode].jit(train_step(SMALL, tx))
     return step, (params, jax.jit(tx.init)(params), jnp.arange(8))
 
 
@@ -35,7 +35,7 @@ def test_the_batch_is_that_of_each_device():
 def plain():
     """The new parameters of a step without offload."""
     step, args = step_of("no offload")
-    return jax.jit(step)(*args)[0]
+    return step(*args)[0]
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def plain():
 def test_fused_modes_train_the_same(mode, plain):
     """All six stacked gradients are gone, and parameters differ in roundings."""
     step, args = step_of(mode)
-    params, _ = jax.jit(step)(*args)
+    params, _ = step(*args)
     for a, b in zip(*map(jax.tree.leaves, (plain, params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
     unfused = train_step(SMALL, MODES[mode].optimizer(SMALL.optimizer))

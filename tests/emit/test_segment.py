@@ -507,7 +507,7 @@ def compiled(name, count, *, late, batch=256, window_bytes=16 * MIB):
 @pytest.mark.parametrize(
     ("name", "of_a_layer", "late", "count"),
     [
-        ("h100", 2**14, False, 12),
+        ("h100", 2**14, False, 16),
         ("h100", 2**14, True, 24),
         ("v5e:1x1", 2 * MIB, True, 12),
     ],
@@ -529,8 +529,9 @@ def test_a_peak_does_not_grow_with_the_depth(
     def peak(count):
         return aot.peak(compiled(name, count, late=late)).peak_bytes
 
-    # With fewer layers one residual or two are in gaps between others: 40.04, 40.07 and
-    # 40.30 MB with 28, 32 and 64 layers on an H100 where gradients wait.
+    # With fewer layers one residual or two are in gaps between others. On an H100 the
+    # peak is 60.86 MB with 12 layers, 61.92 with 16 and 62.04 with 48; where gradients
+    # wait 40.04, 40.07 and 40.30 with 28, 32 and 64.
     assert peak(count + 4) - peak(count) < 4 * of_a_layer
 
 

@@ -147,6 +147,36 @@ IN_ENGINE = {
         "max(1.0, min(part, part**0.5))",
         (CUTTING,),
     ),
+    "turns of residuals alone beside a scan": Mutant(
+        "_schedule/chain.py",
+        "if not scans or found.has_leaves(n)]",
+        "]",
+        (BESIDE,),
+    ),
+    "short products alone": Mutant(
+        "_schedule/ties.py",
+        "if found and found[-1].work * room < least:",
+        "if False:",
+        (CHAIN,),
+    ),
+    "a last product too short for residuals": Mutant(
+        "_schedule/ties.py",
+        "if len(found) > 1 and found[-1].work * room < least:",
+        "if False:",
+        (CHAIN,),
+    ),
+    "all stores beside the first product": Mutant(
+        "_schedule/ties.py",
+        "passed += move.nbytes",
+        "passed += 0",
+        (CHAIN,),
+    ),
+    "two copies in flight": Mutant(
+        "_step/machine.py",
+        "found |= MANY_IN_FLIGHT",
+        "pass",
+        ("tests/step/test_latency_hiding.py",),
+    ),
     "as much loaded for a turn, however little fills it": Mutant(
         "_schedule/chain.py",
         "min(placing.TURN_BYTES, rooms)",
@@ -299,7 +329,7 @@ IN_ENGINE = {
     ),
     "what the last layer computes again as a residual": Mutant(
         "_schedule/chain.py",
-        "return gradients.isdisjoint(made) and not _is_transposed(e)",
+        "return gradients.isdisjoint(made) and not follow.is_transposed_last(e)",
         "return gradients.isdisjoint(made)",
         (CHAIN,),
     ),

@@ -167,3 +167,32 @@ def test_a_scan_that_runs_again_keeps_what_it_takes():
     assert each.way == "recompute"
     own = {*planned.step.reads(each.scan.position)}
     assert own <= there.taken
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_residuals_alone_are_no_turns_beside_a_scan(scanned, monkeypatch):
+    """A head that has no leaves is not cut, as what it keeps is used up at once."""
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 4)
+    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+
+    def loss(params, x):
+        if scanned:
+            x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
+        for _ in range(12):
+            x = jnp.tanh(x @ x.T) @ x
+        return jnp.mean(x**2)
+
+    tx = offloaded(optax.adam(1e-2))
+
+    def step(params, state, x):
+        grads, more = jax.grad(loss, (0, 1))(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, more
+
+    params = oo.set_memory_kind(PARAMS["stack"], ".*", "pinned_host")
+    state = oo.eval_shape(tx.init, params)
+    x = jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)
+    jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+    assert (jitted.schedule(params, state, x).chain is None) == scanned

@@ -15,7 +15,7 @@ from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain, cutting, placing, ties
+from optax_offload._schedule import Segment, chain, cutting, follow, placing, ties
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, Stored
 
@@ -418,7 +418,7 @@ def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
 
 
 def test_what_is_moved_beside_which_product():
-    """One load and one store with each, the large with the long."""
+    """In proportion to their work: the large with the long."""
     v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
     products = [Product(n, v[n], work) for n, work in enumerate([10, 100, 10, 100])]
     loads = [Move(v[10], 1), Move(v[11], 9), Move(v[12], 1), Move(v[13], 8)]
@@ -431,12 +431,34 @@ def test_what_is_moved_beside_which_product():
         *([v[10]], [v[11]], [v[12]], [v[13]])
     ]
     moved = [[x.result for x in tie.updates] for tie in found]
-    assert moved == [[v[16]], [v[14]], [v[15]], []]
+    assert moved == [[], [v[14]], [], [v[15], v[16]]]
     # What began before is there when the next begins, of each way.
     assert [set(tie.landed) for tie in found] == [
-        *(set(), {v[10], v[16]}, {v[11], v[14]}, {v[12]})
+        *(set(), {v[10]}, {v[11]}, {v[12], v[14]})
     ]
     assert not any(tie.loads or tie.updates for tie in ties.ties([], loads, updates))
+
+
+def test_short_products_are_taken_together():
+    """Half of the largest move is hidden by each, and of residuals by the last."""
+    v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(9)]
+    works = [30, 10, 30, 10, 20]
+    products = [
+        Product(n, v[n], work, (v[n + 4],) * (n == 3)) for n, work in enumerate(works)
+    ]
+    moves = [Move(v[5], 40), Move(v[6], 60)]
+
+    def together(*args):
+        found = ties.together(products, *args)
+        return [(x.position, x.work) for x in found]
+
+    assert together(moves, []) == [(0, 30), (1, 40), (3, 30)]
+    assert together([Move(v[5], 1)] * 100, []) == [*enumerate(works)]
+    assert together(moves, [Move(v[7], 62)]) == [(0, 40), (2, 60)]
+    assert together([], []) == [*enumerate(works)]
+    # What one of them would have waited for is waited for with the next.
+    assert ties.together(products, moves, [])[-1].before == (v[7],)
+    assert ties.together(products[2:], moves, [])[-1].before == (v[7],)
 
 
 def test_what_an_update_takes_is_loaded_before_it_is_stored():
@@ -565,7 +587,7 @@ def test_a_derivative_that_is_derived_again_is_of_the_forward_pass():
 
     args = jnp.ones(WEIGHT), jnp.ones((4, WIDTH))
     jaxpr = jax.make_jaxpr(jax.grad(penalty))(*args)
-    found = [chain._is_transposed(e) for e in jaxpr.eqns]
+    found = [follow.is_transposed_last(e) for e in jaxpr.eqns]
     again = ["transpose(" in str(e.source_info.name_stack) for e in jaxpr.eqns]
     assert sum(again) > sum(found) > 0
     assert not found[again.index(True)]

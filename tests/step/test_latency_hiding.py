@@ -19,6 +19,8 @@ from optax_offload._schedule import chain, cutting
 from optax_offload._step import machine
 from optax_offload._step.machine import (
     GRAPHS,
+    IN_FLIGHT,
+    MANY_IN_FLIGHT,
     NO_COPIES,
     OFF,
     ON,
@@ -146,6 +148,27 @@ def test_transfers_are_hidden_in_turns_of_layers_that_no_scan_runs(monkeypatch):
     jitted = oo.jit(step, donate_argnums=(0, 1))
     assert jitted.schedule(*args).chain is not None
     assert told(jitted, args) is True
+
+
+def test_many_copies_may_be_in_flight_between_turns(monkeypatch):
+    """A compiler has two, so that a long one holds up those after it (F15)."""
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(compat, "GRAPHS_OVERLAP", True)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", WIDTH * WIDTH * 4)
+
+    def found(loss, **options):
+        step, args = args_of(loss)
+        with compiling_for("gpu", 1):
+            lowered = oo.jit(step, **options).trace(*args).lower()
+        return aot.compilers.own_options(lowered)
+
+    assert found(unrolled) == ON | MANY_IN_FLIGHT
+    assert found(scanned) == ON
+    given = {IN_FLIGHT: 4}
+    assert found(unrolled, compiler_options=given) == ON | given
+    monkeypatch.setenv("XLA_FLAGS", f"--{IN_FLIGHT}=4")
+    assert found(unrolled) == ON
 
 
 @pytest.mark.newest
