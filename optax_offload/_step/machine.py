@@ -116,7 +116,7 @@ def told(asked: LatencyHiding, plan: FusedStep) -> dict[str, Any]:
         found |= ON
     elif asked == "off" or plan.hides_nothing:
         found |= OFF
-    if plan.chain:
+    if plan.chain and plan.chain.moves_much:
         found |= MANY_IN_FLIGHT
     if plan.step.at_rest is not None and not compat.GRAPHS_OVERLAP:
         found |= NO_COPIES

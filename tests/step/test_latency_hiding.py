@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import chain, cutting, segments
 from optax_offload._step import machine
 from optax_offload._step.machine import (
     GRAPHS,
@@ -151,7 +151,7 @@ def test_transfers_are_hidden_in_turns_of_layers_that_no_scan_runs(monkeypatch):
 
 
 def test_many_copies_may_be_in_flight_between_turns(monkeypatch):
-    """A compiler has two, so that a long one holds up those after it (F15)."""
+    """Where much is moved: two of a compiler's hold up those after them (F15)."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(compat, "GRAPHS_OVERLAP", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
@@ -163,6 +163,11 @@ def test_many_copies_may_be_in_flight_between_turns(monkeypatch):
             lowered = oo.jit(step, **options).trace(*args).lower()
         return aot.compilers.own_options(lowered)
 
+    assert found(unrolled) == ON
+    monkeypatch.setattr(segments, "MUCH_IN_ALL", 1)
+    assert found(unrolled) == ON | MANY_IN_FLIGHT
+    monkeypatch.setattr(segments, "MUCH_IN_ALL", 2**31)
+    monkeypatch.setattr(segments, "MUCH_IN_A_TURN", 1)
     assert found(unrolled) == ON | MANY_IN_FLIGHT
     assert found(scanned) == ON
     given = {IN_FLIGHT: 4}
