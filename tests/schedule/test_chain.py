@@ -389,6 +389,7 @@ def test_much_is_loaded_by_the_turn_that_updates_it(monkeypatch):
     before, _ = cut(train_step(tx), *args)
     monkeypatch.setattr(placing, "TURN_BYTES", 3 * MATRIX_BYTES - 1)
     monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+    monkeypatch.setattr(ties, "LONGEST", 100)  # However short a product is.
     found, _ = cut(train_step(tx), *args)
     inside, between = updated(found)
     assert sum(inside) + sum(between) == sum(map(sum, updated(before)))
