@@ -128,6 +128,9 @@ def together(
 ) -> list[Product]:
     """Products, of which each short one and those after it are as one.
 
+    A compiler begins a copy with the last other one before its end (F88), so each is to
+    be as long as a part of the largest, and the last as that of what is stored then.
+
     Args:
       products: In their order.
       moves: What crosses the link in a turn, in the direction that has more.

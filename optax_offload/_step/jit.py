@@ -140,8 +140,10 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
         does harm: on one GPU, where arguments at rest are loaded whole between the
         operations of a step, and no transfer overlaps the backward pass. There it keeps
         several times more alive for nothing. Elsewhere it is the compiler's choice. On
-        several GPUs it hides collectives, for more memory; `plan` tries both. An option
-        in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS`` stands.
+        several GPUs it hides collectives, for more memory; `plan` tries both. Where
+        turns of layers that no scan runs move much, 16 copies may be in flight, and not
+        two. An option in ``compiler_options`` or, for ``"auto"``, in ``XLA_FLAGS``
+        stands.
       **jit_kwargs: The other arguments of `jax.jit`: ``in_shardings``,
         ``out_shardings``, ``static_argnums``, ``static_argnames``, ``keep_unused``,
         ``device``, ``backend``, ``inline`` and ``compiler_options``.
