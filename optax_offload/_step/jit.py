@@ -436,6 +436,8 @@ class _Variants:
                 raise GivenObjects
             if streaming.runs_as_it_is((args, kwargs)):
                 return streaming.one_by_one(self._fun, args, kwargs, self._asked)
+            if streaming.is_part_of_another(self._asked):
+                return self._tracer_for(args, kwargs)(*args, **kwargs)
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
@@ -480,13 +482,11 @@ class _Variants:
     ) -> tuple[jax.stages.Traced, FusedStep]:
         """The function as it is traced for a call, and the plan of its step."""
         leaves = [x for x in jax.tree.leaves((args, kwargs)) if streaming.is_array(x)]
-        moved = streaming.moves(leaves, self._asked)
-        tracer = self._tracer_for(args, kwargs)
-        traced, typed = streaming.traced_at_rest(tracer.trace, args, kwargs, moved)
+        asked, trace = self._asked, self._tracer_for(args, kwargs).trace
+        moved = streaming.moves(leaves, asked)
+        traced, typed = streaming.traced_at_rest(trace, args, kwargs, moved, asked)
         types = None if typed else types_at_rest(argument_types(traced), leaves)
-        return traced, streaming.plan_of(
-            traced.jaxpr, self._asked, types, traced.args_info
-        )
+        return traced, streaming.plan_of(traced.jaxpr, asked, types, traced.args_info)
 
     def _tracer_for(self, *call: Any) -> Any:
         return self._decoding if has_frozen(call) else self._tracer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +28,9 @@ from optax_offload._schedule import (
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# The options of the step that is being planned, with the steps that it calls.
+_AS_USUAL = Options()
+_planned_around = contextvars.ContextVar("_planned_around", default=_AS_USUAL)
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.Ref)
 
@@ -136,6 +140,8 @@ def _streamed(
     """The results of a step of values, streamed."""
     if compat.jit_is_disabled():
         return one_by_one(step, args, kwargs, asked)
+    if is_part_of_another(asked):
+        return decoding(step, True)(*args, **kwargs)
     found, values, shape = traced(decoding(step, True), args, kwargs, asked)
     check_new_state(found, shape)
     warn_of_refusals(found, shape)
@@ -227,7 +233,8 @@ def traced(
     def trace(*values: Any) -> tuple[jex.ClosedJaxpr, Any]:
         return jax.make_jaxpr(flat, return_shape=True)(*values)
 
-    (closed, shape), as_typed = traced_at_rest(trace, values, {}, moves(values, asked))
+    moved = moves(values, asked)
+    (closed, shape), as_typed = traced_at_rest(trace, values, {}, moved, asked)
     types = None
     if not as_typed:
         types = [memory.host_type(x) if rests(x) else jax.typeof(x) for x in values]
@@ -240,6 +247,7 @@ def traced_at_rest(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     moved: bool,
+    asked: Options = _AS_USUAL,
 ) -> tuple[R, bool]:
     """A step, traced as if all were on the device.
 
@@ -252,6 +260,7 @@ def traced_at_rest(
       args: Its positional arguments.
       kwargs: Its other arguments.
       moved: Whether anything rests on the host.
+      asked: The options that are asked for.
 
     Returns:
       The traced step, and whether it was traced as typed.
@@ -262,8 +271,12 @@ def traced_at_rest(
     given, named = on_the_device((args, kwargs)) if moved else (args, kwargs)
 
     def on_device() -> tuple[R, bool]:
-        with memory.as_on_device(True):
-            return trace(*given, **named), False
+        token = _planned_around.set(asked)
+        try:
+            with memory.as_on_device(True):
+                return trace(*given, **named), False
+        finally:
+            _planned_around.reset(token)
 
     def typed() -> tuple[R, bool]:
         return trace(*args, **kwargs), True
@@ -279,6 +292,31 @@ def traced_at_rest(
         except Exception:
             _refuse_host_values(error)
             raise error from None
+
+
+def is_part_of_another(asked: Options) -> bool:
+    """Returns whether a step is called in one that is planned with all it calls.
+
+    Warns of what is asked for there in vain.
+
+    Args:
+      asked: The options that are asked for.
+    """
+    if not memory.as_on_device.value:
+        return False
+    around = _planned_around.get()
+    in_vain = [
+        f"{name}={value!r}"
+        for name, value in dict(**asked).items()
+        if value not in (_AS_USUAL[name], around[name])
+    ]
+    if in_vain:
+        warn(
+            f"a step that asks for {', '.join(in_vain)} is called in another step of "
+            "oo.jit or oo.stream, which plans both, by its own options. Ask for it "
+            "there"
+        )
+    return True
 
 
 def _refuse_host_values(error: Exception) -> None:

@@ -19,6 +19,12 @@ _SHARDINGS_ASKED = f"{SHARDINGS}::test_what_is_asked_for_decides_before_what_a_b
 _TYPES = f"{MEMORY}::test_what_a_type_says_of_its_parts"
 
 OUTSIDE = {
+    "a step in another planned by itself": Mutant(
+        "_step/streaming.py",
+        "if not memory.as_on_device.value:\n        return False\n    around",
+        "if True:\n        return False\n    around",
+        ("tests/step/test_stream.py::test_a_step_in_another_is_planned_with_it",),
+    ),
     # Places and shardings.
     "the smallest leaves of a share": Mutant(
         "_places/rules.py",

@@ -1,5 +1,6 @@
 """`stream` and `jit`: their arguments and their programs."""
 
+import contextlib
 import functools
 
 import jax
@@ -20,6 +21,8 @@ from scanned_models import (
 
 import optax_offload as oo
 from benchmarks.common.differences import ulps
+from optax_offload._ground import compat
+from optax_offload._program import at_rest
 
 NOTHING = "nothing is fused into a backward pass"
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -253,6 +256,56 @@ def test_a_warning_that_is_an_error_is_that_error():
     """And not that of the first way to trace a step, which the second one mends."""
     step, args = of_layers(2)
     step = oo.jit(oo.stream(step, residuals="host"), donate_argnums=(0, 1))
+    with pytest.raises(oo.OffloadWarning, match="asks for residuals='host' is called"):
+        step.lower(*args)
+
+
+def test_nothing_to_keep_has_a_reason():
+    """Of few turns, and of many that leave little."""
+    step, args = of_layers(2)
+    step = oo.jit(step, donate_argnums=(0, 1), residuals="host")
     why = r"nothing is kept there: no scan.* not cut into turns: "
     with pytest.raises(oo.OffloadWarning, match=why):
         step.lower(*args)
+
+
+@pytest.mark.skipif(not compat.SEGMENTS_ARE_FREED, reason="cut with JAX 0.12 or newer")
+def test_turns_that_leave_nothing_to_keep_have_a_reason():
+    """As those of a short sequence: no scan is missed."""
+    step, args = of_layers(40)
+    step = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+    few = (*args[:2], jax.ShapeDtypeStruct((1, 512), jnp.float32))
+    why = r"nothing is kept there: of the turns .* none leaves 1 MiB or more"
+    with pytest.raises(oo.OffloadWarning, match=why):
+        step.lower(*few)
+
+
+@pytest.mark.parametrize("outer", [{}, {"residuals": "host"}], ids=["other", "same"])
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_step_in_another_is_planned_with_it(steps, outer, monkeypatch):
+    """By the options of that, and loudly if those of the inner one differ."""
+    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    tx = offloaded(optax.adamw(1e-2))
+    params = make_params()
+    state = tx.init(params)
+    inner = oo.jit(make_step(tx, loss), residuals="host")
+
+    def several(params, state, tokens):
+        def once(carry, _):
+            *carry, value = inner(*carry, tokens)
+            return tuple(carry), value
+
+        carry, values = lax.scan(once, (params, state), length=steps)
+        return *carry, values[-1]
+
+    def one(params, state, tokens):
+        return inner(params, state, tokens)
+
+    fn = oo.jit(one if steps == 1 else several, **outer)
+    in_vain = pytest.warns(oo.OffloadWarning, match="asks for residuals='host'")
+    with contextlib.nullcontext() if outer else in_vain:
+        got = fn(params, state, BATCH)
+    want = params, state
+    for _ in range(steps):
+        want = inner(*want[:2], BATCH)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
