@@ -10,7 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._emit.moves import Rest, host_buffer, load_whole, rest_of
+from optax_offload._emit.moves import (
+    Rest,
+    host_buffer,
+    load_whole,
+    rest_of,
+    rows_of,
+    with_rows,
+)
 from optax_offload._places import memory
 from optax_offload._program import (
     Places,
@@ -21,9 +28,10 @@ from optax_offload._program import (
     key_data,
     needed,
     read,
+    shape,
     variables,
 )
-from optax_offload._schedule import Outer, RemainingUpdate, Segment, Tie
+from optax_offload._schedule import Outer, RemainingUpdate, Row, Segment, Tie
 
 Values = Mapping[jex.Var, Any]
 
@@ -41,6 +49,8 @@ class Before(NamedTuple):
       sharded: The shardings of arguments whose types do not say it.
       fills: A number for each buffer in host memory.
       zero: What its buffers are filled with at first.
+      rows: The residuals that rest in stacks.
+      stacks: These, by the first that they have.
     """
 
     env: Values
@@ -49,7 +59,9 @@ class Before(NamedTuple):
     made: Sequence[jex.Var]
     sharded: Mapping[jex.Var, Sharded]
     fills: Iterator[int]
-    zero: Any = 0
+    zero: Any
+    rows: Mapping[jex.Var, Row]
+    stacks: Values
 
 
 class After(NamedTuple):
@@ -58,12 +70,14 @@ class After(NamedTuple):
     Attributes:
       results: The values of its results.
       stored: Those that rest on the host from here on.
+      stacks: The stacks that have more of them.
       ahead: Those that it has loaded for the next one.
       zero: A zero that is known when it is done.
     """
 
     results: dict[jex.Var, Any]
     stored: dict[jex.Var, Any]
+    stacks: dict[jex.Var, Any]
     ahead: dict[jex.Var, Any]
     zero: Any
 
@@ -86,9 +100,12 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
     # written too would make a copy of it on the host.
     in_place = segment.loaded_itself.intersection(replaced.values())
     sources = [v for v in sources if v not in loaded and v not in in_place]
-    hosts = [before.resting[v] for v in sources]
+    hosts = [_resting(v, before) for v in sources]
     places, data = Places.of(here), key_data(here)
     results = [v for v in segment.results if v not in {**replaced, **rewritten}]
+    whole = [v for v in segment.stores if v not in before.rows]
+    rows = {v: before.rows[v] for v in segment.stores if v in before.rows}
+    stacked = dict.fromkeys(row.stack for row in rows.values())
     # A compiler that knew would take the loop apart (F10).
     iterations = lax.optimization_barrier(jnp.int32(1))
 
@@ -102,37 +119,45 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         known |= bound(rewritten.values(), old)
         carried = bound(replaced.values(), carry[2])
         here = {v: x for v, x in carried.items() if v in in_place}
-        turn = _Turn(program, segment, bound(sources, rest), here, bound(loaded, given))
+        taken = bound(sources, rest)
+        for v in before.rows.keys() & taken.keys():
+            taken[v] = rows_of(taken[v], number + before.rows[v].row, 1, 0)
+        turn = _Turn(program, segment, taken, here, bound(loaded, given))
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
         on_device = key_data([turn.known[v] for v in results])
-        stores = [_stored_here(turn.known[v]) for v in segment.stores]
+        stores = [_stored_here(turn.known[v]) for v in whole]
+        stacks = bound(stacked, carry[4])
+        for v, (stack, row, _) in rows.items():
+            one = _stored_here(turn.known[v][None])
+            stacks[stack] = with_rows(stacks[stack], one, number + row, 0)
         ahead = [turn.on_device[v] for v in segment.ahead]
         after = [turn.known[v] for v in rewritten]
-        return number + 1, on_device, on_host, stores, ahead, after, passed
+        stores = stores, [*stacks.values()]
+        return number + 1, on_device, on_host, *stores, ahead, after, passed
 
     made = [v for v, at in replaced.items() if at is None]
     buffers = (
-        host_buffer(v.aval, next(before.fills), before.zero)
-        for v in (*made, *segment.stores)
+        host_buffer(v.aval, next(before.fills), before.zero) for v in (*made, *whole)
     )
     start = (
         jnp.int32(0),
         [_empty(v, before.zero) for v in results],
         [next(buffers) if at is None else before.env[at] for at in replaced.values()],
         [*buffers],
+        [_stack(row, before) for row in {x.stack: x for x in rows.values()}.values()],
         [memory.full(memory.device_type(v.aval), before.zero) for v in segment.ahead],
         [before.env[v] for v in rewritten.values()],
         [before.env[v] for v in before.made],
     )
-    last, on_device, on_host, stores, ahead, after, passed = lax.while_loop(
+    last, on_device, on_host, stores, stacks, ahead, after, passed = lax.while_loop(
         lambda carry: carry[0] < iterations, once, start
     )
     found = bound(results, Places.of_types(results).keys(on_device))
     found |= bound(replaced, on_host) | bound(rewritten, after)
     found |= bound(before.made, passed)
-    stored, loaded = bound(segment.stores, stores), bound(segment.ahead, ahead)
-    return After(found, stored, loaded, last - 1)
+    stored = bound(whole, stores), bound(stacked, stacks)
+    return After(found, *stored, bound(segment.ahead, ahead), last - 1)
 
 
 class _Turn:
@@ -201,7 +226,7 @@ class _Turn:
 
     def _load(self, some: Iterable[jex.Var]) -> None:
         hosts = {**self._hosts, **self._in_place}
-        loaded = {v: load_whole(hosts[v]) for v in some}
+        loaded = {v: load_whole(hosts[v]).reshape(shape(v)) for v in some}
         self.on_device |= loaded
         self._name(loaded)
 
@@ -291,6 +316,20 @@ def _captured(program: Program, segment: Segment) -> list[jex.Var]:
     taken |= dict.fromkeys(segment.stores)
     apart = {*defined, *segment.names, *program.constants}
     return [v for v in taken if v not in apart]
+
+
+def _resting(v: jex.Var, before: Before) -> Any:
+    """What a variable is loaded from."""
+    row = before.rows.get(v)
+    return before.stacks[row.stack] if row else before.resting[v]
+
+
+def _stack(row: Row, before: Before) -> Any:
+    """The stack of a row; as rows are stored in it, nothing fills it (F87)."""
+    if row.stack in before.stacks:
+        return before.stacks[row.stack]
+    of = memory.stack_type(row.stack.aval, row.rows)
+    return memory.full(of, next(before.fills), "pinned_host")
 
 
 def _stored_here(x: Any) -> Any:

@@ -98,15 +98,18 @@ class _Run:
         resting = {v: x for v, x in self._env.items() if memory.on_host(v.aval)}
         ahead: dict[jex.Var, Any] = {}
         made: list[jex.Var] = []
+        stacks: dict[jex.Var, Any] = {}
         fills = itertools.count()
         zero: Any = 0
         for link in chain.links:
             if isinstance(link, Segment):
                 self._require(reads(link.updates))
                 known = self._env, resting, ahead, made, self._sharded
-                after = run_segment(program, link, Before(*known, fills, zero))
+                filled = fills, zero, chain.rows, stacks
+                after = run_segment(program, link, Before(*known, *filled))
                 self._env |= after.results | self._tokens(link.positions)
                 resting |= after.stored
+                stacks |= after.stacks
                 ahead, made = after.ahead, []
                 zero = after.zero  # Known ones are made first (F82).
                 continue

@@ -78,6 +78,12 @@ def type_of(x: Any) -> Any:
     return x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
 
 
+def stack_type(x: Any, count: int) -> Any:
+    """The type of so many values as rows, of a value whose type says no sharding."""
+    aval = type_of(x)
+    return jax.core.ShapedArray((count, *aval.shape), aval.dtype)
+
+
 def nbytes(x: Any) -> int:
     """The bytes of a value or type, over all devices together."""
     aval = type_of(x)

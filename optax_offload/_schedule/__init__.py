@@ -10,9 +10,10 @@ from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
+from optax_offload._schedule.refused import refusals
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Chain, Segment, Tie
-from optax_offload._schedule.step import plan, refusals
+from optax_offload._schedule.segments import Chain, Row, Segment, Tie
+from optax_offload._schedule.step import plan
 from optax_offload._schedule.update import (
     AnySchedule,
     Branched,
@@ -43,6 +44,7 @@ __all__ = [
     "Pipeline",
     "Place",
     "RemainingUpdate",
+    "Row",
     "RowUpdate",
     "Scan",
     "Schedule",

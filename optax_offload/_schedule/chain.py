@@ -8,6 +8,7 @@ update is in the turn after the one that completes its gradients (`placing.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -26,12 +27,12 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import cutting, follow, liveness, placing
+from optax_offload._schedule import cutting, forward, liveness, placing
 from optax_offload._schedule.beside import Beside
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.rest import Outer
-from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
+from optax_offload._schedule.segments import Chain, Link, Segment, in_stacks, nbytes
 from optax_offload._schedule.ties import in_order
 
 # Fewer segments leave too little out to be worth their loops, and the time that these
@@ -42,8 +43,6 @@ LEAST_SEGMENTS = 8
 LEAST_FREED_BYTES = 256 * MIB
 # What is less may be loaded again for what is computed again.
 SMALL_BYTES = 2**18
-# Less is not worth a transfer of its own.
-LEAST_RESIDUAL_BYTES = 2**20
 
 
 def chain(
@@ -142,10 +141,11 @@ class _Cut:
         self._nodes = ordinary
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
-        self._forward = self._forward_nodes()
-        # What may rest between the forward and the backward pass.
-        self._stores_residuals = residuals
-        self.residuals = {*(self._passing_most() if residuals else ())}
+        made = {*self._gradients}
+        passes = forward.passes(step, ordinary, made, self._live) if residuals else []
+        self._passes = passes
+        # What may rest between a forward and a backward pass.
+        self.residuals = {*forward.residuals(step, ordinary, passes)}
         self._filling, self._pieces, self._loads = self._cut()
 
     @functools.cached_property
@@ -217,39 +217,9 @@ class _Cut:
         there = (span for span in self._spans if span.var not in self.residuals)
         return liveness.passing(there, len(self._nodes))
 
-    @property
-    def _most(self) -> int:
-        """The equation before which the most is alive."""
-        return self._live.index(max(self._live))
-
-    def _forward_nodes(self) -> int:
-        """How many equations the forward pass has: until something is transposed.
-
-        What the backward pass computes again has no such name, and comes after that.
-        """
-        gradients = {*self._gradients}
-
-        def is_forward(node: Outer) -> bool:
-            made = node.defines
-            e = self._program.equations[node.position]
-            return gradients.isdisjoint(made) and not follow.is_transposed_last(e)
-
-        return sum(1 for _ in itertools.takewhile(is_forward, self._nodes))
-
-    def _passing_most(self) -> Iterable[jex.Var]:
-        """Yields what the forward pass leaves in memory where the most is alive."""
-        if self._forward == len(self._nodes):
-            return
-        end = min(self._most, self._forward)
-        for v, made, last in liveness.in_memory(self._step, self._nodes):
-            size = memory.movable_nbytes(v.aval) or 0
-            if made < end <= self._most < last and size >= LEAST_RESIDUAL_BYTES:
-                yield v
-
-    @property
-    def _fullest(self) -> int:
-        """The link in which the most is alive."""
-        return next(n for n, x in enumerate(self._pieces) if self._most <= x.end)
+    def _fullest(self, most: int) -> int:
+        """The link in which the most is alive: the one of that node."""
+        return next(n for n, x in enumerate(self._pieces) if most <= x.end)
 
     @functools.cached_property
     def excess(self) -> int:
@@ -277,7 +247,7 @@ class _Cut:
         left = self.excess
         for v in self._gradients:
             size = memory.movable_nbytes(v.aval) or 0
-            if size >= LEAST_RESIDUAL_BYTES and (on_host or left > 0):
+            if size >= forward.LEAST_RESIDUAL_BYTES and (on_host or left > 0):
                 found.add(v)
                 left -= nbytes([v])
         return found
@@ -380,7 +350,7 @@ class _Cut:
         for n, own in enumerate(positions):
             for v in self._reads(n, own):
                 used.setdefault(v, set()).add(n)
-        stored = self._stored(made, used, kept) if self._stores_residuals else {}
+        stored = self._stored(made, used, kept)
         stores: dict[int, list[jex.Var]] = {}
         for v, far in stored.items():
             at = self._store_at(made[v])
@@ -418,9 +388,11 @@ class _Cut:
         for node in self._updating:
             placed.place(node)
         codes = {x: None for x in self._source.values() if x in self._given}
-        return Chain(
-            tuple(in_order(self._step, placed.links(), turn_bytes)), tuple(codes)
-        )
+        ordered = tuple(in_order(self._step, placed.links(), turn_bytes))
+        found = Chain(ordered, tuple(codes))
+        if not on_tpu:
+            return found
+        return dataclasses.replace(found, rows=in_stacks(found.segments))
 
     def _reads(self, n: int, positions: Sequence[int]) -> set[jex.Var]:
         """What a link takes, if it evaluates these equations."""
@@ -468,23 +440,23 @@ class _Cut:
         Only what goes on where the most is alive: what a layer computes again in the
         backward pass is used up there.
         """
-        segments, fullest = self.segments, self._fullest
-        forward = self._nodes[: self._forward]
-        own = (node.defines for node in forward)
+        segments = self.segments
         found: dict[jex.Var, set[int]] = {}
-        for v in itertools.chain.from_iterable(own):
-            n = made[v]
-            if v in kept or n > min(segments[-1], fullest) or not shape(v):
-                continue
-            if (memory.movable_nbytes(v.aval) or 0) < LEAST_RESIDUAL_BYTES:
-                continue
-            at = self._store_at(n)
-            near = self._segment_after(at)
-            if near is None:
-                continue
-            far = {m for m in used.get(v, ()) if m > near}
-            if far and max(far) > fullest and far.issubset(segments):
-                found[v] = far
+        for each in self._passes:
+            fullest = self._fullest(each.most)
+            nodes = self._nodes[each.begin : each.backward]
+            for v in itertools.chain.from_iterable(node.defines for node in nodes):
+                n = made[v]
+                if v in kept or n > min(segments[-1], fullest) or not shape(v):
+                    continue
+                if (memory.movable_nbytes(v.aval) or 0) < forward.LEAST_RESIDUAL_BYTES:
+                    continue
+                near = self._segment_after(self._store_at(n))
+                if near is None:
+                    continue
+                far = {m for m in used.get(v, ()) if m > near}
+                if far and max(far) > fullest and far.issubset(segments):
+                    found[v] = far
         return found
 
 

@@ -287,6 +287,8 @@ def room(filling: Filling) -> int:
     share = min(more / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
     residual = max((filling.sizes[v] for v in filling.residuals), default=0)
     layer = _layer(taken, filling)
+    if residual > SEGMENT_BYTES:
+        usual = residual + min(layer, usual)
     layers = max(MOST_LAYERS * layer, layer + residual)
     return round(max(min(usual, SEGMENT_BYTES), min(max(usual, share), layers)))
 

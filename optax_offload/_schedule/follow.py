@@ -104,6 +104,12 @@ def is_transposed_last(e: jex.JaxprEqn) -> bool:
     return bool(name) and "jvp(" not in before
 
 
+def is_derived_first(e: jex.JaxprEqn) -> bool:
+    """Returns whether JAX says that an equation is of a forward pass with another."""
+    name = str(e.source_info.name_stack)
+    return "jvp(" in name and "transpose(" not in name
+
+
 def is_backward(program: Program, scan: Scan) -> bool:
     """Returns whether a scan is a backward pass, and not one that stacks means.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core as jex
 
 from optax_offload._ground.units import MIB, size_text
-from optax_offload._places import memory
+from optax_offload._places import memory, tpu_layout
 from optax_offload._program import shape
 from optax_offload._schedule.rest import Outer
 
@@ -147,6 +147,20 @@ class Segment:
 Link: TypeAlias = Segment | tuple[Outer, ...]
 
 
+class Row(NamedTuple):
+    """A residual's place in a stack on the host.
+
+    Attributes:
+      stack: The first of those that the stack has.
+      row: Which of them it is.
+      rows: How many it has.
+    """
+
+    stack: jex.Var
+    row: int
+    rows: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Chain:
     """A step as a chain.
@@ -154,10 +168,12 @@ class Chain:
     Attributes:
       links: Segments, and what is evaluated between them.
       codes: The arguments on the device that hold codes, which segments decode.
+      rows: Residuals that rest in stacks, and not in a buffer of their own (F87).
     """
 
     links: tuple[Link, ...]
     codes: tuple[jex.Var, ...] = ()
+    rows: Mapping[jex.Var, Row] = dataclasses.field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
@@ -248,6 +264,38 @@ class Chain:
                 f"{size_text(nbytes(self.residuals))} of residuals rest on the host "
                 "between the turns that make and take them"
             )
+
+
+def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, Row]:
+    """The residuals that a TPU stores as rows of stacks.
+
+    A buffer for all of a value is filled over the link where no type says how it is
+    sharded, and is there twice (F87). In a stack that is read already no row is stored,
+    or all of it is copied on the host.
+
+    Args:
+      segments: Those of a chain, in order.
+    """
+    growing: dict[Any, list[jex.Var]] = {}
+    found: list[list[jex.Var]] = []
+    for n, s in enumerate(segments):
+        # A turn begins to load what the next one takes.
+        taken = {v for x in segments[n : n + 2] for v in x.loads}
+        for of, some in [*growing.items()]:
+            if not taken.isdisjoint(some):
+                found.append(growing.pop(of))
+        for v in s.stores:
+            if memory.explicit_sharding(v.aval) is None and len(shape(v)) > 1:
+                growing.setdefault(memory.stack_type(v.aval, 1), []).append(v)
+    stacks = filter(_may_be_a_stack, (*found, *growing.values()))
+    return {
+        v: Row(some[0], k, len(some)) for some in stacks for k, v in enumerate(some)
+    }
+
+
+def _may_be_a_stack(some: Sequence[jex.Var]) -> bool:
+    of = memory.stack_type(some[0].aval, len(some))
+    return len(some) > 1 and tpu_layout.row_moves(of, 0)
 
 
 def nbytes(some: Iterable[jex.Var]) -> int:

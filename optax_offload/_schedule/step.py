@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, get_args
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._ground import compat, trees
+from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options
 from optax_offload._program import Program, Step, keeps_state, variables
@@ -37,7 +37,7 @@ from optax_offload._schedule.inside import inside, microbatches
 from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
 from optax_offload._schedule.rest import rest
-from optax_offload._schedule.unfused import gradients, in_bodies
+from optax_offload._schedule.unfused import in_bodies
 
 # Gradients that are not fused, by reason.
 Refusals: TypeAlias = Iterator[list[Unfused]]
@@ -424,76 +424,3 @@ def _type(v: jex.Var) -> tuple[object, ...]:
     aval: Any = v.aval
     spec = tuple(aval.sharding.spec)
     return aval.shape, aval.dtype, spec, memory.kind_of_type(aval)
-
-
-def refusals(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
-    """Warnings about options that were asked for by name and cannot be had.
-
-    Args:
-      found: The plan of the step.
-      paths: The path of each result of the step.
-    """
-    rest = found.step.at_rest
-    chains = (x.chain for x in found.steps)
-    by_segments = any(x is not None and x.residuals for x in chains)
-    kept = (rest and rest.residual_bytes) or by_segments
-    if found.asked.residuals == "host" and not kept:
-        yield (
-            "residuals='host' was asked for, and nothing is kept there: no scan stacks "
-            "at least 64 KiB that only a later scan takes rows of, as the forward pass "
-            "of scanned layers does for the backward pass"
-            + f"; {found.uncut}"
-            * bool(found.uncut)
-        )
-    yield from _not_waiting(found, paths)
-
-
-def _not_waiting(found: FusedStep, paths: Sequence[str]) -> Iterator[str]:
-    """Warnings about gradients that do not wait as they were asked to."""
-    # The new values of refs, which have no path, come last.
-    outvars = zip(found.step.program.outvars, paths, strict=False)
-    named = [(a, path) for a, path in outvars if isinstance(a, jex.Var)]
-    path_of = dict(named)
-    for each in found.inside.values():
-        e = each.equation
-        unnamed = f"a result of a {e.primitive.name}"
-        of_body = [path_of.get(v, unnamed) for v in e.outvars]
-        for x in each.plans:
-            yield from _not_waiting(x, of_body)
-    refused, asked = found.refused(), found.asked.late_gradients
-    waits = found.chain is not None and found.reduced and found.reduced.sums
-    if waits and asked == "recompute":
-        yield (
-            "late_gradients='recompute' was asked for, and cannot be had for layers "
-            "that no scan runs, as no turn of theirs runs twice. 'host' can"
-        )
-    if found.chain and not found.scans:
-        return
-    if not refused:
-        steps = any(x.holds_update for x in found.inside.values())
-        nothing = () if found.scans or steps else found.reasons()
-        wanted = asked in get_args(Way) and gradients(found.step, found.unfused)
-        for line in nothing if wanted else ():
-            yield f"late_gradients={asked!r} was asked for, and nothing waits: {line}"
-        return
-    other: Way = "recompute" if asked == "host" else "host"
-    still = {
-        o.gradient
-        for o in plan(
-            found.step, dataclasses.replace(found.asked, late_gradients=other)
-        ).refused()
-    }
-    by_reason: dict[str, list[Unfused]] = {}
-    for o in refused:
-        by_reason.setdefault(o.reason, []).append(o)
-    for reason, some in by_reason.items():
-        results = {v for o in some for v in o.waits}
-        leaves = [path for v, path in named if v in results]
-        can = f" late_gradients={other!r} can." * still.isdisjoint(
-            o.gradient for o in some
-        )
-        yield (
-            f"late_gradients={asked!r} was asked for, and cannot be had for the "
-            f"gradients that the results {trees.listed(leaves)} are updated with, "
-            f"which are on the device whole: {reason}.{can}"
-        )

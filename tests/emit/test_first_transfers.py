@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import optax_offload as oo
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import cutting, forward
 
 LAYERS, WIDTH = 12, 64
 WEIGHTS = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 8
@@ -66,7 +66,7 @@ def test_gradients_that_wait():
 def test_residuals_of_a_loop(monkeypatch):
     """Where the backward pass begins, JAX says."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 2**18)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 2**16)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 2**16)
     tx = optax.adam(1e-3)
     step = step_of(looped, tx)
     found = assert_stored_and_same(step, [*WEIGHTS], tx, residuals="host")

@@ -1,5 +1,6 @@
 """Steps that are cut into segments compute what they computed, where it belongs."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -15,7 +16,9 @@ from optax_offload import aot
 from optax_offload._emit import step as emit_step
 from optax_offload._ground import compat
 from optax_offload._ground.units import MIB
-from optax_offload._schedule import chain, cutting, placing, ties
+from optax_offload._places import tpu_layout
+from optax_offload._schedule import chain, cutting, forward, placing, ties
+from optax_offload._schedule.segments import in_stacks
 
 pytestmark = pytest.mark.skipif(
     not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"
@@ -32,7 +35,7 @@ def one_layer_to_a_segment(monkeypatch):
     monkeypatch.setattr(cutting, "LEAST_PART", 1)
     monkeypatch.setattr(placing, "TURN_ROOMS", placing.TURN_BYTES)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
 
 
 def layer(x, w):
@@ -251,6 +254,55 @@ def test_turns_that_load_what_they_update(monkeypatch):
     monkeypatch.setattr(placing, "TURN_BYTES", 1)
     monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
     check(checkpointed, optax.adamw(1e-2, eps=1e-3), residuals="host")
+
+
+@pytest.mark.parametrize("model", [checkpointed, shared, with_skips])
+def test_residuals_as_rows_of_stacks(model, monkeypatch):
+    """As on a TPU, with a layer to a turn."""
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 5000)
+    monkeypatch.setattr(tpu_layout, "row_moves", lambda *_: True)
+    made = chain._Cut.chain
+    rows = []
+
+    def stacked(self, *args):
+        found = made(self, *args)
+        rows.append(in_stacks(found.segments))
+        return dataclasses.replace(found, rows=rows[-1])
+
+    monkeypatch.setattr(chain._Cut, "chain", stacked)
+    inner = optax.adamw(1e-2, eps=1e-3)
+    check(model, inner, residuals="host", params=parameters(8))
+    assert any(rows)
+
+
+def test_microbatches_in_a_python_loop():
+    """Each has residuals."""
+
+    def halves(params, x):
+        return jnp.concatenate([checkpointed(params, half) for half in jnp.split(x, 2)])
+
+    check(halves, optax.adamw(1e-2, eps=1e-3), residuals="host")
+    tx, x = all_of(optax.adamw(1e-2, eps=1e-3)), jnp.ones((32 * WIDTH, WIDTH))
+
+    def loss(params, x):
+        return jnp.mean((checkpointed(params, x) @ params["head"]) ** 2)
+
+    def step(params, state, x):
+        grads = [jax.grad(loss)(params, half) for half in jnp.split(x, 2)]
+        grads = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = oo.set_memory_kind(parameters(), "layers/.*", "pinned_host")
+    args = params, tx.init(params), x
+    jitted = oo.jit(step, residuals="host")
+    assert len(jitted.schedule(*args).chain.residuals) == 4
+    want = jax.jit(step)(oo.set_memory_kind(params, ".*", "device"), *args[1:])
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        jitted(*args),
+        want,
+    )
 
 
 @pytest.mark.parametrize("model", [plain, checkpointed])
@@ -524,7 +576,7 @@ def test_a_peak_does_not_grow_with_the_depth(
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", MIB // 4)
 
     def peak(count):
         return aot.peak(compiled(name, count, late=late)).peak_bytes
@@ -539,7 +591,9 @@ def test_a_peak_does_not_grow_with_the_depth(
 @pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.xdist_group("aot")
-@pytest.mark.parametrize(("name", "late"), [("h100", True), ("v5e:1x1", False)])
+@pytest.mark.parametrize(
+    ("name", "late"), [("h100", True), ("v5e:1x1", False), ("v5e:2x2", False)]
+)
 def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
     """The buffer that a loop begins with is not filled from the device before (F87).
 
@@ -547,7 +601,7 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", MIB // 4)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", MIB // 4)
     program = compiled(name, 12, late=late, batch=1024)
     found = aot.transfers(program)
     whole = [t for t in found if t.nbytes == 4 * MIB]

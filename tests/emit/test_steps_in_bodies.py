@@ -24,7 +24,7 @@ from scanned_models import (
 
 import optax_offload as oo
 from optax_offload._ground import compat
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import chain, cutting, forward
 
 BATCHES = jnp.stack([BATCH, BATCH + 1, BATCH * 3 % 32])
 
@@ -229,7 +229,7 @@ def test_layers_of_a_python_loop_at_rest_in_bodies(form, residuals, monkeypatch)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
 
     def unrolled(h, layers):
         for w in layers:

@@ -21,6 +21,7 @@ BESIDE = "tests/schedule/test_beside.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
 SEGMENT = "tests/emit/test_segment.py"
+STACKS = "tests/schedule/test_stacks.py"
 INSIDE = "tests/schedule/test_inside.py"
 
 IN_ENGINE = {
@@ -328,10 +329,34 @@ IN_ENGINE = {
         (CHAIN,),
     ),
     "what the last layer computes again as a residual": Mutant(
-        "_schedule/chain.py",
-        "return gradients.isdisjoint(made) and not follow.is_transposed_last(e)",
-        "return gradients.isdisjoint(made)",
+        "_schedule/forward.py",
+        "if not gradients.isdisjoint(made) or follow.is_transposed_last(e):",
+        "if not gradients.isdisjoint(made):",
         (CHAIN,),
+    ),
+    "residuals of the first backward pass alone": Mutant(
+        "_schedule/forward.py",
+        "if backward is not None and follow.is_derived_first(e):",
+        "if False and backward is not None:",
+        (CHAIN,),
+    ),
+    "rows stored in a stack that is read already": Mutant(
+        "_schedule/segments.py",
+        "if not taken.isdisjoint(some):",
+        "if not some:",
+        (STACKS,),
+    ),
+    "a large residual alone in its turn": Mutant(
+        "_schedule/cutting.py",
+        "usual = residual + min(layer, usual)",
+        "pass",
+        (CUTTING,),
+    ),
+    "each residual in the first row": Mutant(
+        "_emit/segment.py",
+        "with_rows(stacks[stack], one, number + row, 0)",
+        "with_rows(stacks[stack], one, number, 0)",
+        (SEGMENT,),
     ),
     "residuals stored by the turn that makes them": Mutant(
         "_schedule/chain.py",

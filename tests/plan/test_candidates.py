@@ -18,7 +18,7 @@ from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import cutting, forward
 
 TARGET = aot.Target("h100")
 PARAMETERS = STACK + HEAD
@@ -83,7 +83,7 @@ def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
     monkeypatch.setattr(cutting, "LEAST_PART", 1)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
 
     def make_step(offload, target):
         shapes = {f"layer_{i}": (128, 128) for i in range(10)} | {"head": (128, 256)}

@@ -11,7 +11,7 @@ from small_steps import at_rest, offloaded, on_device, taken_apart, trained
 import optax_offload as oo
 from optax_offload._ground import compat
 from optax_offload._places.step_options import Options
-from optax_offload._schedule import chain, cutting, plan
+from optax_offload._schedule import chain, cutting, forward, plan
 from optax_offload._schedule.beside import apart, beside, in_rows
 from optax_offload._schedule.late import reduced
 from optax_offload._schedule.rest import Outer
@@ -175,7 +175,7 @@ def test_residuals_alone_are_no_turns_beside_a_scan(scanned, monkeypatch):
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 4)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
 
     def loss(params, x):
         if scanned:

@@ -15,7 +15,15 @@ from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step
-from optax_offload._schedule import Segment, chain, cutting, follow, placing, ties
+from optax_offload._schedule import (
+    Segment,
+    chain,
+    cutting,
+    follow,
+    forward,
+    placing,
+    ties,
+)
 from optax_offload._schedule.placing import independent
 from optax_offload._schedule.segments import Move, Product, Stored
 
@@ -33,7 +41,7 @@ def one_layer_to_a_segment(monkeypatch):
     monkeypatch.setattr(cutting, "LEAST_PART", 1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(chain, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
 
 
 def loss(layers, x):
@@ -564,6 +572,32 @@ def test_residuals_are_stored_by_the_next_turn_if_it_takes_them():
             behind += not made_here
             assert made_here or v in before.results
     assert behind
+
+
+@pytest.mark.parametrize("layer", [jnp.tanh, jax.checkpoint(jnp.tanh)])
+def test_residuals_of_each_backward_pass_rest(layer):
+    """Of microbatches in a Python loop, and of a gradient that is taken twice."""
+
+    def loss(layers, x):
+        for w in layers:
+            x = layer(x @ w)
+        return jnp.mean(x**2)
+
+    def of_two(layers, x):
+        grads = [jax.grad(loss)(layers, half) for half in jnp.split(x, 2)]
+        return jax.tree.map(jnp.add, *grads)
+
+    def again(layers, x):
+        grads = jax.grad(loss)(layers, x)
+        return jax.grad(loss)(jax.tree.map(jnp.add, layers, grads), x)
+
+    def long(tokens):
+        return jnp.ones((tokens * WIDTH, WIDTH))
+
+    once, _ = cut(jax.grad(loss), matrices(), long(16), residuals="host")
+    for fn, x in ((of_two, long(32)), (again, long(16))):
+        found, _ = cut(fn, matrices(), x, residuals="host")
+        assert len(found.residuals) >= 2 * len(once.residuals) - 2
 
 
 def test_few_layers_are_cut_however_long_a_sequence_is(monkeypatch):

@@ -169,3 +169,15 @@ def test_segments_have_room_for_each_residual():
         residuals=frozenset([v]), sizes={**filling.sizes, v: 300 * MIB}, alive=2**40
     )
     assert cutting.room(with_residual) == 120 * MIB + 300 * MIB
+
+
+def test_a_large_residual_shares_its_turn_with_what_makes_it():
+    """One that fills a turn would be alone, and its layer two more."""
+    filling = of_layers(1)
+    v = jex.Var(jax.core.ShapedArray((100 * MIB,), jnp.int8))
+    usual = cutting.room(filling)
+    sizes = {**filling.sizes, v: 100 * MIB}
+    large = filling._replace(residuals=frozenset([v]), sizes=sizes)
+    assert cutting.room(large) == 100 * MIB + usual
+    small = large._replace(sizes={**sizes, v: 64 * MIB})
+    assert cutting.room(small) == usual

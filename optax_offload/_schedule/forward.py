@@ -1,0 +1,75 @@
+"""The forward passes of a step, and what each leaves for its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from typing import NamedTuple
+
+from jax.extend import core as jex
+
+from optax_offload._places import memory
+from optax_offload._program import Step
+from optax_offload._schedule import follow, liveness
+from optax_offload._schedule.rest import Outer
+
+# Less is not worth a transfer of its own.
+LEAST_RESIDUAL_BYTES = 2**20
+
+
+class Pass(NamedTuple):
+    """A forward pass and the backward pass after it.
+
+    Attributes:
+      begin: Its first node.
+      backward: The first node of the backward pass: until something is transposed. What
+        the backward pass computes again has no such name, and comes after that.
+      end: The first node after both.
+      most: The node before which the most is alive.
+    """
+
+    begin: int
+    backward: int
+    end: int
+    most: int
+
+
+def passes(
+    step: Step, nodes: Sequence[Outer], gradients: Set[jex.Var], live: Sequence[int]
+) -> list[Pass]:
+    """The passes of a step that end in a backward one: one for each microbatch.
+
+    Args:
+      step: The step.
+      nodes: What it evaluates, in order.
+      gradients: What is computed for updates.
+      live: The bytes that are alive before each node.
+    """
+    found: list[Pass] = []
+    begin, backward = 0, None
+    for k, node in enumerate(nodes):
+        e = step.program.equations[node.position]
+        if backward is not None and follow.is_derived_first(e):
+            found.append(_pass(begin, backward, k, live))
+            begin, backward = k, None
+        made = node.defines
+        if not gradients.isdisjoint(made) or follow.is_transposed_last(e):
+            backward = k if backward is None else backward
+    if backward is not None:
+        found.append(_pass(begin, backward, len(nodes), live))
+    return found
+
+
+def _pass(begin: int, backward: int, end: int, live: Sequence[int]) -> Pass:
+    most = max(range(begin, end), key=live.__getitem__)
+    return Pass(begin, backward, end, most)
+
+
+def residuals(
+    step: Step, nodes: Sequence[Outer], some: Sequence[Pass]
+) -> Iterator[jex.Var]:
+    """Yields what forward passes leave in memory where the most is alive."""
+    of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
+    for v, made, last in liveness.in_memory(step, nodes):
+        size = memory.movable_nbytes(v.aval) or 0
+        if made in of and of[made].most < last and size >= LEAST_RESIDUAL_BYTES:
+            yield v
