@@ -82,7 +82,7 @@ from optax_offload._program.step import (
     take_apart,
 )
 from optax_offload._program.update import Input, Output, Update, trace
-from optax_offload._program.wanted import has_update
+from optax_offload._program.wanted import has_update, is_microbatch
 
 __all__ = [
     "CODES",
@@ -136,6 +136,7 @@ __all__ = [
     "in_equations",
     "in_pairs",
     "is_load",
+    "is_microbatch",
     "is_transfer",
     "is_unknown",
     "keeps_state",

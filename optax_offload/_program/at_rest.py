@@ -42,6 +42,7 @@ from optax_offload._program.wanted import (
     row_counts,
     update_refused,
     wanted_at_rest,
+    wanted_in_turn,
 )
 
 # What scans stack in host memory, and what for.
@@ -234,7 +235,7 @@ class _Walk:
         self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
     ) -> Sequence[Any]:
         (turn,) = entered(e)
-        closed, wanted = turn.closed, wanted_at_rest(turn.jaxpr)
+        closed, wanted = turn.closed, wanted_in_turn(turn)
         at = turn.split(turn.operands)
         whole = {i: x for i, x in wanted.spread.items() if i not in at.xs}
         values = self._spread(values, whole)

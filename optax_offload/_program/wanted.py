@@ -10,11 +10,17 @@ from jax.extend import core as jex
 from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._program import shard_maps
-from optax_offload._program.bodies import as_they_are, entered, of_call
+from optax_offload._program.bodies import Body, as_they_are, entered, of_call
 from optax_offload._program.call import called
+from optax_offload._program.flops import flops_of
 from optax_offload._program.graph import Atom, described, in_pairs, variables, within
 from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
+
+# The least products of a backward pass that may be cut into turns, and the least that
+# it takes of the step around it: of less all may be on the device.
+LEAST_PRODUCTS = 16
+LEAST_TAKEN_BYTES = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +68,31 @@ def wanted_at_rest(body: jex.Jaxpr, results: Sequence[int | None] = ()) -> Wante
     )
 
 
+def wanted_in_turn(turn: Body) -> Wanted:
+    """The same of an iteration of a scan; all that a microbatch takes of its layers."""
+    found = wanted_at_rest(turn.jaxpr)
+    if not is_microbatch(turn):
+        return found
+    consts = turn.split(range(len(turn.operands))).consts
+    return dataclasses.replace(found, rows=found.rows.union(consts))
+
+
+def is_microbatch(turn: Body) -> bool:
+    """Returns whether a scan's body has a backward pass of layers that no scan runs.
+
+    Of so much that a turn of it may well be one layer.
+    """
+    if not compat.SEGMENTS_ARE_FREED:
+        return False
+    consts = turn.split(turn.jaxpr.invars).consts
+    if sum(memory.movable_nbytes(v.aval) or 0 for v in consts) < LEAST_TAKEN_BYTES:
+        return False
+    backward = (
+        e for e in turn.jaxpr.eqns if "transpose(" in str(e.source_info.name_stack)
+    )
+    return sum(1 for e in backward if flops_of(e)) >= LEAST_PRODUCTS
+
+
 def row_counts(
     body: jex.Jaxpr, results: Sequence[int | None] = ()
 ) -> Mapping[jex.Var, int]:
@@ -90,7 +121,11 @@ def inside(e: jex.JaxprEqn, results: Sequence[int | None] = ()) -> Wanted:
       results: For each of its results the rows, if it is wanted row by row.
     """
     results = results if of_call(e) is not None else ()
-    bodies = [(wanted_at_rest(x.jaxpr, results), x.operands) for x in entered(e)]
+    of_scan = e.primitive.name == "scan"
+    bodies = [
+        (wanted_in_turn(x) if of_scan else wanted_at_rest(x.jaxpr, results), x.operands)
+        for x in entered(e)
+    ]
     updated = frozenset(at[i] for wanted, at in bodies for i in wanted.updated)
     rows = frozenset(at[i] for wanted, at in bodies for i in wanted.rows)
     by_rows = _by_rows(e)

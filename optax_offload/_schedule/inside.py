@@ -1,9 +1,9 @@
 """Loops and branches whose body is planned as a step of its own.
 
 The user's loop over steps, as `lax.scan`, `lax.fori_loop` or `lax.while_loop`, and a
-`lax.cond` that skips a step; and a scan over microbatches, whose turn adds the rows of
-its gradients to their sums. What a turn carries are its arguments, at rest where they
-are carried so, and what it hands on are its results.
+`lax.cond` that skips a step; and a scan over microbatches, whose turn adds its
+gradients, or their rows, to sums. What a turn carries are its arguments, at rest where
+they are carried so, and what it hands on are its results.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Generic, Protocol, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload._program import AtRest, Body, Step, entered, in_equations
+from optax_offload._program import (
+    AtRest,
+    Body,
+    Step,
+    entered,
+    in_equations,
+    is_microbatch,
+)
 from optax_offload._program import scans as has_scans
 from optax_offload._schedule.follow import Unfused, holds_update
 from optax_offload._schedule.unfused import gradients
@@ -43,6 +50,11 @@ class Plan(Protocol):
     @property
     def is_streamed(self) -> bool:
         """Whether anything in it is carried out otherwise than it is written."""
+        ...
+
+    @property
+    def chain(self) -> object:
+        """Its turns, if layers in it are run by no scan; else None."""
         ...
 
     @property
@@ -84,7 +96,7 @@ class Inside(Generic[T]):
     def lines(self) -> Iterator[str]:
         """Lines on its bodies."""
         name, params = self.equation.primitive.name, self.equation.params
-        adds = "each adds rows of its gradients to their sums"
+        adds = "each adds its gradients to their sums"
         how = "each a step of its own" if self.holds_update else adds
         for n, plan in enumerate(self.plans):
             if not _is_told(plan):
@@ -115,7 +127,9 @@ def inside(step: Step, plan: Callable[[Step], T]) -> Mapping[int, Inside[T]]:
 def microbatches(
     step: Step, scans: Iterable[int], plan: Callable[[Step], T]
 ) -> Mapping[int, Inside[T]]:
-    """The scans whose turns add the rows of their gradients to sums, by position.
+    """The scans whose turns add their gradients, or rows of these, to sums.
+
+    By position; those whose layers are scanned, or cut into turns.
 
     Args:
       step: The step that they are equations of.
@@ -125,9 +139,10 @@ def microbatches(
     found: dict[int, Inside[T]] = {}
     for i in scans:
         e = step.program.equations[i]
-        if has_scans(e) and not holds_update(e):
+        of_layers = any(map(is_microbatch, entered(e)))
+        if (has_scans(e) or of_layers) and not holds_update(e):
             planned = _inside(step, e, plan)
-            if any(x.is_fused_backward for x in planned.plans):
+            if any(x.is_fused_backward or x.chain for x in planned.plans):
                 found[i] = planned
     return found
 

@@ -24,6 +24,7 @@ from scanned_models import (
 
 import optax_offload as oo
 from optax_offload._ground import compat
+from optax_offload._program import wanted
 from optax_offload._schedule import chain, cutting, forward
 
 BATCHES = jnp.stack([BATCH, BATCH + 1, BATCH * 3 % 32])
@@ -250,6 +251,64 @@ def test_layers_of_a_python_loop_at_rest_in_bodies(form, residuals, monkeypatch)
     assert len(chains) == len(plan.inside)
     assert all(len(x.segments) > 6 for x in chains)
     assert all(bool(x.residuals) == (residuals == "host") for x in chains)
+
+
+def of_microbatches(tx, loss):
+    """A step of the mean gradient of batches that are scanned."""
+
+    def step(params, state, batches):
+        def one(total, tokens):
+            value, grads = jax.value_and_grad(loss)(params, tokens)
+            return jax.tree.map(jnp.add, total, grads), value
+
+        total, values = lax.scan(one, jax.tree.map(jnp.zeros_like, params), batches)
+        grads = jax.tree.map(lambda g: g / len(batches), total)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, values
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("residuals", "of", "clip"),
+    [
+        ("device", lambda fn: fn, True),
+        ("host", jax.checkpoint, False),
+        ("uncut", lambda fn: fn, False),
+    ],
+    ids=["device", "host", "uncut"],
+)
+def test_microbatches_of_a_python_loop(residuals, of, clip, monkeypatch):
+    """A turn takes what it loads, and not the scan all of it."""
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 999 if residuals == "uncut" else 3)
+    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    monkeypatch.setattr(wanted, "LEAST_TAKEN_BYTES", 1)
+    monkeypatch.setattr(wanted, "LEAST_PRODUCTS", 1)
+
+    def unrolled(h, layers):
+        h = jnp.repeat(h, 64, 0)
+        for w in layers:
+            h = of(lambda h, w: layer(h, w)[0])(h, w)
+        return h[::64]
+
+    params = make_params()
+    stacked = params["layers"]
+    params["layers"] = [{k: w[i] for k, w in stacked.items()} for i in range(4)]
+    adam = optax.adamw(1e-3)
+    plan = check(
+        lambda tx: of_microbatches(tx, loss_with(unrolled)),
+        optax.chain(optax.clip_by_global_norm(0.1), adam) if clip else adam,
+        params=params,
+        at_rest="layers/.*",
+        residuals="host" if residuals == "host" else "device",
+    )
+    chains = [x.chain for x in plan.steps if x is not plan and x.chain]
+    assert len(chains) == (residuals != "uncut")
+    for found in chains:
+        assert max(len(s.loads) for s in found.segments) < 4 * len(stacked)
+        assert bool(found.residuals) == (residuals == "host")
 
 
 class Block(nn.Module):

@@ -21,6 +21,7 @@ BESIDE = "tests/schedule/test_beside.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
 SEGMENT = "tests/emit/test_segment.py"
+BODIES = "tests/emit/test_steps_in_bodies.py"
 STACKS = "tests/schedule/test_stacks.py"
 INSIDE = "tests/schedule/test_inside.py"
 
@@ -333,6 +334,18 @@ IN_ENGINE = {
         "if not gradients.isdisjoint(made) or follow.is_transposed_last(e):",
         "if not gradients.isdisjoint(made):",
         (CHAIN,),
+    ),
+    "microbatches that load all of their layers": Mutant(
+        "_program/wanted.py",
+        "rows=found.rows.union(consts)",
+        "rows=found.rows",
+        (f"{BODIES}::test_microbatches_of_a_python_loop",),
+    ),
+    "microbatches whose layers are in no turns": Mutant(
+        "_schedule/inside.py",
+        "x.is_fused_backward or x.chain for x",
+        "x.is_fused_backward for x",
+        (f"{BODIES}::test_microbatches_of_a_python_loop",),
     ),
     "residuals of the first backward pass alone": Mutant(
         "_schedule/forward.py",

@@ -150,7 +150,7 @@ def test_microbatches():
     found = planned(step, tx)
     lines = str(found).splitlines()
     assert lines[:2] == [
-        "scan of 2 iterations, each adds rows of its gradients to their sums:",
+        "scan of 2 iterations, each adds its gradients to their sums:",
         "  backward scan of 6 iterations: 1 gradient of 1.50 KiB never on the device "
         "whole",
     ]
