@@ -35,6 +35,7 @@ from optax_offload._schedule import (
     Scan,
     Segment,
     Turns,
+    of_waiting,
 )
 
 
@@ -101,6 +102,7 @@ class _Run:
         stacks: dict[jex.Var, Any] = {}
         fills = itertools.count()
         zero: Any = 0
+        self._sharded = {**self._sharded, **self._sharded_like_state(chain)}
         for link in chain.links:
             if isinstance(link, Segment):
                 self._require(reads(link.updates))
@@ -146,14 +148,34 @@ class _Run:
             g: self._sharded[v]
             for f in each.late
             for g in f.component.gradients
-            if (v := self._like(f, g)) is not None
+            if (v := self._like(f.rows.inputs, g)) is not None
         }
         program, sharded = self._step.program, {**self._sharded, **like}
         self._env |= body.ScanLoop(program, scan, turn, self._env, sharded).run()
 
-    def _like(self, f: Fused, g: jex.Var) -> jex.Var | None:
+    def _sharded_like_state(self, chain: Chain) -> dict[jex.Var, Sharded]:
+        """The shardings of gradients that wait, before and after they are stored.
+
+        In Auto mode their slices would be others than those of their state (F89).
+        """
+        found: dict[jex.Var, Sharded] = {}
+        for g, some in of_waiting(chain).items():
+            like = self._like(some, g)
+            if like is not None:
+                found[g] = self._sharded[like]
+        for left in (node.left for node in chain.nodes if node.left):
+            if left.update.only_stores:
+                made = zip(left.operands, left.results, strict=True)
+                found |= {
+                    a: found[v]
+                    for a, v in made
+                    if isinstance(a, jex.Var) and v in found
+                }
+        return found
+
+    def _like(self, inputs: Iterable[jex.Var], g: jex.Var) -> jex.Var | None:
         """Returns the state, else the parameter, that a gradient is sharded like."""
-        fits = (v for v in f.rows.inputs if v in self._sharded and shape(v) == shape(g))
+        fits = (v for v in inputs if v in self._sharded and shape(v) == shape(g))
         return max(fits, key=lambda v: memory.on_host(v.aval), default=None)
 
     def _finish_products(self, scan: Scan) -> None:

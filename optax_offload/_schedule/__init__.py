@@ -10,6 +10,7 @@ from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
+from optax_offload._schedule.placing import of_waiting
 from optax_offload._schedule.refused import refusals
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Chain, Row, Segment, Tie
@@ -55,6 +56,7 @@ __all__ = [
     "Turns",
     "asked_window",
     "for_tpu",
+    "of_waiting",
     "plan",
     "refusals",
     "schedule",

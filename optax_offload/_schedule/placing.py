@@ -23,7 +23,7 @@ from optax_offload._program import (
 )
 from optax_offload._schedule import late
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Link, Segment, nbytes
+from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
 
 # So much of what rests is loaded for the updates of a turn by the one before at most, a
 # few times what fills a turn. What is more is loaded beside the products of the turn
@@ -300,3 +300,18 @@ def independent(update: Update) -> list[Independent]:
         if root is not None and root in found:
             found[root].inputs.append(i)
     return list(found.values())
+
+
+def of_waiting(chain: Chain) -> dict[jex.Var, list[jex.Var]]:
+    """What is updated with each gradient that waits, of its shape.
+
+    Args:
+      chain: The chain.
+    """
+    waiting, found = {*chain.waiting}, dict[jex.Var, list[jex.Var]]()
+    for left in (node.left for node in chain.nodes if node.left):
+        for each in independent(left.update):
+            taken = variables(left.operands[i] for i in each.inputs)
+            for g in waiting.intersection(taken):
+                found[g] = [v for v in taken if v is not g and shape(v) == shape(g)]
+    return found

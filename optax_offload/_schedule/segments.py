@@ -187,14 +187,15 @@ class Chain:
         return [node for link in links for node in link]
 
     @property
+    def nodes(self) -> list[Outer]:
+        """What is evaluated between segments, and the updates in them, in order."""
+        updates = (x.updates if isinstance(x, Segment) else x for x in self.links)
+        return [node for some in updates for node in some]
+
+    @property
     def waiting(self) -> list[jex.Var]:
         """The gradients that rest on the host until all of them are there."""
-        nodes = (
-            node
-            for link in self.links
-            for node in (link.updates if isinstance(link, Segment) else link)
-        )
-        lefts = (node.left for node in nodes if node.left)
+        lefts = (node.left for node in self.nodes if node.left)
         return [v for x in lefts if x.update.only_stores for v in x.results]
 
     @property

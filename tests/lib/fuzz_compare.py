@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload._emit import moves
 from optax_offload._places import memory
-from optax_offload._program import at_rest
+from optax_offload._program import at_rest, wanted
 from optax_offload._schedule import chain, cutting, forward, placing, ties
 
 STEPS = 2
@@ -53,6 +53,7 @@ LEAST: dict[Any, dict[str, Any]] = {
     placing: {"TURN_BYTES": 1},
     ties: {"LEAST_TIED_BYTES": 1},
     moves: {"TILE": (2, 2)},
+    wanted: {"LEAST_TAKEN_BYTES": 1, "LEAST_PRODUCTS": 1},
 }
 # Errors that are right, by what was drawn.
 REFUSALS: list[tuple[Callable[[Drawn], bool], str]] = [

@@ -1,6 +1,7 @@
 """The update inside the backward pass, compiled for chips that are not here."""
 
 import collections
+import functools
 import math
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_offload as oo
-from benchmarks.common.steps import MODES, compile_step
+from benchmarks.common.steps import MODES, OURS, compile_step
 from benchmarks.common.workloads import decoder, gated
 from optax_offload import aot
 from optax_offload._ground import compat
@@ -280,6 +281,21 @@ def test_replicated_parameters_of_a_python_loop(monkeypatch):
     sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
     workload = decoder(False, 4, width=512, heads=4, **sizes)
     compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["parameters"])
+    assert aot.host_computations(compiled) == ()
+
+
+@pytest.mark.skipif(not compat.SEGMENTS_ARE_FREED, reason="steps are cut from JAX 0.12")
+@pytest.mark.newest
+@pytest.mark.aot
+@pytest.mark.xdist_group("tpu")
+def test_gradients_that_wait_are_sharded_like_their_state(monkeypatch):
+    """Else slices of both do not compile in Auto mode (F89)."""
+    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
+    optimizer = functools.partial(OURS, window_bytes=10**6)
+    sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
+    workload = decoder(False, 4, width=512, heads=4, **sizes)
+    mode = MODES["residuals"]._replace(optimizer=optimizer)
+    compiled = compile_step(workload, aot.Target("v5e:2x2"), mode)
     assert aot.host_computations(compiled) == ()
 
 
