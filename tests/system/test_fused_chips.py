@@ -294,7 +294,8 @@ def test_gradients_that_wait_are_sharded_like_their_state(monkeypatch):
     optimizer = functools.partial(OURS, window_bytes=10**6)
     sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
     workload = decoder(False, 4, width=512, heads=4, **sizes)
-    mode = MODES["residuals"]._replace(optimizer=optimizer)
+    waiting = {"late_gradients": "host"}
+    mode = MODES["parameters"]._replace(optimizer=optimizer, streamed=waiting)
     compiled = compile_step(workload, aot.Target("v5e:2x2"), mode)
     assert aot.host_computations(compiled) == ()
 
