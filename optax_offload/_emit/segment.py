@@ -120,8 +120,8 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
         carried = bound(replaced.values(), carry[2])
         here = {v: x for v, x in carried.items() if v in in_place}
         taken = bound(sources, rest)
-        for v in before.rows.keys() & taken.keys():
-            taken[v] = rows_of(taken[v], number + before.rows[v].row, 1, 0)
+        for v, at in ((v, before.rows[v]) for v in sources if v in before.rows):
+            taken[v] = rows_of(taken[v], number + at.row, 1, 0)
         turn = _Turn(program, segment, taken, here, bound(loaded, given))
         turn.run(known, before.sharded)
         on_host = [turn.known[v] for v in replaced]
