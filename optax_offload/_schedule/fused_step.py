@@ -227,8 +227,9 @@ class FusedStep(Printed):
     def residual_bytes(self) -> int:
         """The bytes of the residuals that rest on the host, on each device."""
         rest = self.step.at_rest
-        own = nbytes(self.chain.residuals) if self.chain else 0
-        return own + (rest.residual_bytes if rest else 0)
+        chains = (step.chain for step in self.steps)
+        of_turns = sum(nbytes(x.residuals) for x in chains if x is not None)
+        return of_turns + (rest.residual_bytes if rest else 0)
 
     @property
     def in_turns(self) -> frozenset[int]:

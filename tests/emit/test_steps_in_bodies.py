@@ -306,6 +306,7 @@ def test_microbatches_of_a_python_loop(residuals, of, clip, monkeypatch):
     )
     chains = [x.chain for x in plan.steps if x is not plan and x.chain]
     assert len(chains) == (residuals != "uncut")
+    assert bool(plan.residual_bytes) == (residuals == "host")
     for found in chains:
         assert max(len(s.loads) for s in found.segments) < 4 * len(stacked)
         assert bool(found.residuals) == (residuals == "host")

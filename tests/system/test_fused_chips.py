@@ -271,6 +271,14 @@ def test_the_scan_that_runs_twice(platform):
     check_state_is_on_the_host(model, twice)
 
 
+def of_a_python_loop(optimizer, **options):
+    """A small decoder, with parameters at rest, for several TPUs in Auto mode."""
+    sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
+    workload = decoder(False, 4, width=512, heads=4, **sizes)
+    mode = MODES["parameters"]._replace(optimizer=optimizer, streamed=options)
+    return compile_step(workload, aot.Target("v5e:2x2"), mode)
+
+
 @pytest.mark.skipif(not compat.SEGMENTS_ARE_FREED, reason="steps are cut from JAX 0.12")
 @pytest.mark.newest
 @pytest.mark.aot
@@ -278,10 +286,7 @@ def test_the_scan_that_runs_twice(platform):
 def test_replicated_parameters_of_a_python_loop(monkeypatch):
     """A norm's scale rests on the host beside sharded matrices (F85)."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
-    sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
-    workload = decoder(False, 4, width=512, heads=4, **sizes)
-    compiled = compile_step(workload, aot.Target("v5e:2x2"), MODES["parameters"])
-    assert aot.host_computations(compiled) == ()
+    assert aot.host_computations(of_a_python_loop(OURS)) == ()
 
 
 @pytest.mark.skipif(not compat.SEGMENTS_ARE_FREED, reason="steps are cut from JAX 0.12")
@@ -291,12 +296,8 @@ def test_replicated_parameters_of_a_python_loop(monkeypatch):
 def test_gradients_that_wait_are_sharded_like_their_state(monkeypatch):
     """Else slices of both do not compile in Auto mode (F89)."""
     monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
-    optimizer = functools.partial(OURS, window_bytes=10**6)
-    sizes = {"vocabulary": 1024, "batch": 4, "context": 64}
-    workload = decoder(False, 4, width=512, heads=4, **sizes)
-    waiting = {"late_gradients": "host"}
-    mode = MODES["parameters"]._replace(optimizer=optimizer, streamed=waiting)
-    compiled = compile_step(workload, aot.Target("v5e:2x2"), mode)
+    in_slices = functools.partial(OURS, window_bytes=10**6)
+    compiled = of_a_python_loop(in_slices, late_gradients="host")
     assert aot.host_computations(compiled) == ()
 
 
