@@ -39,8 +39,10 @@ from optax_offload._schedule.ties import in_order
 # take to compile.
 LEAST_SEGMENTS = 8
 # Turns of gradients alone are worth it where so much less is on the device: a scheduler
-# that overlaps transfers keeps some 100 MiB more of a large model.
+# that overlaps transfers keeps some 100 MiB more of a large model. And so large a part
+# of the peak: what waits crosses the link twice more, when nothing is computed.
 LEAST_FREED_BYTES = 256 * MIB
+LEAST_FREED_PART = 1 / 6
 # What is less may be loaded again for what is computed again.
 SMALL_BYTES = 2**18
 
@@ -70,11 +72,12 @@ def chain(
     freed = max(found.excess, 0) if are_late(step, operands, reduced) else 0
     on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
     whole = found.loads or found.residuals or on_host or scans
-    if not whole and freed < LEAST_FREED_BYTES:
+    least = max(LEAST_FREED_BYTES, int(LEAST_FREED_PART * found.peak))
+    if not whole and freed < least:
         return (
             "layers that no scan runs are not cut into turns: gradients freed turn by "
             f"turn would lower the peak by {size_text(freed)}, and "
-            f"turns are worth it from {size_text(LEAST_FREED_BYTES)}, or where "
+            f"turns are worth it from {size_text(least)}, or where "
             "parameters or residuals are at rest"
         )
     waiting = found.waiting(on_host=on_host)
@@ -221,9 +224,20 @@ class _Cut:
         """The link in which the most is alive: the one of that node."""
         return next(n for n, x in enumerate(self._pieces) if most <= x.end)
 
-    @functools.cached_property
+    @property
     def excess(self) -> int:
-        """The bytes by which gradients, kept until the end, would raise the peak.
+        """The bytes by which gradients, kept until the end, would raise the peak."""
+        most, others = self._most
+        return most - others
+
+    @property
+    def peak(self) -> int:
+        """The bytes on the device where most is, with all gradients kept."""
+        return nbytes(v for v in self._given if shape(v)) + self._most[0]
+
+    @functools.cached_property
+    def _most(self) -> tuple[int, int]:
+        """The bytes that are alive where most are, and of these without gradients.
 
         Beside what is alive there is what turns load; residuals at rest are not.
         """
@@ -235,7 +249,7 @@ class _Cut:
                 waiting += nbytes(v for v in new if v in made)
                 most = max(most, waiting + live[k + 1] + loads)
                 others = max(others, live[k] + loads)
-        return most - others
+        return most, others
 
     def waiting(self, *, on_host: bool) -> set[jex.Var]:
         """The gradients that are stored if their update needs all of them.

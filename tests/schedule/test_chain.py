@@ -361,11 +361,13 @@ def test_state_alone_at_rest(where, monkeypatch):
         if v.aval.shape == WEIGHT
     ]
     assert aliases == [True] * 3 * 8
-    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 8 * MATRIX_BYTES)
-    plan = step.schedule(*args)
-    assert plan.chain is None
-    (reason,) = plan.reasons()
-    assert reason.startswith("layers that no scan runs are not cut into turns: grad")
+    for least, part in [(8 * MATRIX_BYTES, 0), (0, 1)]:
+        monkeypatch.setattr(chain, "LEAST_FREED_BYTES", least)
+        monkeypatch.setattr(chain, "LEAST_FREED_PART", part)
+        plan = step.schedule(*args)
+        assert plan.chain is None
+        (reason,) = plan.reasons()
+        assert reason.startswith("layers that no scan runs are not cut into turns: gr")
 
 
 def test_no_turn_runs_twice():
