@@ -28,7 +28,8 @@ class Resting:
         microbatches, each of which loads all rows again; 1 for none.
       whole: The names of other equations, which load all of it.
       is_state: Whether an offloaded update takes it.
-      returns: Whether a result replaces it, which returns to the host.
+      result: The position of the result that replaces it, which returns to the host;
+        None if none does.
     """
 
     position: int
@@ -37,7 +38,12 @@ class Resting:
     again: int
     whole: tuple[str, ...]
     is_state: bool
-    returns: bool
+    result: int | None
+
+    @property
+    def returns(self) -> bool:
+        """Returns whether a result replaces it."""
+        return self.result is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +138,19 @@ class Account:
             self.positions = "rising" if rising else "others"
 
     def at_rest(
-        self, types: Sequence[Any], returns: Iterable[int], *, step_loads: bool
+        self, types: Sequence[Any], returns: Mapping[int, int], *, step_loads: bool
     ) -> AtRest:
         """Describes how arguments of these types were taken.
 
         Args:
           types: The types.
-          returns: The arguments that results replace, as positions.
+          returns: The argument that each result replaces, as positions.
           step_loads: See `AtRest`.
         """
-        replaced = set(returns)
+        results = {i: k for k, i in returns.items()}
         resting = [(i, x) for i, x in enumerate(types) if memory.on_host(x)]
         return AtRest(
-            tuple(self._resting(i, x, i in replaced) for i, x in resting),
+            tuple(self._resting(i, x, results.get(i)) for i, x in resting),
             self.residual_bytes,
             self.made_bytes,
             self.positions,
@@ -152,7 +158,7 @@ class Account:
             self._codes,
         )
 
-    def _resting(self, i: int, x: Any, returns: bool) -> Resting:
+    def _resting(self, i: int, x: Any, result: int | None) -> Resting:
         return Resting(
             i,
             memory.nbytes_on_each_device(x),
@@ -160,5 +166,5 @@ class Account:
             self._again.get(i, 1),
             tuple(dict.fromkeys(self._whole.get(i, ()))),
             i in self._updated,
-            returns,
+            result,
         )

@@ -53,20 +53,25 @@ LEAST_RESIDUAL_BYTES = 2**16
 
 
 def resting(
-    closed: jex.ClosedJaxpr, types: Sequence[Any], *, residuals: bool = False
+    closed: jex.ClosedJaxpr,
+    types: Sequence[Any],
+    places: Mapping[int, int] | None = None,
+    *,
+    residuals: bool = False,
 ) -> tuple[jex.ClosedJaxpr, AtRest]:
     """Rewrites a step so that values rest where its arguments have them.
 
     Args:
       closed: A step that was traced as if all were on the device.
       types: The types of its arguments, where they are.
+      places: The donated argument in whose place each result is.
       residuals: Whether values that scans stack for scans alone rest on the host too.
 
     Returns:
       The step, with types of arguments, results and updates that say where they rest;
       and a description of how it takes them.
     """
-    returns = returning(closed, types)
+    returns = returning(closed, types, places)
     account = Account()
     walk = _Walk(account, residuals)
 
@@ -80,9 +85,7 @@ def resting(
 
     found = jax.make_jaxpr(step)(*types)
     jaxpr = found.jaxpr.replace(debug_info=closed.jaxpr.debug_info)
-    rest = account.at_rest(
-        types, returns.values(), step_loads=loads_itself(closed.jaxpr)
-    )
+    rest = account.at_rest(types, returns, step_loads=loads_itself(closed.jaxpr))
     return jex.ClosedJaxpr(jaxpr, found.consts), rest
 
 

@@ -49,6 +49,8 @@ class Facts(NamedTuple):
 
 # What is arithmetic of what rests, as decoding it, is computed again from that.
 _DECODES = Facts(again=True, rows=elementwise)
+# The same, where numbers stay what they are, or nearly.
+_PASSES = Facts(leads="adds", again=True, rows=elementwise)
 # The name of what is decoded, as of `jax.ad_checkpoint.checkpoint_name`.
 CODES = "optax_offload codes"
 
@@ -88,18 +90,18 @@ PRIMITIVES: Mapping[str, Facts] = {
     "max": Facts(leads="adds", again=True, rows=elementwise),
     "min": Facts(leads="adds", again=True, rows=elementwise),
     "mul": Facts(folded=np.multiply, leads="scales", again=True, rows=elementwise),
-    "name": _DECODES,
+    "name": _PASSES,
     "ne": Facts(folded=np.not_equal, again=True, rows=elementwise),
     "neg": _DECODES,
     "not": Facts(folded=np.bitwise_not, again=True, rows=elementwise),
-    "optimization_barrier": Facts(hands_on="value"),
+    "optimization_barrier": Facts(hands_on="value", leads="adds"),
     "or": Facts(folded=np.bitwise_or, again=True, rows=elementwise),
     "pad": Facts(rows=along(row_rules.padded)),
     "reduce_and": Facts(summed_by="and"),
     "reduce_max": Facts(summed_by="max"),
     "reduce_min": Facts(summed_by="min"),
     "reduce_or": Facts(summed_by="or"),
-    "reduce_precision": _DECODES,
+    "reduce_precision": _PASSES,
     "reduce_prod": Facts(summed_by="mul"),
     "reduce_sum": Facts(summed_by="add"),
     "rem": _DECODES,
@@ -126,7 +128,7 @@ PRIMITIVES: Mapping[str, Facts] = {
         again=True, layout=True, rows=along(lambda e: e.params["dimensions"])
     ),
     "stack": Facts(again=True, layout=True, rows=along(lambda e: [e.params["axis"]])),
-    "stop_gradient": _DECODES,
+    "stop_gradient": _PASSES,
     "sub": Facts(folded=np.subtract, leads="adds", again=True, rows=elementwise),
     "transpose": Facts(again=True, layout=True, rows=along(row_rules.permuted)),
     "xor": _DECODES,

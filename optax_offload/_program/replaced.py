@@ -17,7 +17,9 @@ from optax_offload._program.bodies import entered
 from optax_offload._program.build import flatten
 from optax_offload._program.call import called
 from optax_offload._program.graph import (
+    Atom,
     Program,
+    in_pairs,
     needed,
     passed_on,
     shape,
@@ -30,7 +32,11 @@ _ADDS = {"adds"}
 _LEADS = {"adds", "scales"}
 
 
-def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
+def returning(
+    closed: jex.ClosedJaxpr,
+    types: Sequence[Any],
+    places: Mapping[int, int] | None = None,
+) -> dict[int, int]:
     """The argument in host memory that a result replaces, for each such result.
 
     Arguments and results are positions. An argument is replaced by the result to which
@@ -40,7 +46,18 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
     rest there leads as directly: a state's copy of first parameters is chosen from them
     and from itself. Results to which only multiples of the argument lead, as a gradient
     that weight decay is part of, come last.
+
+    What is made of such a result alone, and has the place of the argument among the
+    results, is what replaces it: parameters that are clipped. So does what has the
+    place of a donated argument that nothing else replaces, however it is made; unless
+    the step says itself where either belongs.
+
+    Args:
+      closed: A step that was traced as if all were on the device.
+      types: The types of its arguments, where they are.
+      places: The donated argument in whose place each result is, as far as it is known.
     """
+    places = places or {}
     program = flatten(closed, once=True)
     resting = {
         v for v, x in zip(program.invars, types, strict=True) if memory.on_host(x)
@@ -76,7 +93,28 @@ def returning(closed: jex.ClosedJaxpr, types: Sequence[Any]) -> dict[int, int]:
         i = program.invars.index(v)
         if k not in replaced and i not in replaced.values():
             replaced[k] = i
+    puts = [e for e in program.equations if e.primitive.name == "device_put"]
+    by_hand = {v for e in puts for v in (*variables(e.invars), *e.outvars)}
+    for k, i in places.items():
+        v, a = program.invars[i], program.outvars[k]
+        if k in replaced or v not in resting or not isinstance(a, jex.Var):
+            continue
+        if a is v or not _alike(v, a.aval) or not by_hand.isdisjoint({v, a}):
+            continue
+        other = next((n for n, x in replaced.items() if x == i), None)
+        if other is None:
+            replaced[k] = i
+        elif _is_made_of(program, a, program.outvars[other], v):
+            del replaced[other]
+            replaced[k] = i
     return replaced
+
+
+def _is_made_of(program: Program, result: jex.Var, new: Atom, old: jex.Var) -> bool:
+    """Returns whether a result is made of the new numbers alone, each of its own."""
+    last = variables([new])
+    found = _leading_to(program, result, (*last, old), _LEADS, last=last)
+    return [*found] == last
 
 
 def _count_before(program: Program, result: Any, results: Iterable[Any]) -> int:
@@ -91,8 +129,12 @@ def _leading_to(
     result: jex.Var,
     resting: Collection[jex.Var],
     ways: Collection[str],
+    last: Collection[jex.Var] = (),
 ) -> Mapping[jex.Var, int]:
-    """The arguments that lead to a result of their type, and in how many equations."""
+    """The arguments that lead to a result of their type, and in how many equations.
+
+    They may lead there through any variables but the last.
+    """
     of: Any = result.aval
     reached: dict[jex.Var, int] = {}
     # The nearest come first; of those that are as near, the one found first.
@@ -102,7 +144,7 @@ def _leading_to(
         if v in reached:
             continue
         reached[v] = count
-        if v in program.producers:
+        if v in program.producers and v not in last:
             before = _before(program.equations[program.producers[v]], v, ways)
             for x, steps in before:
                 if shape(x) == of.shape:
@@ -118,8 +160,9 @@ def _before(
     In a body each equation is a step, so that what it only hands through is nearer.
     """
     if facts(e).leads in ways:
-        return [(x, 1) for x in variables(e.invars)]
-    if e.primitive.name in ("cond", "shard_map"):
+        alone = [a for a, x in in_pairs(e) if x is v] if len(e.outvars) > 1 else None
+        return [(x, 1) for x in variables(alone or e.invars)]
+    if e.primitive.name in ("cond", "remat2", "shard_map"):
         return _before_inside(e, v, ways)
     if e.primitive.name not in ("scan", "while"):
         return []

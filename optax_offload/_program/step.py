@@ -210,6 +210,7 @@ def take_apart(
     closed: jex.ClosedJaxpr,
     types: Sequence[Any] | None = None,
     refs: tuple[Any, ...] = (),
+    places: Mapping[int, int] | None = None,
     *,
     residuals: bool = False,
 ) -> Step:
@@ -220,6 +221,7 @@ def take_apart(
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
       refs: The refs that it closes over.
+      places: The donated argument in whose place each result is.
       residuals: Whether what scans stack for scans alone rests on the host.
     """
     at_rest = None
@@ -228,7 +230,7 @@ def take_apart(
     if types is not None:
         inside = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
         inside += closed.in_avals[len(types) :]
-        closed, at_rest = resting(closed, inside, residuals=residuals)
+        closed, at_rest = resting(closed, inside, places, residuals=residuals)
     return in_equations(with_resting_scans(closed), refs, at_rest)
 
 

@@ -46,7 +46,7 @@ class Replacement(NamedTuple):
     inlined: InlinedUpdate
     output: int
     positions: tuple[int, ...]
-    takes: frozenset[jex.Var]
+    takes: tuple[jex.Var, ...]
     argument: jex.Var
     result: jex.Var
 
@@ -70,48 +70,111 @@ def replacements(step: Step, *, of_gradients: bool = True) -> Iterator[Replaceme
                 continue
             if shape(a) and program.producers.get(a, -1) in inlined.positions:
                 beside = not of_gradients or inlined.what.update.in_place(k) is None
-                found = _replacement(step, users, inlined, k, beside)
-                if found is not None:
-                    yield found
+                following = _Following(step, users, inlined, k, beside=beside)
+                yield from following.replacements()
 
 
-def _replacement(
-    step: Step,
-    users: Mapping[jex.Var, Sequence[int]],
-    inlined: InlinedUpdate,
-    k: int,
-    beside: bool,
-) -> Replacement | None:
-    """The last that follows from an output, which nothing else takes.
+class _Following:
+    """What follows, number by number, from an output of an update."""
 
-    Where the output has the place of its gradient, and not one beside that, only what
-    rests on the host is replaced.
-    """
-    program = step.program
-    (v,) = variables([inlined.results[k]])
-    results = set(variables(program.outvars))
-    positions: set[int] = set()
-    takes: set[jex.Var] = set()
-    found: Replacement | None = None
-    while v not in results:
-        outside = [i for i in users.get(v, ()) if i not in inlined.positions]
-        if len(outside) != 1 or not _of_each_number(step, outside[0], shape(v)):
-            break
-        (at,) = outside
-        e = program.equations[at]
+    def __init__(
+        self,
+        step: Step,
+        users: Mapping[jex.Var, Sequence[int]],
+        inlined: InlinedUpdate,
+        output: int,
+        *,
+        beside: bool,
+    ):
+        """An output that something follows from.
+
+        Args:
+          step: The step.
+          users: The equations that take each variable, as positions.
+          inlined: The update.
+          output: The position of the output.
+          beside: Whether its place is beside that of its gradient. Otherwise only what
+            rests on the host is replaced.
+        """
+        self._step, self._users = step, users
+        self._inlined, self._output, self._beside = inlined, output, beside
+        program, at_rest = step.program, step.at_rest
+        self._results = set(variables(program.outvars))
+        resting = () if at_rest is None else at_rest.arguments
+        self._replaced = {
+            program.outvars[x.result]: program.invars[x.position]
+            for x in resting
+            if x.result is not None
+        }
+
+    def replacements(self) -> Sequence[Replacement]:
+        """The last results that follow from it, which nothing else takes.
+
+        From new parameters an average of them may follow.
+        """
+        (v,) = variables([self._inlined.results[self._output]])
+        return self._after(v, frozenset(), ()) or ()
+
+    def _after(
+        self, v: jex.Var, positions: frozenset[int], takes: Sequence[jex.Var]
+    ) -> Sequence[Replacement] | None:
+        """What follows from a variable, or itself; None where it is needed elsewhere.
+
+        Args:
+          v: The variable.
+          positions: The equations that lead to it.
+          takes: What these take besides, the last of it first.
+        """
+        own = self._replacement(v, positions, takes)
+        users = self._users.get(v, ())
+        outside = [i for i in users if i not in self._inlined.positions]
+        found: list[Replacement] = []
+        for at in outside:
+            after = self._through(at, v, positions, takes)
+            if after is None:
+                return own
+            found += after
+        is_result = v in self._results
+        if is_result or not found:
+            found += own or ()
+        arguments = [x.argument for x in found]
+        if len({*arguments}) < len(arguments):  # No two take the place of one.
+            return own
+        return found if own or not is_result else None
+
+    def _through(
+        self,
+        at: int,
+        v: jex.Var,
+        positions: frozenset[int],
+        takes: Sequence[jex.Var],
+    ) -> Sequence[Replacement] | None:
+        """What follows from an equation that takes a variable."""
+        step = self._step
+        if not _of_each_number(step, at, shape(v)):
+            return None
+        e = step.program.equations[at]
         others = [x for x in variables(e.invars) if x is not v]
-        made_by = _made_by(step, inlined.positions[0], others, shape(v))
+        made_by = _made_by(step, self._inlined.positions[0], others, shape(v))
         if made_by is None:
-            break
-        positions |= {at, *made_by[0]}
-        takes |= made_by[1]
-        (v,) = e.outvars
-        argument = next((x for x in takes if _replaces(step, v, x)), None)
-        if argument is not None and (beside or memory.on_host(argument.aval)):
-            found = Replacement(
-                inlined, k, tuple(sorted(positions)), frozenset(takes), argument, v
-            )
-    return found
+            return None
+        (made,) = e.outvars
+        more = [x for x in made_by[1] if x not in takes]
+        return self._after(made, positions | {at, *made_by[0]}, [*more, *takes])
+
+    def _replacement(
+        self, v: jex.Var, positions: frozenset[int], takes: Sequence[jex.Var]
+    ) -> list[Replacement] | None:
+        """A variable, if it takes the place of an argument that leads to it."""
+        alike = [x for x in takes if _replaces(self._step, v, x)]
+        known = self._replaced.get(v)
+        argument = known if known in alike else next(iter(alike), None)
+        if argument is None:
+            return None
+        if not (self._beside or memory.on_host(argument.aval)):
+            return None
+        made = (tuple(sorted(positions)), tuple(takes), argument, v)
+        return [Replacement(self._inlined, self._output, *made)]
 
 
 def _replaces(step: Step, v: jex.Var, x: jex.Var) -> bool:
@@ -134,7 +197,7 @@ def _of_each_number(step: Step, i: int, sizes: tuple[int, ...]) -> bool:
 
 def _made_by(
     step: Step, before: int, wanted: Sequence[jex.Var], sizes: tuple[int, ...]
-) -> tuple[set[int], set[jex.Var]] | None:
+) -> tuple[set[int], list[jex.Var]] | None:
     """The equations that make variables of arguments, and what these take.
 
     None if they need more than arithmetic. Scalars are taken as they are, where they
@@ -142,19 +205,19 @@ def _made_by(
     """
     program = step.program
     positions: set[int] = set()
-    takes: set[jex.Var] = set()
+    takes: dict[jex.Var, None] = {}
     waiting = list(wanted)
     while waiting:
         v = waiting.pop()
         i = program.producers.get(v)
         if i is None or (not shape(v) and i < before):
-            takes.add(v)
+            takes[v] = None
         elif _of_each_number(step, i, sizes):
             positions.add(i)
             waiting += variables(program.equations[i].invars)
         else:
             return None
-    return positions, takes
+    return positions, [*takes]
 
 
 def with_replacements(

@@ -295,6 +295,41 @@ _pair_donations.def_abstract_eval(lambda *operands, **_: operands[0])
 mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)
 
 
+def places(traced: jax.stages.Traced) -> dict[int, int]:
+    """The donated argument in whose place each result is, both as positions.
+
+    A result, or a member of it, is in the place of an argument that is a tree like it.
+    Of several that are, it is that of its own position, or the first.
+    """
+    results = _members(traced.out_info, 0)
+    if isinstance(traced.out_info, (tuple, list)):
+        results |= _members(traced.out_info, 1)
+    found: dict[int, int] = {}
+    for key, (tree, positions, donated) in _members(traced.args_info, 2).items():
+        like = [k for k, (other, *_) in results.items() if other == tree]
+        if not (donated and like):
+            continue
+        taken = min(like, key=lambda k: k != key[1:])
+        found |= dict(zip(results[taken][1], positions, strict=True))
+        del results[taken]
+    return found
+
+
+def _members(tree: Any, depth: int) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """For each member its leaves, their positions, and whether all are donated."""
+    found: dict[tuple[Any, ...], list[tuple[int, Any, Any]]] = {}
+    for i, (keys, x) in enumerate(trees.flatten_with_path(tree)[0]):
+        found.setdefault(keys[:depth], []).append((i, keys[depth:], x))
+    return {
+        key: (
+            [(rest, x.shape, x.dtype) for _, rest, x in some],
+            [i for i, *_ in some],
+            all(getattr(x, "donated", False) for *_, x in some),
+        )
+        for key, some in found.items()
+    }
+
+
 def check_returned(traced: jax.stages.Traced, plan: FusedStep) -> None:
     """Raises where a donated argument that scans take rows of finds no result there.
 

@@ -104,8 +104,8 @@ def jit(  # noqa: PLR0913 (as of jax.jit, and what `stream` has)
 
     **Donation stays within a memory.** `jax.jit` pairs donated arguments with results
     by shape and dtype, and may write a parameter into a host buffer. This function
-    pairs an argument with a result of its own memory kind. An argument without such a
-    result is not donated, and JAX warns: "Some donated buffers were not usable".
+    pairs those of one memory kind; a result in the place of a donated tree rests where
+    that did. JAX warns of all others: "Some donated buffers were not usable".
 
     **Results stay where the function left them**, whatever `in_shardings` and
     `out_shardings` say of memory. To JAX a sharding that names no kind means the
@@ -486,7 +486,8 @@ class _Variants:
         moved = streaming.moves(leaves, asked)
         traced, typed = streaming.traced_at_rest(trace, args, kwargs, moved, asked)
         types = None if typed else types_at_rest(argument_types(traced), leaves)
-        return traced, streaming.plan_of(traced.jaxpr, asked, types, traced.args_info)
+        call, places = traced.args_info, donation.places(traced)
+        return traced, streaming.plan_of(traced.jaxpr, asked, types, call, places)
 
     def _tracer_for(self, *call: Any) -> Any:
         return self._decoding if has_frozen(call) else self._tracer

@@ -17,7 +17,7 @@ from optax_offload._ground.errors import warn
 from optax_offload._low_bit import decoding, warn_of_gradients
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options, Residuals
-from optax_offload._program import made_and_chosen, of_values, take_apart
+from optax_offload._program import Step, made_and_chosen, of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     FusedStep,
@@ -357,6 +357,7 @@ def plan_of(
     asked: Options,
     types: Sequence[Any] | None,
     call: Any,
+    places: Mapping[int, int] | None = None,
 ) -> FusedStep:
     """Plans the updates that are fused in a step, given its jaxpr.
 
@@ -366,6 +367,7 @@ def plan_of(
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
       call: The arguments of a call of it, by position and by name, or a tree like them.
+      places: The donated argument in whose place each result is.
     """
     warn_of_gradients(closed, call)
     if types is None:
@@ -373,9 +375,10 @@ def plan_of(
     closed, refs = of_values(closed)
     typed = types is None and any(map(memory.on_host, closed.in_avals))
     in_any_case = None if typed or not asked.fuse else made_and_chosen(closed)
-    found = _plan_of_values(closed, asked, types, refs)
+    take = functools.partial(take_apart, refs=refs, places=places)
+    found = _plan_of_values(closed, asked, types, take)
     if in_any_case is not None:
-        other = _plan_of_values(in_any_case, asked, types, refs)
+        other = _plan_of_values(in_any_case, asked, types, take)
         if other.gradient_bytes > found.gradient_bytes:
             return other
     return found
@@ -385,13 +388,13 @@ def _plan_of_values(
     closed: jex.ClosedJaxpr,
     asked: Options,
     types: Sequence[Any] | None,
-    refs: tuple[Any, ...],
+    take: Callable[..., Step],
 ) -> FusedStep:
     residuals = asked.residuals == "host"
     chosen = None
     if types is not None:
         closed, chosen = with_chosen_state(closed)
-    step = take_apart(closed, types, refs, residuals=residuals)
+    step = take(closed, types, residuals=residuals)
     return plan(step, asked, chosen=chosen)
 
 

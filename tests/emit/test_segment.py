@@ -221,6 +221,39 @@ def test_gradients_of_scans_too_wait(late):
     check(with_scans, inner, late=late, params=with_stack(2))
 
 
+def test_averages_of_new_parameters():
+    """Made by the update that makes these, each in its own place."""
+    inner = optax.adamw(1e-2)
+    step = step_of(checkpointed, inner)
+
+    def averaged(step):
+        def fn(both, state, x):
+            params, state, value = step(both[0], state, x)
+            average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, both[1], params)
+            return (params, average), state, value
+
+        return fn
+
+    params, x = parameters(), jax.random.normal(jax.random.key(2), (4, WIDTH))
+    both = params, jax.tree.map(jnp.zeros_like, params)
+    state, tx = inner.init(params), all_of(inner)
+    at_rest = oo.set_memory_kind(jax.tree.map(jnp.copy, both), ".*", "pinned_host")
+    offloaded = tx.init(at_rest[0])
+    ours = oo.jit(averaged(step_of(checkpointed, tx)), donate_argnums=(0, 1))
+    assert ours.schedule(at_rest, offloaded, x).chain is not None
+    plain = jax.jit(averaged(step))
+    for _ in range(STEPS):
+        both, state, _ = plain(both, state, x)
+        at_rest, offloaded, _ = ours(at_rest, offloaded, x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        (at_rest, offloaded),
+        (both, state),
+    )
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(at_rest)}
+    assert kinds == {"pinned_host"}
+
+
 def test_what_is_at_rest_and_returned_on_the_device():
     """It is loaded for that, and for the turns that take it."""
     tx, x = all_of(optax.trace(0.9)), jnp.ones((4, WIDTH))

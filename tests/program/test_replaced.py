@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from small_jaxprs import closed_of, on_device, on_host
 from small_steps import at_rest, offloaded, traced
@@ -13,16 +14,23 @@ from small_steps import at_rest, offloaded, traced
 from optax_offload._program.replaced import returning
 
 H, D = on_host(4, 3), on_device(4, 3)
+# What a step may do with new values, which are nearly the same after it.
+PASSED_ON = {
+    "stop_gradient": lax.stop_gradient,
+    "name": lambda x: checkpoint_name(x, "new"),
+    "rounded": lambda x: lax.reduce_precision(x, 8, 7),
+    "checkpoint": jax.checkpoint(lambda x: x + 1),
+}
 MESH = jax.sharding.Mesh(jax.devices()[:2], ("d",))
 
 
-def replaced(fn, *types):
+def replaced(fn, *types, places=None):
     """For each result that returns, the argument that it replaces.
 
     The function is traced as if all were on the device.
     """
     on_the_device = [on_device(*x.shape, dtype=x.dtype) for x in types]
-    return returning(closed_of(fn, *on_the_device), types)
+    return returning(closed_of(fn, *on_the_device), types, places)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +44,9 @@ def replaced(fn, *types):
         (lambda w, g: jnp.maximum(w - g, 0.0), {0: 0}),
         (lambda w, g: (w.astype(jnp.bfloat16) - 1).astype(jnp.float32), {0: 0}),
         (lambda w, g: jax.jit(lambda a, b: a - b)(w, g), {0: 0}),
+        *((lambda w, g, fn=fn: fn(w - g), {0: 0}) for fn in PASSED_ON.values()),
     ],
-    ids=["sub", "add", "which", "decay", "where", "max", "casts", "jit"],
+    ids=["sub", "add", "which", "decay", "where", "max", "casts", "jit", *PASSED_ON],
 )
 def test_what_is_added_to_an_argument_replaces_it(fn, want):
     """Also a multiple of it, a choice between both, and through casts and calls."""
@@ -86,6 +95,58 @@ def test_each_argument_is_replaced_once():
     assert replaced(fn, H, H, D) == {0: 1, 2: 0}
 
 
+def test_a_barrier_keeps_values_apart():
+    """Each result of it is the operand of its own position."""
+
+    def fn(a, b, g):
+        return lax.optimization_barrier((b - g, a - g))
+
+    assert replaced(fn, H, H, D) == {0: 1, 1: 0}
+
+
+@pytest.mark.parametrize(
+    "fn", [jnp.tanh, lambda w: jnp.roll(w, 1, 0), lambda w: w / jnp.sum(w)]
+)
+def test_what_has_the_place_of_a_donated_argument(fn):
+    """It replaces that, whatever it is, if nothing else does."""
+
+    def step(w, g):
+        return fn(w), g
+
+    assert replaced(step, H, D) == {}
+    assert replaced(step, H, D, places={0: 0}) == {0: 0}
+    assert replaced(step, D, D, places={0: 0, 1: 1}) == {}
+    assert replaced(lambda w, g: (w, g), H, D, places={0: 0}) == {}
+    assert replaced(lambda w, g: (fn(w)[:2], g), H, D, places={0: 0}) == {}
+    moved = {1: 0}
+    assert replaced(lambda w, g: (fn(w), w - g), H, D, places={0: 0}) == moved
+
+
+def test_what_a_step_moves_by_hand_stays_there():
+    """As where it loads for good what rested."""
+    device = jax.memory.Space.Device
+    for fn in (
+        lambda w, g: jnp.sin(jax.device_put(w, device)),
+        lambda w, g: jax.device_put(jnp.sin(w), device),
+    ):
+        assert replaced(fn, H, D, places={0: 0}) == {}
+
+
+@pytest.mark.parametrize(
+    "fn", [lambda w: jnp.clip(w, -1, 1), lambda w: 0.9 * w, lambda w: w * (w > 0)]
+)
+def test_what_is_made_of_new_parameters_may_have_their_place(fn):
+    """It is what the next step takes, and the other result is one more."""
+
+    def step(w, g):
+        new = w - g
+        return fn(new), new
+
+    assert replaced(step, H, D) == {1: 0}
+    assert replaced(step, H, D, places={0: 0}) == {0: 0}
+    assert replaced(step, H, D, places={1: 0}) == {1: 0}
+
+
 def test_a_distance_from_an_argument_comes_after_it():
     """How far a parameter moved follows from the new one, and is no parameter."""
 
@@ -94,6 +155,7 @@ def test_a_distance_from_an_argument_comes_after_it():
         return new - w, new
 
     assert replaced(fn, H, D) == {1: 0}
+    assert replaced(fn, H, D, places={0: 0}) == {1: 0}
 
 
 def test_a_gradient_with_weight_decay_is_no_parameter():

@@ -525,6 +525,25 @@ def test_averages_that_the_model_takes_are_replaced_after_that():
         assert not any(places & {*s.loads} for s in found.segments[n + 1 :])
 
 
+def test_averages_of_new_parameters_are_made_with_them():
+    """In the turn of their update, and so no update is on the device beside it."""
+    tx = adam_at_rest()
+
+    def step(both, state, x):
+        layers, average = both
+        updates, state = tx.update(jax.grad(loss)(layers, x), state, layers)
+        layers = optax.apply_updates(layers, updates)
+        average = jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, layers)
+        return (layers, average), state
+
+    args = (matrices(), matrices()), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, _ = cut(step, *args)
+    inside, between = updated(found)
+    assert sum(inside) + sum(between) == 4 * LAYERS + 1
+    places = [v for s in found.segments for v in s.replaced.values()]
+    assert len({*places}) == len(places)
+
+
 @pytest.mark.parametrize("residuals", ["device", "host"])
 def test_residuals_rest_until_they_are_taken(residuals):
     """Those that are taken two segments on or later, by the one that makes them."""

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._program import lowered as lowered_arguments
-from optax_offload._step.donation import Buffer, Pairs, pairs_by_kind
+from optax_offload._step.donation import Buffer, Pairs, pairs_by_kind, places
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+HOST_KIND = "pinned_host"
 UNUSABLE = "Some donated buffers were not usable"
 orders = pytest.mark.parametrize("order", ORDERS, ids=str)
 
@@ -412,3 +413,37 @@ def test_what_is_not_donated_is_not_committed():
     step, params, state, x = uncommitted_step(NamedSharding(mesh, P()))
     params, state = oo.jit(step, donate_argnums=(0, 1))(params, state, x)
     assert params["w"].sharding.num_devices == 2
+
+
+def results_in_place(step, *args, donated=0):
+    """For each result that has the place of a donated argument, that, by position."""
+    return places(jax.jit(step, donate_argnums=donated).trace(*args))
+
+
+def test_results_in_the_place_of_donated_arguments():
+    """Trees of the same paths and types: at the same position, or the first of them."""
+    p, q, x = {"a": jnp.ones(2), "b": jnp.ones(3)}, {"a": jnp.ones(2)}, jnp.ones(2)
+    assert results_in_place(lambda p: p, p) == {0: 0, 1: 1}
+    assert results_in_place(lambda p, x: (x, p), p, x) == {1: 0, 2: 1}
+    assert results_in_place(lambda p, x: (p, p), p, x) == {0: 0, 1: 1}
+    assert results_in_place(lambda x, p: (p, p), x, p, donated=1) == {2: 1, 3: 2}
+    both = (0, 1)
+    assert results_in_place(lambda p, r: (p, r), p, p, donated=both) == {
+        i: i for i in range(4)
+    }
+    assert results_in_place(lambda p, r: r, p, p, donated=both) == {0: 0, 1: 1}
+    assert results_in_place(lambda p, x: (p, x), p, x, donated=()) == {}
+    assert results_in_place(lambda p: {"a": p["a"]}, p) == {}
+    assert results_in_place(lambda p: q, p) == {}
+
+
+@pytest.mark.parametrize("fn", [jnp.tanh, lambda w: jnp.roll(w, 1, 0)])
+def test_a_result_in_the_place_of_what_rests_returns_there(fn):
+    """A queue or a buffer, which is no sum of what it was."""
+    params = oo.set_memory_kind(
+        {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, "w", HOST_KIND
+    )
+    step = oo.jit(lambda p, x: (jax.tree.map(fn, p), x), donate_argnums=0)
+    for _ in range(2):
+        params, _ = step(params, jnp.ones(2))
+        assert kinds(params) == ["device", HOST_KIND]
