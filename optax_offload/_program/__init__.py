@@ -70,6 +70,7 @@ from optax_offload._program.primitives import (
     is_transfer,
 )
 from optax_offload._program.remats import scans
+from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import resting_scan, with_rows
 from optax_offload._program.skipped import made_and_chosen
 from optax_offload._program.step import (
@@ -150,6 +151,7 @@ __all__ = [
     "ordered",
     "read",
     "resting_scan",
+    "returning",
     "scans",
     "selections",
     "shape",

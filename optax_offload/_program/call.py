@@ -44,13 +44,13 @@ class Caller:
         lowered, and which of them have types of host memory: raises or warns of what is
         not as it should be.
       again: Calls another function in the same way, given its arguments: the update of
-        a whole population.
+        a whole population. None where JAX may transform the equations as they are.
       planned: Paths of the state that rules put in host memory, by position.
     """
 
     window_bytes: int | None
     check: Callable[[Mapping[int, Argument], Collection[int]], None]
-    again: Callable[[Function, tuple[Any, ...]], tuple[Any, Any]]
+    again: Callable[[Function, tuple[Any, ...]], tuple[Any, Any]] | None
     planned: Mapping[int, str] = dataclasses.field(default_factory=dict, compare=False)
 
 
@@ -244,40 +244,55 @@ def transform_as(primitive: jex.Primitive, meaning: Callable[..., list[Any]]) ->
       meaning: What it means, given its operands and parameters.
     """
 
-    def batched(given: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        one = functools.partial(meaning, **params)
-        results = jax.vmap(one, in_axes=tuple(dims))(*given)
-        return results, [0] * len(results)
-
-    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
-        # No tangents are made of values that have none.
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-        def of(*values: Any) -> list[Any]:
-            moved = bound(moving, values)
-            given = [moved.get(i, x) for i, x in enumerate(primals)]
-            return meaning(*given, **params)
-
-        return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
-
     def closed(*types: Any, **params: Any) -> jex.ClosedJaxpr:
         return jax.make_jaxpr(functools.partial(meaning, **params))(*types)
 
     primitive.def_impl(run_now(primitive, meaning))
-    batching.primitive_batchers[primitive] = batched
-    ad.primitive_jvps[primitive] = jvp
+    batching.primitive_batchers[primitive] = functools.partial(_batched_as, meaning)
+    ad.primitive_jvps[primitive] = functools.partial(_jvp_as, meaning)
     compat.check_inside(primitive, closed)
+
+
+def _batched_as(
+    meaning: Callable[..., list[Any]],
+    given: Sequence[Any],
+    dims: Sequence[Any],
+    **params: Any,
+) -> Any:
+    one = functools.partial(meaning, **params)
+    results = jax.vmap(one, in_axes=tuple(dims))(*given)
+    return results, [0] * len(results)
+
+
+def _jvp_as(
+    meaning: Callable[..., list[Any]],
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    **params: Any,
+) -> Any:
+    # No tangents are made of values that have none.
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+
+    def of(*values: Any) -> list[Any]:
+        moved = bound(moving, values)
+        given = [moved.get(i, x) for i, x in enumerate(primals)]
+        return meaning(*given, **params)
+
+    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
 
 
 def _plain(*data: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
     return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *data)
 
 
-def _batched(data: Sequence[Any], dims: Sequence[Any], *, what: Call, **_: Any) -> Any:
+def _batched(data: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """The update of a population is one whose batch axis leads in every leaf.
 
     Its rules apply to such leaves.
     """
+    what: Call = params["what"]
+    if what.caller.again is None:
+        return _batched_as(_plain, data, dims, **params)
     size = next(x.shape[d] for x, d in zip(data, dims, strict=True) if d is not None)
     data = [
         x if d in (None, 0) else jnp.moveaxis(x, d, 0)
@@ -298,6 +313,8 @@ def _batched(data: Sequence[Any], dims: Sequence[Any], *, what: Call, **_: Any) 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Streamed, with tangents beside it, on the device as a whole."""
     what: Call = params["what"]
+    if what.caller.again is None:
+        return _jvp_as(_plain, primals, tangents, **params)
     values = offloaded_update.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     on_device = [memory.transfer(x, "device") for x in primals]

@@ -8,6 +8,7 @@ from optax_offload._schedule.group import Group, Part, Target
 from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
+from optax_offload._schedule.own_updates import with_own_updates
 from optax_offload._schedule.parts import Place
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
 from optax_offload._schedule.placing import of_waiting
@@ -61,4 +62,5 @@ __all__ = [
     "refusals",
     "schedule",
     "with_chosen_state",
+    "with_own_updates",
 ]

@@ -327,9 +327,7 @@ class _Search:
             each.source is v for v in program.equations[at].outvars
         ):
             return None
-        if not all(
-            _of_each_number(program.equations[i], sizes) for i in each.positions
-        ):
+        if not all(of_each_number(program.equations[i], sizes) for i in each.positions):
             return None
         others = [v for v in each.takes if v not in program.equations[at].outvars]
         if not self._depends(at).isdisjoint(others):
@@ -389,7 +387,7 @@ class _Search:
             i = program.producers.get(x)
             if i is None or not shape(x):
                 takes.add(x)
-            elif _of_each_number(program.equations[i], shape(v)):
+            elif of_each_number(program.equations[i], shape(v)):
                 positions.add(i)
                 waiting += variables(program.equations[i].invars)
             else:
@@ -452,7 +450,7 @@ def _alike(v: jex.Var, of: jex.Var) -> bool:
     return shape(v) == shape(of) and (new == old or floats)
 
 
-def _of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
+def of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
     """Returns whether an equation computes each number from one, or hands it on."""
     if len(e.outvars) != 1 or shape(e.outvars[0]) != sizes:
         return False
@@ -461,7 +459,7 @@ def _of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
     if e.primitive.name == "cond":
         bodies = map(flatten, e.params["branches"])
         return not compat.has_effects(e) and all(
-            _of_each_number(inner, shape(inner.outvars[0]))
+            of_each_number(inner, shape(inner.outvars[0]))
             and shape(inner.outvars[0]) in ((), sizes)
             for body in bodies
             for inner in body.equations

@@ -17,13 +17,14 @@ from optax_offload._ground.errors import warn
 from optax_offload._low_bit import decoding, warn_of_gradients
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options, Residuals
-from optax_offload._program import Step, made_and_chosen, of_values, take_apart
+from optax_offload._program import made_and_chosen, of_values, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     FusedStep,
     plan,
     refusals,
     with_chosen_state,
+    with_own_updates,
 )
 
 P = ParamSpec("P")
@@ -375,10 +376,9 @@ def plan_of(
     closed, refs = of_values(closed)
     typed = types is None and any(map(memory.on_host, closed.in_avals))
     in_any_case = None if typed or not asked.fuse else made_and_chosen(closed)
-    take = functools.partial(take_apart, refs=refs, places=places)
-    found = _plan_of_values(closed, asked, types, take)
+    found = _plan_of_values(closed, asked, types, refs, places)
     if in_any_case is not None:
-        other = _plan_of_values(in_any_case, asked, types, take)
+        other = _plan_of_values(in_any_case, asked, types, refs, places)
         if other.gradient_bytes > found.gradient_bytes:
             return other
     return found
@@ -388,13 +388,15 @@ def _plan_of_values(
     closed: jex.ClosedJaxpr,
     asked: Options,
     types: Sequence[Any] | None,
-    take: Callable[..., Step],
+    refs: tuple[Any, ...],
+    places: Mapping[int, int] | None,
 ) -> FusedStep:
     residuals = asked.residuals == "host"
     chosen = None
     if types is not None:
         closed, chosen = with_chosen_state(closed)
-    step = take(closed, types, residuals=residuals)
+        closed = with_own_updates(closed, types, places) if asked.fuse else closed
+    step = take_apart(closed, types, refs, places, residuals=residuals)
     return plan(step, asked, chosen=chosen)
 
 

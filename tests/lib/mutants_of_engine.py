@@ -24,6 +24,8 @@ SEGMENT = "tests/emit/test_segment.py"
 BODIES = "tests/emit/test_steps_in_bodies.py"
 STACKS = "tests/schedule/test_stacks.py"
 INSIDE = "tests/schedule/test_inside.py"
+OWN = "tests/schedule/test_own_updates.py"
+REPLACED = "tests/program/test_replaced.py"
 
 IN_ENGINE = {
     # Rows in the scan.
@@ -688,6 +690,52 @@ IN_ENGINE = {
         "            if a in sharded\n",
         "            if False\n",
         ("tests/emit/test_steps_in_bodies.py::test_state_in_bodies_stays_spread",),
+    ),
+    # What replaces what rests.
+    "gradients of microbatches wait for one another": Mutant(
+        "_schedule/own_updates.py",
+        "and not is_transfer(e) and not self._sums(e)",
+        "and not is_transfer(e)",
+        (f"{OWN}::test_gradients_of_microbatches_are_summed_where_they_are_made",),
+    ),
+    "what is needed elsewhere is made in an update": Mutant(
+        "_schedule/own_updates.py",
+        "kept = [x for x in found if self._is_whole(x, inside)]",
+        "kept = found",
+        (f"{OWN}::test_what_is_left_as_it_is",),
+    ),
+    "numbers of a count come from outside": Mutant(
+        "_schedule/own_updates.py",
+        "made_by = None if shape(v) else self._number(v)",
+        "made_by = None",
+        (f"{OWN}::test_momentum",),
+    ),
+    "two results in the place of one argument": Mutant(
+        "_schedule/replacements.py",
+        "        if len({*arguments}) < len(arguments):",
+        "        if False:",
+        ("tests/schedule/test_replacements.py::test_no_two_results_take_one_place",),
+    ),
+    "a distance from old parameters replaces them": Mutant(
+        "_program/replaced.py",
+        "    return [*found] == last",
+        "    return True",
+        (f"{REPLACED}::test_a_distance_from_an_argument_comes_after_it",),
+    ),
+    "what a step moves by hand is moved back": Mutant(
+        "_program/replaced.py",
+        " or not by_hand.isdisjoint({v, a})",
+        "",
+        (f"{REPLACED}::test_what_a_step_moves_by_hand_stays_there",),
+    ),
+    "the last tree of several is in the place": Mutant(
+        "_step/donation.py",
+        "        taken = min(like, key=lambda k: k != key[1:])",
+        "        taken = like[-1]",
+        (
+            "tests/step/test_donation.py"
+            "::test_results_in_the_place_of_donated_arguments",
+        ),
     ),
     "rule: a scan over the rows": Mutant(
         f"{RULES}/bodies.py",

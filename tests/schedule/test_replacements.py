@@ -123,6 +123,20 @@ def test_steps_that_keep_their_state(kind):
     assert not jnp.isfinite(kept.acc_grads["embedding"]).all()
 
 
+def test_no_two_results_take_one_place():
+    """What follows from new parameters, and is like them, is made beside them."""
+
+    def halved(params, updates):
+        new = optax.apply_updates(params, updates)
+        return new, jax.tree.map(lambda x: x / 2, new)
+
+    step, params = step_of(oo.offload(SGD), halved), make_params()
+    state = oo.offload(SGD).init(params)
+    assert replaced(step, params, state, X) == [(ROWS, WIDTH)]
+    want = jax.jit(step_of(SGD, halved))(params, SGD.init(params), X)
+    assert_close(oo.jit(step)(params, state, X), want)
+
+
 def test_updates_in_the_place_of_gradients():
     """Nothing is saved, so they are left to be added."""
     tx = oo.offload(optax.adamw(1e-2))

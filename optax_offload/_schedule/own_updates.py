@@ -1,0 +1,234 @@
+"""What a step adds to arguments at rest itself, as an update that is offloaded.
+
+A step may compute new parameters by its own equations, as plain descent does, and as an
+average of parameters is made. Layers in a Python loop would keep all of their gradients
+until the end, where these equations are. So those that treat each number alone become
+an update, which a turn carries out as it does any other. Scans have such equations in
+their iterations anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core as jex
+
+from optax_offload._ground import compat
+from optax_offload._program import (
+    Call,
+    Caller,
+    Output,
+    Places,
+    Program,
+    Update,
+    called,
+    equation_of,
+    flatten,
+    is_transfer,
+    ordered,
+    returning,
+    shape,
+    variables,
+)
+from optax_offload._schedule.chosen_state import of_each_number
+from optax_offload._schedule.grown import Grown
+
+
+class _Made(NamedTuple):
+    """A result that replaces an argument at rest.
+
+    Attributes:
+      result: The result.
+      argument: The argument.
+      positions: The equations that lead to it, as positions.
+      again: Those that make numbers for these of arguments alone, as of a count of
+        steps. They are evaluated in the update too.
+      takes: The variables that all of these take.
+    """
+
+    result: jex.Var
+    argument: jex.Var
+    positions: frozenset[int]
+    again: frozenset[int]
+    takes: tuple[jex.Var, ...]
+
+
+def with_own_updates(
+    closed: jex.ClosedJaxpr,
+    types: Sequence[Any],
+    places: Mapping[int, int] | None = None,
+) -> jex.ClosedJaxpr:
+    """A step in which one update makes what its own equations make of what rests.
+
+    Args:
+      closed: A step that was traced as if all were on the device.
+      types: The types of its arguments, where they are.
+      places: The donated argument in whose place each result is.
+    """
+    pairs = returning(closed, types, places) if compat.SEGMENTS_ARE_FREED else {}
+    if not pairs:
+        return closed
+    program = flatten(closed)
+    made = _Search(program, pairs).made()
+    if not made:
+        return closed
+    update = _update_of(program, made)
+    results = {*update.outvars}
+    others = (
+        e.replace(outvars=[jex.Var(v.aval) if v in results else v for v in e.outvars])
+        for e in program.equations
+    )
+    jaxpr = jex.Jaxpr(
+        constvars=list(program.constants),
+        invars=program.invars,
+        outvars=program.outvars,
+        eqns=ordered(program, [*others, update]),
+        effects=closed.jaxpr.effects,
+        debug_info=closed.jaxpr.debug_info,
+    )
+    return jex.ClosedJaxpr(jaxpr, list(program.constants.values()))
+
+
+class _Search:
+    """Finds the results of a program that its own equations make of what rests."""
+
+    def __init__(self, program: Program, pairs: Mapping[int, int]):
+        self._program, self._pairs = program, pairs
+        self._arguments = {*program.invars}
+        self._users: dict[jex.Var, list[int]] = {}
+        # What loops make, or updates.
+        self._apart: set[jex.Var] = set()
+        for i, e in enumerate(program.equations):
+            for v in variables(e.invars):
+                self._users.setdefault(v, []).append(i)
+            if called(e) or e.primitive.name in ("scan", "while"):
+                self._apart.update(e.outvars)
+
+    def made(self) -> list[_Made]:
+        """The results, of whose equations nothing else takes anything."""
+        found = [x for k, i in self._pairs.items() for x in self._made(k, i)]
+        while True:
+            inside = {i for x in found for i in x.positions}
+            kept = [x for x in found if self._is_whole(x, inside)]
+            if len(kept) == len(found):
+                return found
+            found = kept
+
+    def _made(self, k: int, i: int) -> Iterator[_Made]:
+        """The result at a position, if its numbers are made of those of others."""
+        program = self._program
+        a, argument = program.outvars[k], program.invars[i]
+        if not isinstance(a, jex.Var) or not shape(a) or a not in program.producers:
+            return
+        positions, taken = self._before(a)
+        arrays = [v for v in taken if shape(v) and v not in self._arguments]
+        if not positions or len(arrays) > 1 or not self._apart.isdisjoint(arrays):
+            return
+        again: set[int] = set()
+        takes: dict[jex.Var, None] = {}
+        for v in taken:
+            made_by = None if shape(v) else self._number(v)
+            again |= made_by[0] if made_by else set()
+            takes |= dict.fromkeys(made_by[1] if made_by else [v])
+        yield _Made(a, argument, frozenset(positions), frozenset(again), tuple(takes))
+
+    def _number(self, number: jex.Var) -> tuple[set[int], list[jex.Var]] | None:
+        """The equations that make a number of arguments, and these; None if others."""
+        program = self._program
+        positions: set[int] = set()
+        takes: dict[jex.Var, None] = {}
+        waiting = [number]
+        while waiting:
+            v = waiting.pop()
+            i = program.producers.get(v)
+            if i is None:
+                takes[v] = None
+            elif of_each_number(program.equations[i], ()):
+                positions.add(i)
+                waiting += variables(program.equations[i].invars)
+            else:
+                return None
+        return positions, [*takes]
+
+    def _before(self, result: jex.Var) -> tuple[set[int], list[jex.Var]]:
+        """The equations that make a result, number by number, and what they take."""
+        program = self._program
+        positions: set[int] = set()
+        takes: dict[jex.Var, None] = {}
+        waiting = [result]
+        while waiting:
+            v = waiting.pop()
+            i = program.producers.get(v)
+            if i is None or not shape(v) or not self._may_move(i, shape(result)):
+                takes[v] = None
+            elif i not in positions:
+                positions.add(i)
+                waiting += variables(program.equations[i].invars)
+        return positions, [*takes]
+
+    def _may_move(self, i: int, sizes: tuple[int, ...]) -> bool:
+        """Returns whether an update may evaluate an equation.
+
+        Gradients of microbatches are summed where they are made.
+        """
+        e = self._program.equations[i]
+        return of_each_number(e, sizes) and not is_transfer(e) and not self._sums(e)
+
+    def _sums(self, e: jex.JaxprEqn) -> bool:
+        """Returns whether an equation adds up what others than arithmetic make."""
+        return e.primitive.name in ("add", "add_any") and all(
+            isinstance(a, jex.Var) and shape(a) and self._is_gradient(a)
+            for a in e.invars
+        )
+
+    def _is_gradient(self, v: jex.Var) -> bool:
+        i = self._program.producers.get(v)
+        if i is None:
+            return False
+        e = self._program.equations[i]
+        return not of_each_number(e, shape(v)) or self._sums(e)
+
+    def _is_whole(self, made: _Made, inside: Set[int]) -> bool:
+        """Returns whether its equations are for such results, and others, alone."""
+        outvars = (self._program.equations[i].outvars for i in made.positions)
+        return all(i in inside for (v,) in outvars for i in self._users.get(v, ()))
+
+
+def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
+    """An update that makes results, and what else of its equations is one."""
+    positions = sorted({i for x in made for i in x.positions})
+    takes = dict.fromkeys(v for x in made for v in x.takes)
+    empty = Program([], {}, [], [], program.debug_info)
+    grown = Grown(Update(empty, (), ()), [])
+    inside = {v for i in positions for v in program.equations[i].outvars}
+    again = {i for x in made for i in x.again}
+    some = sorted(again.union(positions))
+    grown.follow([program.equations[i] for i in some], {}, list(takes))
+    argument = {x.result: x.argument for x in made}
+    results = [v for v in dict.fromkeys(variables(program.outvars)) if v in inside]
+    left = [v for v in takes if v in program.invars and v not in argument.values()]
+    for v in results:
+        of = argument.get(v)
+        if of is None:
+            of = next((x for x in left if x.aval == v.aval), None)
+            left = [x for x in left if x is not of]
+        alias = None if of is None else grown.input(of)
+        kind = "pinned_host" if v in argument else "device"
+        path = f"result {program.outvars.index(v)}"
+        grown.outvars += grown.read_all([v])
+        grown.outputs.append(Output(path, kind, alias, is_update=False))
+    update = grown.update().with_inputs_on_host(
+        [i for i, a in enumerate(grown.operands) if a in argument.values()]
+    )
+    what = Call(
+        update,
+        Caller(None, lambda *_: None, None),
+        jax.tree.structure(([0] * len(grown.operands),)),
+        jax.tree.structure(((), [0] * len(results))),
+        Places({}),
+        Places({}),
+    )
+    last = program.equations[positions[-1]]
+    return equation_of(what, last, list(grown.operands), results)
