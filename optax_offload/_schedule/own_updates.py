@@ -208,12 +208,10 @@ def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
     grown.follow([program.equations[i] for i in some], {}, list(takes))
     argument = {x.result: x.argument for x in made}
     results = [v for v in dict.fromkeys(variables(program.outvars)) if v in inside]
-    left = [v for v in takes if v in program.invars and v not in argument.values()]
+    left = {*program.invars}.intersection(takes).difference(argument.values())
     for v in results:
-        of = argument.get(v)
-        if of is None:
-            of = next((x for x in left if x.aval == v.aval), None)
-            left = [x for x in left if x is not of]
+        of = argument.get(v) or _nearest(program, v, left)
+        left.discard(of)
         alias = None if of is None else grown.input(of)
         kind = "pinned_host" if v in argument else "device"
         path = f"result {program.outvars.index(v)}"
@@ -232,3 +230,17 @@ def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
     )
     last = program.equations[positions[-1]]
     return equation_of(what, last, list(grown.operands), results)
+
+
+def _nearest(program: Program, v: jex.Var, some: Set[Any]) -> jex.Var | None:
+    """The argument of its type, of some, to which a variable is the nearest."""
+    front, seen = [v], {v}
+    while front:
+        found = next((x for x in front if x in some and x.aval == v.aval), None)
+        if found is not None:
+            return found
+        made_by = (program.producers[x] for x in front if x in program.producers)
+        taken = [x for i in made_by for x in variables(program.equations[i].invars)]
+        front = [x for x in dict.fromkeys(taken) if shape(x) and x not in seen]
+        seen.update(front)
+    return None

@@ -73,6 +73,21 @@ def test_momentum(types):
     assert others.count("add") == 1  # The count is a result too.
 
 
+def test_state_on_the_device_has_its_own_place():
+    """Of several like it that which it is made of; a gradient that is returned none."""
+
+    def fn(w, v, m, x):
+        g = 2.0 * gradient(w, x)
+        m, v = 0.9 * m + g, 0.99 * v + 0.1 * g * g
+        return w - m / jnp.sqrt(v), m, v, g
+
+    jaxpr = rewritten(fn, H, D, D, X).jaxpr
+    (e,) = filter(called, jaxpr.eqns)
+    aliases = [o.alias for o in e.params["what"].update.outputs]
+    places = [None if i is None else jaxpr.invars.index(e.invars[i]) for i in aliases]
+    assert places == [0, 2, 1, None]
+
+
 def test_gradients_of_microbatches_are_summed_where_they_are_made():
     """The update takes their sum alone, so that none waits for another."""
 
