@@ -228,9 +228,7 @@ def take_apart(
     if types is None and makes_rows(closed):
         types = closed.in_avals
     if types is not None:
-        inside = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
-        inside += closed.in_avals[len(types) :]
-        closed, at_rest = resting(closed, inside, places, residuals=residuals)
+        closed, at_rest = resting(closed, types, places, residuals=residuals)
     return in_equations(with_resting_scans(closed), refs, at_rest)
 
 

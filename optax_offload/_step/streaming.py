@@ -374,6 +374,9 @@ def plan_of(
     if types is None:
         closed = made_by_rows(closed)
     closed, refs = of_values(closed)
+    if types is not None:
+        types = [getattr(x, "inner_aval", x) for x in types]  # Of refs.
+        types += closed.in_avals[len(types) :]
     typed = types is None and any(map(memory.on_host, closed.in_avals))
     in_any_case = None if typed or not asked.fuse else made_and_chosen(closed)
     found = _plan_of_values(closed, asked, types, refs, places)
