@@ -129,6 +129,21 @@ class Step:
         }
 
     @functools.cached_property
+    def results(self) -> frozenset[jex.Var]:
+        """The variables that are results."""
+        return frozenset(variables(self.program.outvars))
+
+    @functools.cached_property
+    def replaced(self) -> Mapping[Atom, jex.Var]:
+        """The argument at rest that a result replaces, for each such result."""
+        program = self.program
+        return {
+            program.outvars[x.result]: program.invars[x.position]
+            for x in (self.at_rest.arguments if self.at_rest else ())
+            if x.result is not None
+        }
+
+    @functools.cached_property
     def live(self) -> frozenset[int]:
         """The equations that a result or an effect needs, as positions."""
         return frozenset(self.program.live)

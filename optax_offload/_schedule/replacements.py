@@ -98,14 +98,6 @@ class _Following:
         """
         self._step, self._users = step, users
         self._inlined, self._output, self._beside = inlined, output, beside
-        program, at_rest = step.program, step.at_rest
-        self._results = set(variables(program.outvars))
-        resting = () if at_rest is None else at_rest.arguments
-        self._replaced = {
-            program.outvars[x.result]: program.invars[x.position]
-            for x in resting
-            if x.result is not None
-        }
 
     def replacements(self) -> Sequence[Replacement]:
         """The last results that follow from it, which nothing else takes.
@@ -134,7 +126,7 @@ class _Following:
             if after is None:
                 return own
             found += after
-        is_result = v in self._results
+        is_result = v in self._step.results
         if is_result or not found:
             found += own or ()
         arguments = [x.argument for x in found]
@@ -167,7 +159,7 @@ class _Following:
     ) -> list[Replacement] | None:
         """A variable, if it takes the place of an argument that leads to it."""
         alike = [x for x in takes if _replaces(self._step, v, x)]
-        known = self._replaced.get(v)
+        known = self._step.replaced.get(v)
         argument = known if known in alike else next(iter(alike), None)
         if argument is None:
             return None
