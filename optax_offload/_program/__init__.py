@@ -31,6 +31,7 @@ from optax_offload._program.frozen_gradients import gradients_of_codes
 from optax_offload._program.graph import (
     Atom,
     Components,
+    MadeOf,
     Program,
     ancestors,
     bound,
@@ -100,6 +101,7 @@ __all__ = [
     "Given",
     "InlinedUpdate",
     "Input",
+    "MadeOf",
     "Output",
     "Places",
     "Program",

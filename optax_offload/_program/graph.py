@@ -13,9 +13,8 @@ from collections.abc import (
     Iterator,
     Mapping,
     Sequence,
-    Set,
 )
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -69,27 +68,42 @@ class Program:
         """The positions of the equations that a result or an effect needs, in order."""
         return needed(self.equations, self.results, effects=True)
 
-    def pure_needs(self, wanted: Sequence[Atom], known: Set[jex.Var]) -> list[int]:
-        """The positions of the equations that some of it needs, in order.
+    def made_of(
+        self, wanted: Iterable[Atom], through: Callable[[jex.JaxprEqn, jex.Var], bool]
+    ) -> MadeOf:
+        """What values are made of, followed back through some equations.
 
         It takes the time of these, and not that of a look at the whole program.
 
         Args:
-          wanted: What is needed.
-          known: Variables that need nothing, and are not computed again.
+          wanted: The values.
+          through: Whether an equation is one of these, asked for a variable that it
+            makes. Otherwise the variable is taken as it is.
         """
-        found: set[int] = set()
-        missing = list(variables(wanted))
-        while missing:
-            i = self.producers.get(missing.pop())
-            if i is None or i in found:
-                continue
-            e = self.equations[i]
-            if compat.has_effects(e) or not known.isdisjoint(e.outvars):
-                continue
-            found.add(i)
-            missing += variables(e.invars)
-        return sorted(found)
+        positions: set[int] = set()
+        takes: dict[jex.Var, None] = {}
+        waiting = variables(wanted)
+        while waiting:
+            v = waiting.pop()
+            i = self.producers.get(v)
+            if i is None or not through(self.equations[i], v):
+                takes[v] = None
+            elif i not in positions:
+                positions.add(i)
+                waiting += variables(self.equations[i].invars)
+        return MadeOf(sorted(positions), [*takes])
+
+
+class MadeOf(NamedTuple):
+    """What values are made of.
+
+    Attributes:
+      positions: The equations that make them, as positions, in order.
+      takes: The variables that these take, and no equation of them makes.
+    """
+
+    positions: list[int]
+    takes: list[jex.Var]
 
 
 def needed(

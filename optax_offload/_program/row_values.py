@@ -155,19 +155,10 @@ def _of_rows(
     program: Program, wanted: jex.Var, known: Collection[jex.Var]
 ) -> list[int] | None:
     """The equations that lead from what is known to a value; None if they take more."""
-    found: set[int] = set()
-    waiting = [wanted]
-    while waiting:
-        v = waiting.pop()
-        if v in known:
-            continue
-        i = program.producers.get(v)
-        if i is None or not facts(program.equations[i]).again:
-            return None
-        if i not in found:
-            found.add(i)
-            waiting += variables(program.equations[i].invars)
-    return sorted(found)
+    positions, takes = program.made_of(
+        [wanted], lambda e, v: v not in known and facts(e).again
+    )
+    return positions if all(v in known for v in takes) else None
 
 
 def _made(

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._ground import trees
+from optax_offload._ground import compat, trees
 from optax_offload._places import memory, templates
 from optax_offload._places.rules import OffloadConfig, decide
 from optax_offload._program.build import flatten
@@ -147,7 +147,11 @@ class Update:
           The update, and the positions of the inputs that it takes.
         """
         outvars = [self.program.outvars[k] for k in wanted]
-        positions = self.program.pure_needs(outvars, {*known})
+        given = {*known}
+        positions, _ = self.program.made_of(
+            outvars,
+            lambda e, _: not compat.has_effects(e) and given.isdisjoint(e.outvars),
+        )
         equations = [self.program.equations[i] for i in positions]
         program = dataclasses.replace(
             self.program, outvars=outvars, equations=equations

@@ -22,6 +22,7 @@ from optax_offload._ground import compat, trees
 from optax_offload._places import memory
 from optax_offload._program import (
     Call,
+    MadeOf,
     Places,
     Program,
     Update,
@@ -296,20 +297,11 @@ class _Search:
 
     def _between(self, source: jex.Var, result: jex.Var) -> _Found:
         """The equations from new state to a result. Numbers are taken as they are."""
-        program = self._program
-        positions: set[int] = set()
-        takes: dict[jex.Var, None] = {}
-        waiting = [result]
-        while waiting:
-            v = waiting.pop()
-            if v is not result and (v in self._made or v not in self._touched):
-                takes[v] = None
-                continue
-            i = program.producers[v]
-            if i not in positions:
-                positions.add(i)
-                waiting += variables(program.equations[i].invars)
-        return _Found(result, source, frozenset(positions), tuple(takes))
+        made = self._program.made_of(
+            [result],
+            lambda _, v: v is result or (v in self._touched and v not in self._made),
+        )
+        return _Found(result, source, frozenset(made.positions), tuple(made.takes))
 
     def _refused(self, each: _Found) -> jex.JaxprEqn | None:
         """An equation that cannot be part of an update."""
@@ -364,35 +356,17 @@ class _Search:
             positions |= each.positions
             takes |= dict.fromkeys(v for v in each.takes if v not in given)
             for v in [v for v in takes if shape(v) and v not in grown.operands]:
-                made = self._made_of_arguments(v)
+                made = of_arguments(program, v)
                 if made is not None:
                     del takes[v]
-                    positions |= made[0]
-                    takes |= dict.fromkeys(made[1])
+                    positions.update(made.positions)
+                    takes |= dict.fromkeys(made.takes)
         equations = (program.equations[i] for i in sorted(positions))
         grown.follow(equations, given, list(takes))
         for each in some:
             k = e.outvars.index(each.source)
             (grown.outvars[k],) = grown.read_all([each.result])
         return GrownCall(e, what, grown, replaced)
-
-    def _made_of_arguments(self, v: jex.Var) -> tuple[set[int], set[jex.Var]] | None:
-        """The equations that make a variable of arguments and numbers, and these."""
-        program = self._program
-        positions: set[int] = set()
-        takes: set[jex.Var] = set()
-        waiting = [v]
-        while waiting:
-            x = waiting.pop()
-            i = program.producers.get(x)
-            if i is None or not shape(x):
-                takes.add(x)
-            elif of_each_number(program.equations[i], shape(v)):
-                positions.add(i)
-                waiting += variables(program.equations[i].invars)
-            else:
-                return None
-        return positions, takes
 
     def _beside(self, some: Sequence[_Found]) -> list[jex.JaxprEqn]:
         """Updates that make results of new state which has been made."""
@@ -448,6 +422,21 @@ def _alike(v: jex.Var, of: jex.Var) -> bool:
     new, old = (dtype(x) for x in (v, of))
     floats = all(jnp.issubdtype(x, jnp.inexact) for x in (new, old))
     return shape(v) == shape(of) and (new == old or floats)
+
+
+def of_arguments(program: Program, v: jex.Var) -> MadeOf | None:
+    """What makes a variable number by number; None if more than that is needed.
+
+    An array is made of arguments and numbers, a number of numbers that are arguments.
+    """
+
+    def known(x: jex.Var) -> bool:
+        return x not in program.producers or (bool(shape(v)) and not shape(x))
+
+    made = program.made_of(
+        [v], lambda e, x: not known(x) and of_each_number(e, shape(v))
+    )
+    return made if all(map(known, made.takes)) else None
 
 
 def of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:

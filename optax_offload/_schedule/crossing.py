@@ -52,17 +52,11 @@ class Crossing:
 
     def again(self, taken: Iterable[jex.Var], part: int) -> set[int]:
         """The equations that a part evaluates again for what it takes."""
-        found: set[int] = set()
-        waiting = list(taken)
-        while waiting:
-            v = waiting.pop()
-            if self._made.get(v, part) >= part or v in self.handed:
-                continue
-            i = self._step.program.producers[v]
-            if i not in found:
-                found.add(i)
-                waiting += variables(self._step.program.equations[i].invars)
-        return found
+        positions, _ = self._step.program.made_of(
+            taken,
+            lambda _, v: self._made.get(v, part) < part and v not in self.handed,
+        )
+        return {*positions}
 
     def _is_cheap(self, v: jex.Var) -> bool:
         """Returns whether a variable is arithmetic or looked up in a small table."""

@@ -17,6 +17,7 @@ from optax_offload._program import (
     Atom,
     Builder,
     Input,
+    MadeOf,
     Output,
     Program,
     Step,
@@ -89,10 +90,10 @@ def reduced(step: Step) -> Reduced:
         elif late and i not in step.inlined_at and _is_elementwise(e):
             scaled |= dict.fromkeys(e.outvars, i)
         elif not late and _reduces(e):
-            leaves, between = _made_of(program, taken, gradients)
-            if all(v in gradients or _is_known(v, numbers) for v in leaves):
+            before = _before(program, taken, gradients)
+            if all(v in gradients or _is_known(v, numbers) for v in before.takes):
                 sums.add(i)
-                leading |= between
+                leading.update(before.positions)
                 numbers.update(e.outvars)
     early = sums | leading | following
     return Reduced(frozenset(sums), frozenset(early), scaled)
@@ -133,27 +134,18 @@ def _reduces(e: jex.JaxprEqn) -> bool:
     return facts(e).summed_by is not None and not any(map(shape, e.outvars))
 
 
-def _made_of(
+def _before(
     program: Program, taken: Sequence[jex.Var], gradients: set[jex.Var]
-) -> tuple[set[jex.Var], set[int]]:
-    """What variables are made of by arithmetic, and the equations of that.
-
-    As far as gradients, if these are among it.
-    """
-    leaves: set[jex.Var] = set()
-    positions: set[int] = set()
-    waiting = list(taken)
-    while waiting:
-        v = waiting.pop()
-        i = program.producers.get(v)
-        e = None if i is None else program.equations[i]
-        inside = e is not None and (is_arithmetic(e) or facts(e).layout)
-        if v in gradients or not shape(v) or i is None or not inside:
-            leaves.add(v)
-        elif i not in positions:
-            positions.add(i)
-            waiting += variables(program.equations[i].invars)
-    return leaves, positions
+) -> MadeOf:
+    """What makes variables by arithmetic, as far back as gradients."""
+    return program.made_of(
+        taken,
+        lambda e, v: (
+            v not in gradients
+            and bool(shape(v))
+            and (is_arithmetic(e) or facts(e).layout)
+        ),
+    )
 
 
 def with_scaled(

@@ -32,7 +32,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.chosen_state import of_each_number
+from optax_offload._schedule.chosen_state import of_arguments, of_each_number
 from optax_offload._schedule.grown import Grown
 
 
@@ -122,58 +122,25 @@ class _Search:
         a, argument = program.outvars[k], program.invars[i]
         if not isinstance(a, jex.Var) or not shape(a) or a not in program.producers:
             return
-        positions, taken = self._before(a)
+        positions, taken = program.made_of(
+            [a], lambda e, v: bool(shape(v)) and self._may_move(e, shape(a))
+        )
         arrays = [v for v in taken if shape(v) and v not in self._arguments]
         if not positions or len(arrays) > 1 or not self._apart.isdisjoint(arrays):
             return
         again: set[int] = set()
         takes: dict[jex.Var, None] = {}
         for v in taken:
-            made_by = None if shape(v) else self._number(v)
-            again |= made_by[0] if made_by else set()
-            takes |= dict.fromkeys(made_by[1] if made_by else [v])
+            number = None if shape(v) else of_arguments(program, v)
+            again.update(number.positions if number else ())
+            takes |= dict.fromkeys(number.takes if number else [v])
         yield _Made(a, argument, frozenset(positions), frozenset(again), tuple(takes))
 
-    def _number(self, number: jex.Var) -> tuple[set[int], list[jex.Var]] | None:
-        """The equations that make a number of arguments, and these; None if others."""
-        program = self._program
-        positions: set[int] = set()
-        takes: dict[jex.Var, None] = {}
-        waiting = [number]
-        while waiting:
-            v = waiting.pop()
-            i = program.producers.get(v)
-            if i is None:
-                takes[v] = None
-            elif of_each_number(program.equations[i], ()):
-                positions.add(i)
-                waiting += variables(program.equations[i].invars)
-            else:
-                return None
-        return positions, [*takes]
-
-    def _before(self, result: jex.Var) -> tuple[set[int], list[jex.Var]]:
-        """The equations that make a result, number by number, and what they take."""
-        program = self._program
-        positions: set[int] = set()
-        takes: dict[jex.Var, None] = {}
-        waiting = [result]
-        while waiting:
-            v = waiting.pop()
-            i = program.producers.get(v)
-            if i is None or not shape(v) or not self._may_move(i, shape(result)):
-                takes[v] = None
-            elif i not in positions:
-                positions.add(i)
-                waiting += variables(program.equations[i].invars)
-        return positions, [*takes]
-
-    def _may_move(self, i: int, sizes: tuple[int, ...]) -> bool:
+    def _may_move(self, e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
         """Returns whether an update may evaluate an equation.
 
         Gradients of microbatches are summed where they are made.
         """
-        e = self._program.equations[i]
         return of_each_number(e, sizes) and not is_transfer(e) and not self._sums(e)
 
     def _sums(self, e: jex.JaxprEqn) -> bool:

@@ -19,6 +19,7 @@ from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     InlinedUpdate,
+    MadeOf,
     Output,
     Step,
     Update,
@@ -147,12 +148,12 @@ class _Following:
             return None
         e = step.program.equations[at]
         others = [x for x in variables(e.invars) if x is not v]
-        made_by = _made_by(step, self._inlined.positions[0], others, shape(v))
-        if made_by is None:
+        of = _made_of(step, self._inlined.positions[0], others, shape(v))
+        if of is None:
             return None
         (made,) = e.outvars
-        more = [x for x in made_by[1] if x not in takes]
-        return self._after(made, positions | {at, *made_by[0]}, [*more, *takes])
+        more = [x for x in of.takes if x not in takes]
+        return self._after(made, positions | {at, *of.positions}, [*more, *takes])
 
     def _replacement(
         self, v: jex.Var, positions: frozenset[int], takes: Sequence[jex.Var]
@@ -187,29 +188,24 @@ def _of_each_number(step: Step, i: int, sizes: tuple[int, ...]) -> bool:
     )
 
 
-def _made_by(
+def _made_of(
     step: Step, before: int, wanted: Sequence[jex.Var], sizes: tuple[int, ...]
-) -> tuple[set[int], list[jex.Var]] | None:
+) -> MadeOf | None:
     """The equations that make variables of arguments, and what these take.
 
     None if they need more than arithmetic. Scalars are taken as they are, where they
     are known before a position.
     """
-    program = step.program
-    positions: set[int] = set()
-    takes: dict[jex.Var, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        v = waiting.pop()
-        i = program.producers.get(v)
-        if i is None or (not shape(v) and i < before):
-            takes[v] = None
-        elif _of_each_number(step, i, sizes):
-            positions.add(i)
-            waiting += variables(program.equations[i].invars)
-        else:
-            return None
-    return positions, [*takes]
+    producers = step.program.producers
+
+    def known(v: jex.Var) -> bool:
+        return v not in producers or (not shape(v) and producers[v] < before)
+
+    made = step.program.made_of(
+        wanted,
+        lambda _, v: not known(v) and _of_each_number(step, producers[v], sizes),
+    )
+    return made if all(map(known, made.takes)) else None
 
 
 def with_replacements(

@@ -706,8 +706,8 @@ IN_ENGINE = {
     ),
     "numbers of a count come from outside": Mutant(
         "_schedule/own_updates.py",
-        "made_by = None if shape(v) else self._number(v)",
-        "made_by = None",
+        "number = None if shape(v) else of_arguments(program, v)",
+        "number = None",
         (f"{OWN}::test_momentum",),
     ),
     "two results in the place of one argument": Mutant(

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import io_callback
 from small_jaxprs import closed_of, names, on_device, only, program_of
 
 from optax_offload._program import (
@@ -16,7 +15,6 @@ from optax_offload._program import (
     dependents,
     described,
     evaluate,
-    graph,
     needed,
     ordered,
     signature,
@@ -34,28 +32,24 @@ def diamond(x, y):
     return left + right, jnp.sin(y)
 
 
-def test_a_part_takes_the_time_of_a_part(monkeypatch):
+def test_a_part_takes_the_time_of_a_part():
     """Nothing is asked of the rest: updates of layers are cut out of one."""
     program = program_of(lambda xs: [jnp.sin(jnp.exp(x)) for x in xs], [VECTOR] * 50)
     asked = []
-    monkeypatch.setattr(graph.compat, "has_effects", lambda e: asked.append(e))
-    positions = program.pure_needs(program.outvars[49:], set())
-    assert names([program.equations[i] for i in positions]) == ["exp", "sin"]
+    made = program.made_of(program.outvars[49:], lambda *x: not asked.append(x))
+    assert names([program.equations[i] for i in made.positions]) == ["exp", "sin"]
+    assert made.takes == program.invars[49:]
     assert len(asked) == 2
 
 
-def test_effects_and_what_is_known_are_not_computed_again():
-    """A part has neither, nor what only they need."""
-
-    def step(x):
-        y = jnp.exp(x)
-        jax.debug.callback(lambda _: None, y)
-        return jnp.sin(jnp.tanh(y)) + io_callback(lambda a: a, VECTOR, y)
-
-    program = program_of(step, VECTOR)
-    (known,) = program.equations[at(program, "tanh")].outvars
-    positions = program.pure_needs(program.outvars, {known})
-    assert names([program.equations[i] for i in positions]) == ["sin", "add"]
+def test_what_is_not_followed_is_taken():
+    """What lies behind it is neither evaluated nor taken; nor is what nobody wants."""
+    program = program_of(diamond, VECTOR, VECTOR)
+    (stop,) = program.equations[at(program, "tanh")].outvars
+    made = program.made_of(program.outvars[:1], lambda _, v: v is not stop)
+    assert names([program.equations[i] for i in made.positions]) == ["exp", "add"]
+    assert {*made.takes} == {stop, program.invars[0]}
+    assert program.made_of([stop], lambda *_: False) == ([], [stop])
 
 
 def at(program, name):
