@@ -31,7 +31,6 @@ from optax_offload._program.followed import Followed, decodes
 from optax_offload._program.graph import bound, in_pairs, read, variables
 from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
-from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import scan_at_rest
 from optax_offload._program.row_values import RowValue, made_of_rows, rests
 from optax_offload._program.wanted import (
@@ -55,7 +54,7 @@ LEAST_RESIDUAL_BYTES = 2**16
 def resting(
     closed: jex.ClosedJaxpr,
     types: Sequence[Any],
-    places: Mapping[int, int] | None = None,
+    returns: Mapping[int, int],
     *,
     residuals: bool = False,
 ) -> tuple[jex.ClosedJaxpr, AtRest]:
@@ -64,14 +63,13 @@ def resting(
     Args:
       closed: A step that was traced as if all were on the device.
       types: The types of its arguments, where they are.
-      places: The donated argument in whose place each result is.
+      returns: The argument at rest that each result replaces, as positions.
       residuals: Whether values that scans stack for scans alone rest on the host too.
 
     Returns:
       The step, with types of arguments, results and updates that say where they rest;
       and a description of how it takes them.
     """
-    returns = returning(closed, types, places)
     account = Account()
     walk = _Walk(account, residuals)
 

@@ -31,6 +31,7 @@ from optax_offload._program.graph import (
     variables,
 )
 from optax_offload._program.primitives import facts, handed_on, is_transfer, singly
+from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import with_resting_scans
 from optax_offload._program.update import Update
 
@@ -225,7 +226,7 @@ def take_apart(
     closed: jex.ClosedJaxpr,
     types: Sequence[Any] | None = None,
     refs: tuple[Any, ...] = (),
-    places: Mapping[int, int] | None = None,
+    returns: Mapping[int, int] | None = None,
     *,
     residuals: bool = False,
 ) -> Step:
@@ -236,14 +237,17 @@ def take_apart(
       types: The types of its arguments, where they rest, if it was traced as if all
         were on the device; else None.
       refs: The refs that it closes over.
-      places: The donated argument in whose place each result is.
+      returns: The argument at rest that each result replaces, as positions; those that
+        `returning` finds if it is None.
       residuals: Whether what scans stack for scans alone rests on the host.
     """
     at_rest = None
     if types is None and makes_rows(closed):
         types = closed.in_avals
     if types is not None:
-        closed, at_rest = resting(closed, types, places, residuals=residuals)
+        if returns is None:
+            returns = returning(closed, types)
+        closed, at_rest = resting(closed, types, returns, residuals=residuals)
     return in_equations(with_resting_scans(closed), refs, at_rest)
 
 

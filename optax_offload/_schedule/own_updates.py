@@ -28,7 +28,6 @@ from optax_offload._program import (
     flatten,
     is_transfer,
     ordered,
-    returning,
     shape,
     variables,
 )
@@ -56,24 +55,23 @@ class _Made(NamedTuple):
 
 
 def with_own_updates(
-    closed: jex.ClosedJaxpr,
-    types: Sequence[Any],
-    places: Mapping[int, int] | None = None,
-) -> jex.ClosedJaxpr:
+    closed: jex.ClosedJaxpr, returns: Mapping[int, int]
+) -> tuple[jex.ClosedJaxpr, Mapping[int, int]]:
     """A step in which one update makes what its own equations make of what rests.
 
     Args:
       closed: A step that was traced as if all were on the device.
-      types: The types of its arguments, where they are.
-      places: The donated argument in whose place each result is.
+      returns: The argument at rest that each result replaces, as positions.
+
+    Returns:
+      The step, and those that it still returns itself.
     """
-    pairs = returning(closed, types, places) if compat.SEGMENTS_ARE_FREED else {}
-    if not pairs:
-        return closed
+    if not (compat.SEGMENTS_ARE_FREED and returns):
+        return closed, returns
     program = flatten(closed)
-    made = _Search(program, pairs).made()
+    made = _Search(program, returns).made()
     if not made:
-        return closed
+        return closed, returns
     update = _update_of(program, made)
     results = {*update.outvars}
     others = (
@@ -88,14 +86,16 @@ def with_own_updates(
         effects=closed.jaxpr.effects,
         debug_info=closed.jaxpr.debug_info,
     )
-    return jex.ClosedJaxpr(jaxpr, list(program.constants.values()))
+    updated = {x.argument for x in made}
+    left = {k: i for k, i in returns.items() if program.invars[i] not in updated}
+    return jex.ClosedJaxpr(jaxpr, list(program.constants.values())), left
 
 
 class _Search:
     """Finds the results of a program that its own equations make of what rests."""
 
-    def __init__(self, program: Program, pairs: Mapping[int, int]):
-        self._program, self._pairs = program, pairs
+    def __init__(self, program: Program, returns: Mapping[int, int]):
+        self._program, self._returns = program, returns
         self._arguments = {*program.invars}
         self._users: dict[jex.Var, list[int]] = {}
         # What loops make, or updates.
@@ -108,7 +108,7 @@ class _Search:
 
     def made(self) -> list[_Made]:
         """The results, of whose equations nothing else takes anything."""
-        found = [x for k, i in self._pairs.items() for x in self._made(k, i)]
+        found = [x for k, i in self._returns.items() for x in self._made(k, i)]
         while True:
             inside = {i for x in found for i in x.positions}
             kept = [x for x in found if self._is_whole(x, inside)]

@@ -17,7 +17,7 @@ from optax_offload._ground.errors import warn
 from optax_offload._low_bit import decoding, warn_of_gradients
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options, Residuals
-from optax_offload._program import made_and_chosen, of_values, take_apart
+from optax_offload._program import made_and_chosen, of_values, returning, take_apart
 from optax_offload._rows import made_by_rows
 from optax_offload._schedule import (
     FusedStep,
@@ -395,11 +395,13 @@ def _plan_of_values(
     places: Mapping[int, int] | None,
 ) -> FusedStep:
     residuals = asked.residuals == "host"
-    chosen = None
+    chosen = returns = None
     if types is not None:
         closed, chosen = with_chosen_state(closed)
-        closed = with_own_updates(closed, types, places) if asked.fuse else closed
-    step = take_apart(closed, types, refs, places, residuals=residuals)
+        returns = returning(closed, types, places)
+        if asked.fuse:
+            closed, returns = with_own_updates(closed, returns)
+    step = take_apart(closed, types, refs, returns, residuals=residuals)
     return plan(step, asked, chosen=chosen)
 
 

@@ -11,7 +11,7 @@ from small_jaxprs import closed_of, on_device, on_host
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
-from optax_offload._program import called
+from optax_offload._program import called, returning
 from optax_offload._schedule import with_own_updates
 
 H, D = on_host(4, 3), on_device(4, 3)
@@ -27,7 +27,9 @@ def with_turns(monkeypatch):
 def rewritten(fn, *types):
     """A function with its own updates, traced as if all were on the device."""
     on_the_device = [on_device(*x.shape, dtype=x.dtype) for x in types]
-    return with_own_updates(closed_of(fn, *on_the_device), types)
+    closed = closed_of(fn, *on_the_device)
+    found, _ = with_own_updates(closed, returning(closed, types))
+    return found
 
 
 def update_in(fn, *types):
