@@ -100,7 +100,9 @@ def _sums(program: Program, group: Group) -> dict[int, Sum]:
     """The sum that makes each output, if all outputs are numbers that are reduced."""
     found: dict[int, Sum] = {}
     for k in group.outputs:
-        i = program.producers[_var(program, k)]
+        i = program.producers.get(_var(program, k))
+        if i is None:  # It hands an argument on.
+            return {}
         e = program.equations[i]
         if facts(e).summed_by is None or shape(e.outvars[0]):
             return {}

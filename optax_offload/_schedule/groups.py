@@ -310,6 +310,7 @@ def _own(
             own[at].append(i)
         elif effects or wanted or any(v in wanted_by for v in e.outvars):
             left.append(i)
+            at = None  # What it takes is evaluated before groups are.
         else:
             continue
         want(variables(e.invars), at)

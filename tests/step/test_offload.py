@@ -706,3 +706,51 @@ def test_numbers_as_arguments_of_an_update_in_a_step():
     np.testing.assert_allclose(
         results(oo.offload(plain), oo.jit), results(plain, jax.jit), rtol=1e-6
     )
+
+
+def test_state_that_a_norm_of_parameters_scales():
+    """It is made where it rests, of parameters that are computed themselves."""
+
+    def init(params):
+        return (jnp.full((2**15, 2), jnp.mean(params**2)),)
+
+    inner = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    params = jax.random.normal(jax.random.key(0), (256, 256))
+    state = oo.offload(inner, oo.Rule(".*", min_bytes=0)).init(params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), state, init(params)
+    )
+    assert {x.sharding.memory_kind for x in state} == {"pinned_host"}
+
+
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+def test_state_that_is_parameters_of_the_step_before(kind):
+    """It hands an argument on, beside what is computed of it."""
+
+    def update(updates, state, params):
+        before, change = state
+        updates = jax.tree.map(lambda g, c: 0.01 * c - 0.1 * g, updates, change)
+        return updates, (params, jax.tree.map(jnp.subtract, params, before))
+
+    inner = optax.GradientTransformation(
+        lambda p: (jax.tree.map(jnp.copy, p), jax.tree.map(jnp.zeros_like, p)), update
+    )
+    tx = oo.offload(inner, [oo.Rule("1/.*"), oo.Rule(".*", "device")])
+
+    def step(tx, params, state, x):
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    want = {"w": jax.random.normal(jax.random.key(0), (256, 256)) / 16}
+    got = oo.set_memory_kind(jax.tree.map(jnp.copy, want), ".*", kind)
+    state, ours, x = inner.init(want), tx.init(got), jnp.ones((8, 256))
+    plain = jax.jit(functools.partial(step, inner))
+    jitted = oo.jit(functools.partial(step, tx), donate_argnums=(0, 1))
+    for _ in range(3):
+        want, state = plain(want, state, x)
+        got, ours = jitted(got, ours, x)
+    np.testing.assert_allclose(np.asarray(got["w"]), np.asarray(want["w"]), rtol=1e-5)
+    assert got["w"].sharding.memory_kind == kind
+    kinds = [y.sharding.memory_kind for y in jax.tree.leaves(ours)]
+    assert kinds == ["device", "pinned_host"]
