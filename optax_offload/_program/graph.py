@@ -53,6 +53,15 @@ class Program:
         return {v: i for i, e in enumerate(self.equations) for v in e.outvars}
 
     @functools.cached_property
+    def users(self) -> Mapping[jex.Var, Sequence[int]]:
+        """The positions of the equations that take each variable, in order."""
+        found: dict[jex.Var, list[int]] = {}
+        for i, e in enumerate(self.equations):
+            for v in dict.fromkeys(variables(e.invars)):
+                found.setdefault(v, []).append(i)
+        return found
+
+    @functools.cached_property
     def used(self) -> frozenset[jex.Var]:
         """The variables that equations take or that are results."""
         used = {v for e in self.equations for v in variables(e.invars)}

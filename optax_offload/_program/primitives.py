@@ -124,6 +124,7 @@ PRIMITIVES: Mapping[str, Facts] = {
         rows=along(row_rules.sliced, "limit_indices"),
     ),
     "split": Facts(rows=along(lambda e: [e.params["axis"]])),
+    "square": _DECODES,
     "squeeze": Facts(
         again=True, layout=True, rows=along(lambda e: e.params["dimensions"])
     ),

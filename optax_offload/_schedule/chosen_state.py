@@ -50,6 +50,9 @@ from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.grown import Grown, GrownCall
 from optax_offload._schedule.new_state import made_in, returned, stays
 
+# What is less costs nothing to keep until the end of a step.
+SMALL_BYTES = 2**16
+
 
 @dataclasses.dataclass(frozen=True)
 class ChosenState:
@@ -199,10 +202,6 @@ class _Search:
         equations = program.equations
         self._made = made_in(equations)
         self._dependents: dict[int, set[jex.Var]] = {}
-        self._users: dict[jex.Var, list[int]] = {}
-        for i, e in enumerate(equations):
-            for v in dict.fromkeys(variables(e.invars)):
-                self._users.setdefault(v, []).append(i)
         # What is made of new state, number by number or not, but for numbers alone.
         self._touched = set(self._made)
         for e in equations:
@@ -276,7 +275,7 @@ class _Search:
             after = dict.fromkeys(
                 x
                 for v in front
-                for i in self._users.get(v, ())
+                for i in self._program.users.get(v, ())
                 for x in self._follow(i, v)
                 if x not in seen and (shape(x) or not shape(start))
             )
@@ -437,6 +436,27 @@ def of_arguments(program: Program, v: jex.Var) -> MadeOf | None:
         [v], lambda e, x: not known(x) and of_each_number(e, shape(v))
     )
     return made if all(map(known, made.takes)) else None
+
+
+def is_reduced(program: Program, i: int) -> bool:
+    """Returns whether of what an equation makes something small is all that is left.
+
+    As of squares that are summed: these are gone before what they are made of is.
+
+    Args:
+      program: The program.
+      i: The position of the equation.
+    """
+    e = program.equations[i]
+    if compat.has_effects(e) or has_update(e):
+        return False
+    if all(memory.nbytes(v.aval) <= SMALL_BYTES for v in e.outvars):
+        return True
+    return of_each_number(e, shape(e.outvars[0])) and all(
+        v not in program.results
+        and all(is_reduced(program, k) for k in program.users.get(v, ()))
+        for v in e.outvars
+    )
 
 
 def of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:

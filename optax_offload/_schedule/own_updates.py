@@ -24,6 +24,7 @@ from optax_offload._program import (
     Program,
     Update,
     called,
+    dependents,
     equation_of,
     flatten,
     is_transfer,
@@ -31,7 +32,11 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.chosen_state import of_arguments, of_each_number
+from optax_offload._schedule.chosen_state import (
+    is_reduced,
+    of_arguments,
+    of_each_number,
+)
 from optax_offload._schedule.grown import Grown
 
 
@@ -72,10 +77,13 @@ def with_own_updates(
     made = _Search(program, returns).made()
     if not made:
         return closed, returns
-    update = _update_of(program, made)
+    update, kept = _update_of(program, made)
     results = {*update.outvars}
     others = (
-        e.replace(outvars=[jex.Var(v.aval) if v in results else v for v in e.outvars])
+        e.replace(
+            invars=[kept.get(a, a) if isinstance(a, jex.Var) else a for a in e.invars],
+            outvars=[jex.Var(v.aval) if v in results else v for v in e.outvars],
+        )
         for e in program.equations
     )
     jaxpr = jex.Jaxpr(
@@ -97,24 +105,32 @@ class _Search:
     def __init__(self, program: Program, returns: Mapping[int, int]):
         self._program, self._returns = program, returns
         self._arguments = {*program.invars}
-        self._users: dict[jex.Var, list[int]] = {}
         # What loops make, or updates.
         self._apart: set[jex.Var] = set()
-        for i, e in enumerate(program.equations):
-            for v in variables(e.invars):
-                self._users.setdefault(v, []).append(i)
+        for e in program.equations:
             if called(e) or e.primitive.name in ("scan", "while"):
                 self._apart.update(e.outvars)
 
     def made(self) -> list[_Made]:
-        """The results, of whose equations nothing else takes anything."""
+        """The results, of whose equations nothing else takes anything but to reduce it.
+
+        What follows from that is no part of what they are made of.
+        """
+        program = self._program
         found = [x for k, i in self._returns.items() for x in self._made(k, i)]
         while True:
-            inside = {i for x in found for i in x.positions}
-            kept = [x for x in found if self._is_whole(x, inside)]
-            if len(kept) == len(found):
+            outside = _outside(program, found)
+            reducing = {i for some in outside.values() for i in some}
+            made = [v for i in reducing for v in program.equations[i].outvars]
+            after = dependents(program, made)
+            some = [
+                x
+                for x in found
+                if after.isdisjoint(x.takes) and self._is_reduced(x, outside)
+            ]
+            if len(some) == len(found):
                 return found
-            found = kept
+            found = some
 
     def _made(self, k: int, i: int) -> Iterator[_Made]:
         """The result at a position, if its numbers are made of those of others."""
@@ -157,14 +173,34 @@ class _Search:
         e = self._program.equations[i]
         return not of_each_number(e, shape(v)) or self._sums(e)
 
-    def _is_whole(self, made: _Made, inside: Set[int]) -> bool:
-        """Returns whether its equations are for such results, and others, alone."""
+    def _is_reduced(
+        self, made: _Made, outside: Mapping[jex.Var, Sequence[int]]
+    ) -> bool:
+        """Returns whether what else takes of its equations is reduced."""
         outvars = (self._program.equations[i].outvars for i in made.positions)
-        return all(i in inside for (v,) in outvars for i in self._users.get(v, ()))
+        return all(
+            is_reduced(self._program, i) for (v,) in outvars for i in outside.get(v, ())
+        )
 
 
-def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
-    """An update that makes results, and what else of its equations is one."""
+def _outside(program: Program, made: Sequence[_Made]) -> dict[jex.Var, list[int]]:
+    """What equations of results make that others take, and these, as positions."""
+    inside = {i for x in made for i in x.positions}
+    found = {
+        v: [k for k in program.users.get(v, ()) if k not in inside]
+        for i in sorted(inside)
+        for v in program.equations[i].outvars
+    }
+    return {v: some for v, some in found.items() if some}
+
+
+def _update_of(
+    program: Program, made: Sequence[_Made]
+) -> tuple[jex.JaxprEqn, Mapping[jex.Var, jex.Var]]:
+    """An update that makes results, and what else of its equations is one.
+
+    And what it makes on the device, for what reduces it.
+    """
     positions = sorted({i for x in made for i in x.positions})
     takes = dict.fromkeys(v for x in made for v in x.takes)
     empty = Program([], {}, [], [], program.debug_info)
@@ -184,6 +220,10 @@ def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
         path = f"result {program.outvars.index(v)}"
         grown.outvars += grown.read_all([v])
         grown.outputs.append(Output(path, kind, alias, is_update=False))
+    kept = {v: jex.Var(v.aval) for v in _outside(program, made)}
+    for v in kept:
+        grown.outvars += grown.read_all([v])
+        grown.outputs.append(Output("kept", "device", None, is_update=False))
     update = grown.update().with_inputs_on_host(
         [i for i, a in enumerate(grown.operands) if a in argument.values()]
     )
@@ -191,12 +231,13 @@ def _update_of(program: Program, made: Sequence[_Made]) -> jex.JaxprEqn:
         update,
         Caller(None, lambda *_: None, None),
         jax.tree.structure(([0] * len(grown.operands),)),
-        jax.tree.structure(((), [0] * len(results))),
+        jax.tree.structure(((), [0] * len(grown.outvars))),
         Places({}),
         Places({}),
     )
     last = program.equations[positions[-1]]
-    return equation_of(what, last, list(grown.operands), results)
+    results += kept.values()
+    return equation_of(what, last, list(grown.operands), results), kept
 
 
 def _nearest(program: Program, v: jex.Var, some: Set[Any]) -> jex.Var | None:

@@ -22,6 +22,7 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._schedule import late
+from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
 
@@ -86,8 +87,7 @@ class Placing:
             self._place_pieces(node, node.left)
             return
         at = max((self._known.get(v, _FIRST) for v in node.reads), default=_FIRST)
-        moment = at if self._may_follow(node, at) else (at[0], _AFTER)
-        self._put(node, moment)
+        self._put(node, self._following(node, at))
 
     def _place_pieces(self, node: Outer, left: RemainingUpdate) -> None:
         """Places parts of an update that others have no array in common with.
@@ -222,13 +222,28 @@ class Placing:
             self._counts[n] = sum(1 for i in positions if flops_of(equations[i]))
         return self._counts[n]
 
-    def _may_follow(self, node: Outer, at: _Moment) -> bool:
-        """Returns whether an equation is evaluated beside the update it follows."""
+    def _following(self, node: Outer, at: _Moment) -> _Moment:
+        """The moment at which an equation is evaluated that follows from updates.
+
+        It is beside the update. What it reduces of one that is between turns is free
+        after the next of them.
+
+        Args:
+          node: The equation.
+          at: When all that it takes is there.
+        """
         e = self._step.program.equations[node.position]
         atoms = (*variables(e.invars), *e.outvars)
         on_host = any(memory.on_host(v.aval) for v in atoms)
-        apart = on_host or node.in_turns
-        return at[1] == _BEFORE and not apart and not self._step.tokens(node.position)
+        if on_host or node.in_turns or self._step.tokens(node.position):
+            return at[0], _AFTER
+        if at[1] == _BEFORE:
+            return at
+        after = [n for n in self._segments if n > at[0]]
+        arrays = any(map(shape, e.invars))
+        if after and arrays and is_reduced(self._step.program, node.position):
+            return after[0], _BEFORE
+        return at[0], _AFTER
 
     def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
         """A segment that updates before it evaluates its own equations."""

@@ -10,7 +10,7 @@ on an H100 such a loop takes longer: there the step adds it as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
@@ -29,6 +29,7 @@ from optax_offload._program import (
     variables,
 )
 from optax_offload._rows import is_arithmetic
+from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.grown import Grown
 
 
@@ -42,6 +43,7 @@ class Replacement(NamedTuple):
       takes: The variables of the step that these take besides.
       argument: The argument that it replaces, one of these.
       result: The variable that it is.
+      kept: What these equations make that the step takes too, to reduce it.
     """
 
     inlined: InlinedUpdate
@@ -50,6 +52,7 @@ class Replacement(NamedTuple):
     takes: tuple[jex.Var, ...]
     argument: jex.Var
     result: jex.Var
+    kept: tuple[jex.Var, ...] = ()
 
 
 def replacements(step: Step, *, of_gradients: bool = True) -> Iterator[Replacement]:
@@ -60,10 +63,6 @@ def replacements(step: Step, *, of_gradients: bool = True) -> Iterator[Replaceme
       of_gradients: Whether updates can take the place of their gradients.
     """
     program = step.program
-    users: dict[jex.Var, list[int]] = {}
-    for i in sorted(step.live):
-        for v in dict.fromkeys(variables(program.equations[i].invars)):
-            users.setdefault(v, []).append(i)
     for inlined in step.inlined_updates:
         for k, a in enumerate(inlined.results):
             output = inlined.what.update.outputs[k]
@@ -71,7 +70,7 @@ def replacements(step: Step, *, of_gradients: bool = True) -> Iterator[Replaceme
                 continue
             if shape(a) and program.producers.get(a, -1) in inlined.positions:
                 beside = not of_gradients or inlined.what.update.in_place(k) is None
-                following = _Following(step, users, inlined, k, beside=beside)
+                following = _Following(step, inlined, k, beside=beside)
                 yield from following.replacements()
 
 
@@ -81,7 +80,6 @@ class _Following:
     def __init__(
         self,
         step: Step,
-        users: Mapping[jex.Var, Sequence[int]],
         inlined: InlinedUpdate,
         output: int,
         *,
@@ -91,19 +89,18 @@ class _Following:
 
         Args:
           step: The step.
-          users: The equations that take each variable, as positions.
           inlined: The update.
           output: The position of the output.
           beside: Whether its place is beside that of its gradient. Otherwise only what
             rests on the host is replaced.
         """
-        self._step, self._users = step, users
+        self._step = step
         self._inlined, self._output, self._beside = inlined, output, beside
 
     def replacements(self) -> Sequence[Replacement]:
         """The last results that follow from it, which nothing else takes.
 
-        From new parameters an average of them may follow.
+        From new parameters an average of them may follow. Their norm is no such taker.
         """
         (v,) = variables([self._inlined.results[self._output]])
         return self._after(v, frozenset(), ()) or ()
@@ -119,21 +116,33 @@ class _Following:
           takes: What these take besides, the last of it first.
         """
         own = self._replacement(v, positions, takes)
-        users = self._users.get(v, ())
-        outside = [i for i in users if i not in self._inlined.positions]
+        step = self._step
+        users = step.live.intersection(step.program.users.get(v, ()))
+        outside = sorted(users.difference(self._inlined.positions))
         found: list[Replacement] = []
+        reduces = False
         for at in outside:
             after = self._through(at, v, positions, takes)
-            if after is None:
+            if after:
+                found += after
+            elif self._is_reduced(at):
+                reduces = True
+            else:
                 return own
-            found += after
-        is_result = v in self._step.results
+        is_result = v in self._step.program.results
         if is_result or not found:
             found += own or ()
         arguments = [x.argument for x in found]
         if len({*arguments}) < len(arguments):  # No two take the place of one.
             return own
+        made_here = not positions or any(x.result is v for x in found)
+        if reduces and found and not made_here:
+            found[0] = found[0]._replace(kept=(*found[0].kept, v))
         return found if own or not is_result else None
+
+    def _is_reduced(self, at: int) -> bool:
+        step = self._step
+        return at not in step.inlined_at and is_reduced(step.program, at)
 
     def _through(
         self,
@@ -214,7 +223,7 @@ def with_replacements(
     operands: Sequence[Atom],
     made: Sequence[Replacement],
 ) -> tuple[Update, list[Atom]]:
-    """An update whose last outputs replace arguments of the step.
+    """An update whose last outputs replace arguments of the step, or are kept.
 
     Args:
       step: The step.
@@ -228,6 +237,7 @@ def with_replacements(
     program = update.program
     grown = Grown(update, operands)
     first = len(program.outvars) - len(made)
+    kept: list[tuple[Atom, str]] = []
     dropped = as_zero(update)
     for k, each in enumerate(made, first):
         (a,) = variables([program.outvars[k]])
@@ -238,10 +248,14 @@ def with_replacements(
         equations = (step.program.equations[i] for i in each.positions)
         grown.follow(equations, names, each.takes)
         (grown.outvars[k],) = grown.read_all([each.result])
+        kept += [(a, grown.outputs[k].path) for a in grown.read_all(each.kept)]
         grown.outputs[k] = Output(
             grown.outputs[k].path,
             memory.kind_of_type(each.result.aval),
             grown.input(each.argument),
             is_update=True,
         )
+    for a, path in kept:
+        grown.outvars.append(a)
+        grown.outputs.append(Output(path, "device", None, is_update=True))
     return grown.update(), grown.operands

@@ -112,6 +112,7 @@ def _rest(
     replacing = {x.result: x for x in inside}
     # By the position of the last equation of the update that makes them.
     here: dict[int, list[Replacement]] = {}
+    kept: set[jex.Var] = set()
     needed = {*wanted, *variables(program.outvars)} - results
     # What is needed of an update beside what is left of it.
     beside: set[jex.Var] = set()
@@ -130,6 +131,9 @@ def _rest(
         made = next((replacing[v] for v in e.outvars if v in replacing), None)
         if made is not None and made.result in needed:
             here.setdefault(made.inlined.positions[-1], []).append(made)
+            kept.update(made.kept)
+            continue
+        if not kept.isdisjoint(e.outvars):
             continue
         takers = needed if inlined is None or i in reduced.sums else beside
         if i in at or step.tokens(i) or not takers.isdisjoint(e.outvars):
@@ -162,7 +166,11 @@ def _left(
     update, operands = inlined.left(wanted, known)
     if made:
         update, operands = with_replacements(step, update, operands, made)
-    results = (*found.values(), *(x.result for x in made))
+    results = (
+        *found.values(),
+        *(x.result for x in made),
+        *(v for x in made for v in x.kept),
+    )
     left = RemainingUpdate(inlined, results, update, tuple(operands))
     return Outer.update(inlined.positions[-1], left)
 

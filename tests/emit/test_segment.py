@@ -16,7 +16,7 @@ from optax_offload import aot
 from optax_offload._emit import step as emit_step
 from optax_offload._ground import compat
 from optax_offload._ground.units import MIB
-from optax_offload._places import tpu_layout
+from optax_offload._places import memory, tpu_layout
 from optax_offload._schedule import chain, cutting, forward, placing, ties
 from optax_offload._schedule.segments import in_stacks
 
@@ -221,6 +221,55 @@ def test_gradients_of_scans_too_wait(late):
     check(with_scans, inner, late=late, params=with_stack(2))
 
 
+@pytest.mark.parametrize("offload", [all_of, lambda inner: inner])
+@pytest.mark.parametrize("rooms", [0, placing.TURN_BYTES], ids=["between", "in turns"])
+def test_norms_of_what_is_updated(rooms, offload, monkeypatch):
+    """They are reduced in the turn that makes it, or in the one after."""
+    monkeypatch.setattr(placing, "TURN_ROOMS", rooms)
+    inner = optax.adamw(1e-2)
+
+    def measured(tx):
+        def fn(both, x):
+            params, state = both
+            grads = jax.grad(lambda p: jnp.mean(checkpointed(p, x) ** 2))(params)
+            updates, state = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates)
+            finite = [jnp.all(jnp.isfinite(w)) for w in jax.tree.leaves(new)]
+            norms = [optax.tree.norm(tree) for tree in (grads, updates, new)]
+            return (new, state), (norms, jnp.array(finite).all())
+
+        return fn
+
+    params, x = parameters(), jax.random.normal(jax.random.key(2), (4, WIDTH))
+    tx = offload(inner)
+    at_rest = oo.set_memory_kind(jax.tree.map(jnp.copy, params), ".*", "pinned_host")
+    state = oo.set_memory_kind(tx.init(params), ".*", "pinned_host")
+    ours = oo.jit(measured(tx), donate_argnums=0)
+    found = ours.schedule((at_rest, state), x).chain
+    assert found is not None
+    after = [node.position for s in found.segments for node in s.updates]
+    equations = ours.schedule((at_rest, state), x).step.program.equations
+    assert "square" in [equations[i].primitive.name for i in after]
+    made = ((s, node.left) for s in found.segments for node in s.updates)
+    given = {v for s, left in made if left for v in left.results if v in s.results}
+    whole = {w.shape for w in jax.tree.leaves(params) if w.ndim > 1}
+    assert all(memory.on_host(v.aval) for v in given if v.aval.shape in whole)
+    want, got = (params, inner.init(params)), (at_rest, state)
+    plain = jax.jit(measured(inner))
+    for _ in range(STEPS):
+        want, numbers = plain(want, x)
+        got, ours_of_it = ours(got, x)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+            ours_of_it,
+            numbers,
+        )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
+    )
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(got)} == {"pinned_host"}
+
+
 def test_averages_of_new_parameters():
     """Made by the update that makes these, each in its own place."""
     inner = optax.adamw(1e-2)
@@ -361,6 +410,23 @@ def test_residuals_are_laid_out_as_their_buffer_on_a_tpu():
     assert constraints(residuals="host") > constraints()
 
 
+def _history():
+    """State that keeps what another leaf of it was a step before."""
+
+    def init(params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return zeros, jax.tree.map(jnp.ones_like, params)
+
+    def update(grads, state, params=None):
+        del params
+        last, now = state
+        new = jax.tree.map(lambda a, g: 0.9 * a + g, last, grads)
+        change = jax.tree.map(lambda g, a: -0.1 * g - 0.01 * a, grads, last)
+        return change, (now, new)
+
+    return optax.GradientTransformation(init, update)
+
+
 @pytest.mark.parametrize(
     "inner",
     [
@@ -369,8 +435,9 @@ def test_residuals_are_laid_out_as_their_buffer_on_a_tpu():
         optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
         optax.adafactor(1e-2),
         optax.lion(1e-3),
+        _history(),
     ],
-    ids=["clip", "multi_steps", "apply_if_finite", "adafactor", "lion"],
+    ids=["clip", "multi_steps", "apply_if_finite", "adafactor", "lion", "history"],
 )
 def test_optimizers(inner):
     """Those whose state some steps keep, and that need all gradients first."""

@@ -101,10 +101,32 @@ def test_gradients_of_microbatches_are_summed_where_they_are_made():
     assert "add" in others
 
 
-def with_a_norm(w, x):
-    """A norm of new parameters, for which these are on the device whole."""
+def scaled_by_its_norm(w, x):
+    """An update that is scaled by its own norm, which is known after it."""
+    change = jnp.tanh(gradient(w, x))
+    return w - change / jnp.sum(change**2)
+
+
+def of_the_next(w, x):
+    """New parameters with which the step goes on."""
     new = w - gradient(w, x)
-    return new, jnp.sum(new**2)
+    return new, jnp.tile(new, (2**14, 1))
+
+
+def test_what_is_reduced_is_on_the_device_too():
+    """A norm of new parameters, and one of their change, are made of these."""
+
+    def fn(w, x):
+        change = 0.1 * gradient(w, x)
+        new = w - change
+        return new, jnp.sum(new**2), jnp.max(jnp.abs(change))
+
+    update, others = update_in(fn, H, X)
+    assert [x.memory_kind for x in update.outputs] == ["pinned_host", *["device"] * 2]
+    assert "sub" not in others
+    assert {"square", "abs"}.isdisjoint(
+        e.primitive.name for e in update.program.equations
+    )
 
 
 def of_rows(w, x):
@@ -118,7 +140,9 @@ def of_two(w, x):
     return w - gradient(w, x) * gradient(w, x + 1)
 
 
-@pytest.mark.parametrize("fn", [with_a_norm, of_rows, of_two, lambda w, x: (w, x)])
+@pytest.mark.parametrize(
+    "fn", [scaled_by_its_norm, of_the_next, of_rows, of_two, lambda w, x: (w, x)]
+)
 def test_what_is_left_as_it_is(fn):
     """Where an update would save nothing, or what it takes is needed elsewhere."""
     assert not any(map(called, rewritten(fn, H, X).jaxpr.eqns))
@@ -201,3 +225,32 @@ def test_gradients_are_freed_turn_by_turn(name):
     jitted = oo.jit(step_of(tx), donate_argnums=0)
     compiled = aot.compile(jitted, both, x, target=aot.Target("h100"))
     assert aot.peak(compiled).peak_bytes < 220 * 2**20
+
+
+@pytest.mark.aot
+@pytest.mark.newest
+@pytest.mark.xdist_group("aot")
+@pytest.mark.parametrize(
+    ("wrap", "most"), [(oo.offload, 220), (lambda tx, _: tx, 340)], ids=["ours", "own"]
+)
+def test_what_norms_are_of_is_freed_turn_by_turn(wrap, most):
+    """Norms of changes and of new parameters, which are reduced: 209 and 287 MiB."""
+    pytest.importorskip("jax_plugins")
+    tx = wrap(OPTIMIZERS["adamw"], ".*")
+    train = step_of(tx)
+
+    def step(both, x):
+        (layers, state), value = train(both, x)
+        change = jax.tree.map(jnp.subtract, layers, both[0])
+        norms = [optax.tree.norm(tree) for tree in (change, layers)]
+        return (layers, state), (value, norms)
+
+    matrix = jax.ShapeDtypeStruct((2880, 2880), jnp.float32)
+    both = oo.eval_shape(lambda w: (w, tx.init(w)), [matrix] * 10)
+    both = oo.set_memory_kind(both, ".*", "pinned_host")
+    x = jax.ShapeDtypeStruct((256, 2880), jnp.float32)
+    compiled = aot.compile(
+        oo.jit(step, donate_argnums=0), both, x, target=aot.Target("h100")
+    )
+    peak = aot.peak(compiled).peak_bytes
+    assert peak < most * 2**20, peak
