@@ -15,6 +15,7 @@ from optax_offload._emit.segment import Before, reads, run_segment
 from optax_offload._emit.update import carry_out
 from optax_offload._places import memory
 from optax_offload._program import (
+    Atom,
     Sharded,
     bound,
     constrained,
@@ -23,6 +24,7 @@ from optax_offload._program import (
     flops_of,
     read,
     shape,
+    spread_by,
     variables,
 )
 from optax_offload._schedule import (
@@ -89,9 +91,31 @@ class _Run:
         self._run_nodes(after)
         for v in (v for f in fused for v in f.component.results):
             self._env[v] = constrained(program, v, self._env[v])
+        self._move_over(
+            chain.nodes if (chain := self._plan.chain) else (*nodes, *after)
+        )
         # What is loaded wherever it is taken is in no turn, if it is only returned.
         self._require(variables(program.outvars))
         return [read(a, self._env.__getitem__) for a in program.outvars]
+
+    def _move_over(self, nodes: Iterable[Outer]) -> None:
+        """Has results that updates wrote into arguments spread as the step says."""
+        step = self._step
+        replaced: dict[Atom, Atom] = {**step.replaced}
+        for inlined in step.inlined_updates:
+            for k, a in enumerate(inlined.results):
+                alias = inlined.what.update.outputs[k].alias
+                if alias is not None and isinstance(a, jex.Var):
+                    replaced[a] = inlined.operands[alias]
+        made = [v for node in nodes if node.left for v in node.left.results]
+        made += (
+            v for s in self._plan.scans for f in s.fused for v in f.component.results
+        )
+        for v in made:
+            of = replaced.get(v)
+            if isinstance(of, jex.Var) and memory.on_host(v.aval):
+                has = self._sharded.get(of)
+                self._env[v] = spread_by(step.program, v, self._env[v], has)
 
     def _run_chain(self, chain: Chain) -> None:
         """Evaluates a step in segments."""
@@ -165,12 +189,10 @@ class _Run:
                 found[g] = self._sharded[like]
         for left in (node.left for node in chain.nodes if node.left):
             if left.update.only_stores:
-                made = zip(left.operands, left.results, strict=True)
-                found |= {
-                    a: found[v]
-                    for a, v in made
-                    if isinstance(a, jex.Var) and v in found
-                }
+                program = left.update.program
+                of = bound(program.invars, left.operands)
+                made = zip(variables(program.outvars), left.results, strict=True)
+                found |= {of[a]: found[v] for a, v in made if v in found}
         return found
 
     def _like(self, inputs: Iterable[jex.Var], g: jex.Var) -> jex.Var | None:

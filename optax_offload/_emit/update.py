@@ -32,7 +32,9 @@ from optax_offload._program import (
     lower,
     offloaded_update,
     read,
+    sharding_of,
     shardings,
+    spread_by,
     variables,
 )
 from optax_offload._schedule import (
@@ -296,7 +298,13 @@ def _lower(ctx: mlir.LoweringRuleContext, *data: Any, what: Call, **_: Any) -> A
             moved(x, "pinned_host" if of.on_host else "device")
             for x, of in zip(what.given.keys(list(data)), update.inputs, strict=True)
         ]
-        return key_data(carry_out(update, window_bytes, args, sharded))
+        values = carry_out(update, window_bytes, args, sharded)
+        for k in update.stores:
+            has = sharding_of(sharded, update.outputs[k].alias)
+            values[k] = spread_by(
+                update.program, update.program.outvars[k], values[k], has
+            )
+        return key_data(values)
 
     return lower(ctx, fn, found, data)
 

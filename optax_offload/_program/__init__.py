@@ -81,6 +81,7 @@ from optax_offload._program.step import (
     constrained,
     in_equations,
     of_values,
+    spread_by,
     take_apart,
 )
 from optax_offload._program.update import Input, Output, Update, trace
@@ -160,6 +161,7 @@ __all__ = [
     "sharding_of",
     "shardings",
     "signature",
+    "spread_by",
     "take_apart",
     "trace",
     "transform_as",

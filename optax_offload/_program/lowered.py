@@ -248,27 +248,35 @@ def _lower_constrain(
 
 def _lower_spread_as(ctx: mlir.LoweringRuleContext, x: Any, *, wanted: Spread) -> Any:
     found = arguments(ctx, [x]).get(0)
-    # What nothing says the compiler shards as it is taken.
-    if found is None or found.sharding is None or _is_spread(found.sharding, wanted):
+    has = found.sharding if found else None
+    if has is None:  # What nothing says the compiler shards as it is taken.
         return [x]
+    moved = mlir.lower_fun(lambda x: [moved_over(x, has, wanted)], True)
+    return moved(ctx, x)
 
+
+def moved_over(x: jax.Array, has: Sharded, wanted: Spread) -> jax.Array:
+    """A value in host memory, moved on the device to where a mesh is to have it.
+
+    Args:
+      x: The value.
+      has: How it is spread.
+      wanted: How it is to be.
+    """
+    if _is_spread(has, wanted):
+        return x
     like = wanted.sharding
-    sharding: Any = sdy.TensorShardingAttr(found.sharding.attribute)
+    sharding: Any = sdy.TensorShardingAttr(has.attribute)
 
     def moved(x: jax.Array, axis: int | None = None) -> jax.Array:
         # As it was first, or the compiler would move the collective before the load.
-        loaded = constrain(memory.transfer(x, "device"), found.sharding, axis)
+        loaded = constrain(memory.transfer(x, "device"), has, axis)
         loaded = lax.with_sharding_constraint(loaded, like)
         return memory.transfer(loaded, "pinned_host")
 
-    def fn(x: jax.Array) -> list[Any]:
-        if _axes_of(sharding, 0) or any(
-            memory.names_of(part) for part in like.spec[:1]
-        ):
-            return [moved(x)]
-        return [lax.map(lambda row: moved(row[None], 0)[0], x)]
-
-    return mlir.lower_fun(fn, multiple_results=True)(ctx, x)
+    if _axes_of(sharding, 0) or any(memory.names_of(part) for part in like.spec[:1]):
+        return moved(x)
+    return lax.map(lambda row: moved(row[None], 0)[0], x)
 
 
 def _is_spread(has: Sharded, wanted: Spread) -> bool:

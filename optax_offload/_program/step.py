@@ -13,6 +13,7 @@ import jax.ref
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
+from jax.sharding import NamedSharding
 
 from optax_offload._ground import compat
 from optax_offload._places import memory
@@ -30,7 +31,14 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
-from optax_offload._program.primitives import facts, handed_on, is_transfer, singly
+from optax_offload._program.lowered import Sharded, Spread, moved_over
+from optax_offload._program.primitives import (
+    facts,
+    handed_on,
+    is_store,
+    is_transfer,
+    singly,
+)
 from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import with_resting_scans
 from optax_offload._program.update import Update
@@ -128,11 +136,6 @@ class Step:
         return {
             i: inlined for inlined in self.inlined_updates for i in inlined.positions
         }
-
-    @functools.cached_property
-    def results(self) -> frozenset[jex.Var]:
-        """The variables that are results."""
-        return frozenset(variables(self.program.outvars))
 
     @functools.cached_property
     def replaced(self) -> Mapping[Atom, jex.Var]:
@@ -424,6 +427,30 @@ def _split(what: Call) -> Call:
     return dataclasses.replace(
         what, update=dataclasses.replace(what.update, program=program)
     )
+
+
+def spread_by(program: Program, a: Atom, x: Any, has: Sharded | None) -> Any:
+    """The value of a result that is written into an argument at rest.
+
+    Where a program constrains how it is spread over a mesh, it is spread that way.
+
+    Args:
+      program: The program.
+      a: The result.
+      x: Its value, in host memory.
+      has: How the argument is spread, if that is known.
+    """
+    i = program.producers.get(a) if isinstance(a, jex.Var) else None
+    if i is not None and is_store(program.equations[i]):
+        (stored,) = variables(program.equations[i].invars)
+        i = program.producers.get(stored)
+    if has is None or i is None:
+        return x
+    e = program.equations[i]
+    like = e.params.get("sharding")
+    if e.primitive.name != "sharding_constraint" or not isinstance(like, NamedSharding):
+        return x
+    return moved_over(x, has, Spread(like, frozenset(like.mesh.axis_names)))
 
 
 def constrained(program: Program, v: jex.Var, x: Any) -> Any:

@@ -700,8 +700,8 @@ IN_ENGINE = {
     ),
     "what is needed elsewhere is made in an update": Mutant(
         "_schedule/own_updates.py",
-        "kept = [x for x in found if self._is_whole(x, inside)]",
-        "kept = found",
+        "if after.isdisjoint(x.takes) and self._is_reduced(x, outside)",
+        "if after.isdisjoint(x.takes)",
         (f"{OWN}::test_what_is_left_as_it_is",),
     ),
     "numbers of a count come from outside": Mutant(
@@ -735,6 +735,27 @@ IN_ENGINE = {
         (
             "tests/step/test_donation.py"
             "::test_results_in_the_place_of_donated_arguments",
+        ),
+    ),
+    "a norm has all of what it is of kept": Mutant(
+        "_schedule/placing.py",
+        "if after and arrays and is_reduced(self._step.program, node.position):",
+        "if False:",
+        (f"{SEGMENT}::test_norms_of_what_is_updated",),
+    ),
+    "a norm keeps new parameters from their place": Mutant(
+        "_schedule/replacements.py",
+        "            elif self._is_reduced(at):",
+        "            elif False:",
+        ("tests/schedule/test_replacements.py::test_what_makes_new_parameters",),
+    ),
+    "a constraint of what rests is lost": Mutant(
+        "_program/step.py",
+        "    if has is None or i is None:\n        return x",
+        "    return x",
+        (
+            "tests/step/test_jit_shardings.py"
+            "::test_a_step_says_how_parameters_at_rest_are_spread",
         ),
     ),
     "rule: a scan over the rows": Mutant(

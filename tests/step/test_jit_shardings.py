@@ -313,3 +313,27 @@ def test_which_host_memory_is_what_a_sharding_says():
     assert shardings.asked_for_host(given, on_device) == ["a", "b"]
     wanted = {"a": device, "b": device, "c": device, "d": None}
     assert shardings.with_kinds(given, on_device) == wanted
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), TX], ids=["plain", "offloaded"])
+@pytest.mark.parametrize("first", [P(), P("x")], ids=["whole", "in parts"])
+def test_a_step_says_how_parameters_at_rest_are_spread(first, tx):
+    """They are so after it, as those are that are on the device."""
+    mesh = mesh_of()
+    other = NamedSharding(mesh, P("x") if first == P() else P())
+    old = jax.device_put(jnp.ones((256, 128)), NamedSharding(mesh, first))
+    at_rest = oo.set_memory_kind({"w": old}, ".*", "pinned_host")
+
+    def fn(params, state, x):
+        grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["w"]) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        new = optax.apply_updates(params, updates)
+        return jax.lax.with_sharding_constraint(new, other), state
+
+    x = jnp.ones((8, 256))
+    new, _ = oo.jit(fn)(at_rest, tx.init(at_rest), x)
+    want, _ = jax.jit(fn)({"w": old}, tx.init({"w": old}), x)
+    assert want["w"].sharding.spec == other.spec
+    assert new["w"].sharding.spec == other.spec
+    assert new["w"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(new["w"], want["w"], rtol=1e-6)
