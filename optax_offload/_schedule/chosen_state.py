@@ -447,16 +447,22 @@ def is_reduced(program: Program, i: int) -> bool:
       program: The program.
       i: The position of the equation.
     """
-    e = program.equations[i]
-    if compat.has_effects(e) or has_update(e):
-        return False
-    if all(memory.nbytes(v.aval) <= SMALL_BYTES for v in e.outvars):
-        return True
-    return of_each_number(e, shape(e.outvars[0])) and all(
-        v not in program.results
-        and all(is_reduced(program, k) for k in program.users.get(v, ()))
-        for v in e.outvars
-    )
+    waiting, seen = [i], {i}
+    while waiting:
+        e = program.equations[waiting.pop()]
+        if compat.has_effects(e) or has_update(e):
+            return False
+        if all(memory.nbytes(v.aval) <= SMALL_BYTES for v in e.outvars):
+            continue
+        if not of_each_number(e, shape(e.outvars[0])):
+            return False
+        (v,) = e.outvars
+        if v in program.results:
+            return False
+        users = {*program.users.get(v, ())} - seen
+        waiting += users
+        seen |= users
+    return True
 
 
 def of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
