@@ -362,25 +362,6 @@ def decide(
     return [elsewhere if leaf is None else next(placed) for leaf in inside]
 
 
-def why_nothing_moves(planned: Iterable[tuple[str | None, str]]) -> str:
-    """A line on why rules leave all leaves on the device; "" if they do not.
-
-    Args:
-      planned: The memory kind that is planned for each leaf, and the reason.
-    """
-    leaves = list(planned)
-    if not leaves or any(kind != "device" for kind, _ in leaves):
-        return ""
-    reasons = Counter(why for _, why in leaves)
-    text = "; ".join(
-        f"{count} lea{'f' if count == 1 else 'ves'}: {why}"
-        for why, count in reasons.items()
-    )
-    too_small = any(why.startswith("under ") for why in reasons)
-    hint = ". Rule(pattern, min_bytes=...) moves smaller leaves" * too_small
-    return f"nothing moves to host memory. {text}{hint}"
-
-
 def _placed(
     config: OffloadConfig,
     leaves: Sequence[tuple[str, int | None]],

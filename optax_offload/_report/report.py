@@ -21,8 +21,8 @@ from optax_offload._places.rules import (
     Rules,
     as_config,
     decide,
-    why_nothing_moves,
 )
+from optax_offload._places.unmoved import why_nothing_moves
 from optax_offload._report import rendering
 from optax_offload._report.rows import Row, row_of
 

@@ -25,8 +25,8 @@ from optax_offload._places.rules import (
     Rules,
     as_config,
     decide,
-    why_nothing_moves,
 )
+from optax_offload._places.unmoved import warn_of_small_leaves, why_nothing_moves
 from optax_offload._program import Caller, Update, call_update, trace
 from optax_offload._schedule import AnySchedule, Schedule, schedule
 from optax_offload._step.misplaced import Asked, Placed, Seen
@@ -123,7 +123,8 @@ def offload(
         makes of these parameters.
 
     Warns:
-      OffloadWarning: from ``init``, `optax.MultiSteps` is around what this returns.
+      OffloadWarning: from ``init``, `optax.MultiSteps` is around what this returns, or
+        all leaves that rules would move are smaller than their ``min_bytes``.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_offload as oo
@@ -171,7 +172,7 @@ class _Offloading:
         if memory.is_traced(params):
             self._asked.seen.made = "traced"
             state = self._traced_init(params)
-            check_state(state)
+            self._check(state)
             return state
         self._asked.seen.made = "eagerly"
         init, args = self._traced_init, params
@@ -184,7 +185,7 @@ class _Offloading:
         except TypeError as error:
             _refuse_leaves(error, "init", {"params": params})
             raise
-        check_state(state)
+        self._check(state)
         warn_of_blocks(state)
         return state
 
@@ -225,18 +226,20 @@ class _Offloading:
             traced, _ = trace(self._fn(static), config, args, args[1])
             found.append((traced, schedule(traced, config.window_bytes)))
 
-        state = templates.eval_shape(self.init, params)
+        state = templates.eval_shape(self._traced_init, params)
         jax.eval_shape(update, params, state, params, dynamic)
         ((traced, planned),) = found
         if traced.loads or traced.stores:
             return planned
-        sizes = [
-            (path, memory.movable_nbytes(x))
-            for path, x in trees.leaves_with_paths(state)
-        ]
-        placements = decide(config.made_lenient(), sizes)
-        why = why_nothing_moves((p.memory_kind, p.why) for p in placements)
+        why = why_nothing_moves(self._planned(state))
         return dataclasses.replace(planned.straights()[0], why_nothing_moves=why)
+
+    def _planned(self, state: optax.OptState) -> list[tuple[str, str]]:
+        """The memory kind that rules plan for each leaf of the state, and why."""
+        leaves = trees.leaves_with_paths(state)
+        sizes = [(path, memory.movable_nbytes(x)) for path, x in leaves]
+        placements = decide(self._asked.config.made_lenient(), sizes)
+        return [(p.memory_kind, p.why) for p in placements]
 
     def _traced_init(self, params: optax.Params) -> optax.OptState:
         def plain(params: optax.Params) -> tuple[Any, Any]:
@@ -249,6 +252,11 @@ class _Offloading:
 
         called = _called(init, (params,), (), self._asked) or plain(params)
         return called[1]
+
+    def _check(self, state: optax.OptState) -> None:
+        """Raises or warns of new state that is not as it was asked for."""
+        check_state(state)
+        warn_of_small_leaves(self._planned(state))
 
     def _traced_update(
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static

@@ -27,6 +27,7 @@ from optax_offload._places.rules import (
     as_config,
     decide,
 )
+from optax_offload._places.unmoved import warn_of_small_leaves
 
 T = TypeVar("T")
 
@@ -95,6 +96,10 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         not divide its last axis on each device.
       TypeError: A leaf is traced, or ``like`` has a `PartitionSpec` or a string where
         ``state`` has none.
+
+    Warns:
+      OffloadWarning: all leaves that rules would move are smaller than their
+        ``min_bytes``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_offload as oo
@@ -178,6 +183,7 @@ def _by_rules(
         for path, x in leaves
     ]
     placements = decide(as_config(rules), sizes, under=under)
+    warn_of_small_leaves((p.memory_kind, p.why) for p in placements if p.memory_kind)
     shardings = _shardings_of(leaves)
     return [
         memory.with_kind(path, shardings[i], placement.memory_kind)

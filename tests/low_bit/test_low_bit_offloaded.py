@@ -265,7 +265,7 @@ def test_sharded_without_collectives(codec, spec, axis_type, place):
 @pytest.mark.parametrize("offloaded", [True, False])
 def test_blocks_on_two_devices_warn(offloaded):
     """In Auto mode; in Explicit mode, where types tell, blocks are smaller."""
-    rule = oo.Rule(MOMENTS, codec="int8")
+    rule = oo.Rule(MOMENTS, codec="int8", min_bytes=0)
     tx = (oo.offload if offloaded else oo.low_bit)(optax.adam(LR), rule)
     for axis_type in (AxisType.Auto, AxisType.Explicit):
         mesh = mesh_of(4, axis_type)

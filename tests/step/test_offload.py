@@ -754,3 +754,18 @@ def test_state_that_is_parameters_of_the_step_before(kind):
     assert got["w"].sharding.memory_kind == kind
     kinds = [y.sharding.memory_kind for y in jax.tree.leaves(ours)]
     assert kinds == ["device", "pinned_host"]
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
+def test_state_that_is_all_too_small_warns(transform):
+    """Where nothing moves though rules ask for it, and where something does not."""
+    told = (
+        r"nothing moves to host memory\. 3 leaves: under 64.00 KiB .*min_bytes=\.\.\."
+    )
+    params = {"w": jnp.ones((8, 8))}
+    with pytest.warns(oo.OffloadWarning, match=told):
+        transform(oo.offload(optax.adam(1e-3)).init)(params)
+    for rules in (EVERYTHING, oo.Rule(".*", "device"), oo.Rule("no", optional=True)):
+        transform(oo.offload(optax.adam(1e-3), rules).init)(params)
+    large = params | {"v": jnp.ones((256, 128))}
+    transform(oo.offload(optax.adam(1e-3)).init)(large)

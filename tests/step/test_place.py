@@ -314,3 +314,15 @@ def test_memory_kinds_by_leaf_are_no_rules(like):
     """Not left undone."""
     with pytest.raises(TypeError, match=r"which is no place\. Give rules"):
         oo.place({"head": jnp.ones(4)}, like)
+
+
+def test_parameters_that_are_all_too_small_warn():
+    """As state that is."""
+    params = {"layers": {"w": jnp.ones((8, 8))}, "head": jnp.ones((256, 128))}
+    told = r"nothing moves to host memory\. .*under 64.00 KiB \(rule 0 'layers.*'\)"
+    with pytest.warns(oo.OffloadWarning, match=told):
+        oo.place(params, "layers.*")
+    with pytest.warns(oo.OffloadWarning, match="1 leaf: under"):
+        oo.place(params, ".*", under="layers")
+    placed = oo.place(params, ".*")
+    assert placed["layers"]["w"].sharding.memory_kind == "device"
