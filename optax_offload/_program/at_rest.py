@@ -22,6 +22,7 @@ from jax import lax
 from jax.extend import core as jex
 from jax.extend import source_info_util
 
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import conds, jits, remats, shard_maps
 from optax_offload._program.accounts import Account, AtRest
@@ -46,9 +47,6 @@ from optax_offload._program.wanted import (
 
 # What scans stack in host memory, and what for.
 Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
-
-# Less is not worth a transfer of its own in every iteration.
-LEAST_RESIDUAL_BYTES = 2**16
 
 
 def resting(
@@ -180,7 +178,8 @@ class _Walk:
         found: dict[jex.Var, Literal["residual", "made"]] = dict.fromkeys(made, "made")
         if self._residuals:
             for v in (stacked & taken) - whole:
-                if (memory.movable_nbytes(v.aval) or 0) >= LEAST_RESIDUAL_BYTES:
+                size = memory.movable_nbytes(v.aval) or 0
+                if size >= limits.now.least_residual_rows_bytes:
                     found[v] = "residual"
         return found
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.extend import core as jex
 
-from optax_offload._ground import compat
+from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._program import shard_maps
 from optax_offload._program.bodies import Body, as_they_are, entered, of_call
@@ -16,11 +16,6 @@ from optax_offload._program.flops import flops_of
 from optax_offload._program.graph import Atom, described, in_pairs, variables, within
 from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
-
-# The least products of a backward pass that may be cut into turns, and the least that
-# it takes of the step around it: of less all may be on the device.
-LEAST_PRODUCTS = 16
-LEAST_TAKEN_BYTES = 2**29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,12 +80,13 @@ def is_microbatch(turn: Body) -> bool:
     if not compat.SEGMENTS_ARE_FREED:
         return False
     consts = turn.split(turn.jaxpr.invars).consts
-    if sum(memory.movable_nbytes(v.aval) or 0 for v in consts) < LEAST_TAKEN_BYTES:
+    taken = sum(memory.movable_nbytes(v.aval) or 0 for v in consts)
+    if taken < limits.now.least_taken_bytes:
         return False
     backward = (
         e for e in turn.jaxpr.eqns if "transpose(" in str(e.source_info.name_stack)
     )
-    return sum(1 for e in backward if flops_of(e)) >= LEAST_PRODUCTS
+    return sum(1 for e in backward if flops_of(e)) >= limits.now.least_products
 
 
 def row_counts(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import (
     Builder,
@@ -28,9 +28,6 @@ from optax_offload._program import (
 )
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.rules.registry import NotRowLocalError
-
-# Less is not worth a loop of its own.
-LEAST_STACK_BYTES = MIB
 
 
 def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
@@ -66,7 +63,7 @@ def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
     at = program.producers.get(a)
     if at is None or len(sizes) < 2 or sizes[0] < 2:
         return None
-    large = (memory.movable_nbytes(a.aval) or 0) >= LEAST_STACK_BYTES
+    large = (memory.movable_nbytes(a.aval) or 0) >= limits.now.least_stack_bytes
     if not large or program.equations[at].primitive.name == "scan":
         return None
     analysis = Analysis(RowCount(sizes[0]), program.equations, program.producers)

@@ -16,7 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB, size_text
+from optax_offload._ground import limits
+from optax_offload._ground.units import size_text
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import (
@@ -34,17 +35,6 @@ from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import Chain, Link, Segment, in_stacks, nbytes
 from optax_offload._schedule.ties import in_order
-
-# Fewer segments leave too little out to be worth their loops, and the time that these
-# take to compile.
-LEAST_SEGMENTS = 8
-# Turns of gradients alone are worth it where so much less is on the device: a scheduler
-# that overlaps transfers keeps some 100 MiB more of a large model. And so large a part
-# of the peak: what waits crosses the link twice more, when nothing is computed.
-LEAST_FREED_BYTES = 256 * MIB
-LEAST_FREED_PART = 1 / 6
-# What is less may be loaded again for what is computed again.
-SMALL_BYTES = 2**18
 
 
 def chain(
@@ -65,14 +55,15 @@ def chain(
     # Where scans have theirs overlapped, those of updates would be at once, too (F01).
     scans = any(node.in_turns for node in beside.nodes)
     turns = [n for n in found.segments if not scans or found.has_leaves(n)]
-    if len(turns) < LEAST_SEGMENTS:
+    if len(turns) < limits.now.least_segments:
         return too_few()
     reduced = beside.reduced
     operands = (a for node in beside.nodes if node.left for a in node.left.operands)
     freed = max(found.excess, 0) if are_late(step, operands, reduced) else 0
     on_host = asked.late_gradients == "host" and bool(reduced and reduced.sums)
     whole = found.loads or found.residuals or on_host or scans
-    least = max(LEAST_FREED_BYTES, int(LEAST_FREED_PART * found.peak))
+    part = int(limits.now.least_freed_part * found.peak)
+    least = max(limits.now.least_freed_bytes, part)
     if not whole and freed < least:
         return (
             "layers that no scan runs are not cut into turns: gradients freed turn by "
@@ -99,15 +90,17 @@ def is_small(step: Step, asked: Options, elsewhere: Collection[jex.Var]) -> bool
     # Each may be taken twice, by turns that end in the second half of their room, and
     # codes of four bits are decoded in 32.
     most = 4 * nbytes(resting) + 28 * nbytes(codes)
-    return most < LEAST_SEGMENTS * cutting.SEGMENT_BYTES / cutting.LEAST_PART
+    now = limits.now
+    return most < now.least_segments * now.segment_bytes / now.least_part
 
 
 def too_few() -> str:
     """Why a step of few turns is not cut."""
+    now = limits.now
     return (
         "layers that no scan runs are not cut into turns: that takes "
-        f"{LEAST_SEGMENTS} turns or more, each with "
-        f"{size_text(cutting.SEGMENT_BYTES // cutting.LEAST_PART)} of arrays on the "
+        f"{now.least_segments} turns or more, each with "
+        f"{size_text(now.segment_bytes // now.least_part)} of arrays on the "
         "host, or of gradients or residuals that may be stored there"
     )
 
@@ -261,7 +254,7 @@ class _Cut:
         left = self.excess
         for v in self._gradients:
             size = memory.movable_nbytes(v.aval) or 0
-            if size >= forward.LEAST_RESIDUAL_BYTES and (on_host or left > 0):
+            if size >= limits.now.least_residual_bytes and (on_host or left > 0):
                 found.add(v)
                 left -= nbytes([v])
         return found
@@ -323,7 +316,7 @@ class _Cut:
         apart = [self._is_apart(node) for node in nodes]
         longer = filling._replace(alive=max(self._staying))
         pieces = [*cutting.pieces(longer, apart, passing)]
-        if sum(x.is_segment for x in pieces) >= LEAST_SEGMENTS:
+        if sum(x.is_segment for x in pieces) >= limits.now.least_segments:
             filling = longer
         else:
             pieces = [*cutting.pieces(filling, apart, passing)]
@@ -394,8 +387,8 @@ class _Cut:
                     alone=piece.alone,
                 )
             )
-        rooms = placing.TURN_ROOMS * cutting.room(self._filling)
-        turn_bytes = 0 if on_tpu else min(placing.TURN_BYTES, rooms)
+        rooms = limits.now.turn_rooms * cutting.room(self._filling)
+        turn_bytes = 0 if on_tpu else min(limits.now.turn_bytes, rooms)
         placed = placing.Placing(
             self._step, links, made, turn_bytes=turn_bytes, on_host=waiting
         )
@@ -433,7 +426,7 @@ class _Cut:
         if v in self._source or v in self._again:
             taken = (self._source[x] for x in self._made_of([v])[1])
             loaded = (x for x in taken if memory.on_host(x.aval))
-            return nbytes(loaded) < SMALL_BYTES
+            return nbytes(loaded) < limits.now.small_bytes
         return v in self._given
 
     def _segment_after(self, n: int) -> int | None:
@@ -463,7 +456,8 @@ class _Cut:
                 n = made[v]
                 if v in kept or n > min(segments[-1], fullest) or not shape(v):
                     continue
-                if (memory.movable_nbytes(v.aval) or 0) < forward.LEAST_RESIDUAL_BYTES:
+                size = memory.movable_nbytes(v.aval) or 0
+                if size < limits.now.least_residual_bytes:
                     continue
                 near = self._segment_after(self._store_at(n))
                 if near is None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._ground import compat, trees
+from optax_offload._ground import compat, limits, trees
 from optax_offload._places import memory
 from optax_offload._program import (
     Call,
@@ -49,9 +49,6 @@ from optax_offload._program import (
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.grown import Grown, GrownCall
 from optax_offload._schedule.new_state import made_in, returned, stays
-
-# What is less costs nothing to keep until the end of a step.
-SMALL_BYTES = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -452,7 +449,7 @@ def is_reduced(program: Program, i: int) -> bool:
         e = program.equations[waiting.pop()]
         if compat.has_effects(e) or has_update(e):
             return False
-        if all(memory.nbytes(v.aval) <= SMALL_BYTES for v in e.outvars):
+        if all(memory.nbytes(v.aval) <= limits.now.reduced_bytes for v in e.outvars):
             continue
         if not of_each_number(e, shape(e.outvars[0])):
             return False

@@ -9,31 +9,10 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._schedule.liveness import Span
 from optax_offload._schedule.segments import nbytes
-
-# So much of what rests is taken in one segment, or what one equation takes, where so
-# much rests: a few milliseconds of a link. Of less it is less, down to a part of it, as
-# some ten times as much is on the device. Of more it grows with the square root, and so
-# does the number of segments, up to what so many layers take.
-SEGMENT_BYTES = 64 * MIB
-MANY_BYTES = 2**31
-LEAST_PART = 4
-MOST_LAYERS = 2
-# Where long sequences have more than this in memory, a segment takes up to a share of
-# the rest, and up to so many times the usual: it computes for longer, and hands on less
-# often.
-MUCH_ALIVE_BYTES = 2**30
-ALIVE_SHARE = 6
-MOST_ROOM = 8
-# What one more segment has to take from the peak, and the least that counts for it.
-LEAST_PARTED_BYTES = 32 * MIB
-LEAST_ALIVE_BYTES = MIB
-# So many times what fills a segment may be loaded in it for updates: two moments, of
-# its own and of the next one.
-UPDATED = 4
 
 
 class Piece(NamedTuple):
@@ -152,12 +131,12 @@ def parted(
     there is the gradient of the logits, unless one ends when it is used up.
     """
     found = [*some]
-    large = [x for x in alive if x.nbytes >= LEAST_ALIVE_BYTES]
+    large = [x for x in alive if x.nbytes >= limits.now.least_alive_bytes]
 
     def peak(piece: Piece, after: Piece | None) -> int:
         return _peak(piece, large) + _loaded(piece, after, filling)
 
-    margin = UPDATED * room(filling)
+    margin = limits.now.rooms_of_updates * room(filling)
     tried: set[Piece] = set()
     while True:
         segments = [n for n, piece in enumerate(found) if piece.is_segment]
@@ -183,7 +162,7 @@ def parted(
             for way in _ways(found[n], large)
         ]
         least = min(ways, default=None, key=lambda way: way[0])
-        gain = LEAST_PARTED_BYTES if peaks[n] == most else margin
+        gain = limits.now.least_parted_bytes if peaks[n] == most else margin
         if least is not None and least[0] <= peaks[n] - gain:
             found[n : n + 1] = least[1]
 
@@ -213,7 +192,7 @@ def _ways(piece: Piece, alive: Iterable[Alive]) -> Iterator[tuple[Piece, ...]]:
       alive: What is in memory in a step.
     """
     begin, end, _, alone = piece
-    large = [x for x in alive if x.nbytes >= LEAST_PARTED_BYTES]
+    large = [x for x in alive if x.nbytes >= limits.now.least_parted_bytes]
     made = [x for x in large if begin < x.made < end]
     ends = {x.made for x in made if _is_handed(x, piece)}
     ends.update(x.last + 1 for x in large if x.made < begin <= x.last < end - 1)
@@ -281,16 +260,17 @@ def _left(waiting: Iterable[Alive], inside: Iterable[int]) -> int:
 def room(filling: Filling) -> int:
     """The bytes that fill a segment of a step."""
     taken = filling.within(0, len(filling.taken))
-    part = filling.size(taken) / MANY_BYTES
-    usual = SEGMENT_BYTES * max(1 / LEAST_PART, min(part, part**0.5))
-    more = max(0, filling.alive - MUCH_ALIVE_BYTES)
-    share = min(more / ALIVE_SHARE, MOST_ROOM * SEGMENT_BYTES)
+    now = limits.now
+    part = filling.size(taken) / now.many_bytes
+    usual = now.segment_bytes * max(1 / now.least_part, min(part, part**0.5))
+    more = max(0, filling.alive - now.much_alive_bytes)
+    share = min(more / now.alive_share, now.most_room * now.segment_bytes)
     residual = max((filling.sizes[v] for v in filling.residuals), default=0)
     layer = _layer(taken, filling)
-    if residual > SEGMENT_BYTES:
+    if residual > now.segment_bytes:
         usual = residual + min(layer, usual)
-    layers = max(MOST_LAYERS * layer, layer + residual)
-    return round(max(min(usual, SEGMENT_BYTES), min(max(usual, share), layers)))
+    layers = max(now.most_layers * layer, layer + residual)
+    return round(max(min(usual, now.segment_bytes), min(max(usual, share), layers)))
 
 
 def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:
@@ -301,7 +281,7 @@ def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:
     """
     shapes: dict[tuple[int, ...], list[int]] = {}
     for v in taken:
-        if memory.on_host(v.aval) and filling.sizes[v] >= LEAST_ALIVE_BYTES:
+        if memory.on_host(v.aval) and filling.sizes[v] >= limits.now.least_alive_bytes:
             shapes.setdefault(memory.shape_on_each_device(v.aval), []).append(
                 filling.sizes[v]
             )

@@ -7,13 +7,11 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import Step
 from optax_offload._schedule import follow, liveness
 from optax_offload._schedule.rest import Outer
-
-# Less is not worth a transfer of its own.
-LEAST_RESIDUAL_BYTES = 2**20
 
 
 class Pass(NamedTuple):
@@ -70,6 +68,6 @@ def residuals(
     """Yields what forward passes leave in memory where the most is alive."""
     of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
     for v, made, last in liveness.in_memory(step, nodes):
-        size = memory.movable_nbytes(v.aval) or 0
-        if made in of and of[made].most < last and size >= LEAST_RESIDUAL_BYTES:
+        large = (memory.movable_nbytes(v.aval) or 0) >= limits.now.least_residual_bytes
+        if large and made in of and of[made].most < last:
             yield v

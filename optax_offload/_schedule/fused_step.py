@@ -9,14 +9,13 @@ from typing import NamedTuple, get_args
 
 from jax.extend import core as jex
 
-from optax_offload._ground import compat
+from optax_offload._ground import compat, limits
 from optax_offload._ground.units import MIB, Printed, counted, size_text
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
 from optax_offload._schedule import (
-    cutting,
     late,
     order,
     pipeline,
@@ -236,7 +235,8 @@ class FusedStep(Printed):
         """The arguments at rest of which a turn takes some: rows, or a layer's own."""
         rest = self.step.at_rest
         rows = {x.position for x in rest.arguments if x.scans} if rest else set()
-        small = self.chain.smaller_than(cutting.SEGMENT_BYTES) if self.chain else set()
+        most = limits.now.segment_bytes
+        small = self.chain.smaller_than(most) if self.chain else set()
         invars = self.step.program.invars
         return frozenset(rows.union(i for i, v in enumerate(invars) if v in small))
 

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 
 from jax.extend import core as jex
 
-from optax_offload._ground import compat
-from optax_offload._ground.units import MIB
+from optax_offload._ground import compat, limits
 from optax_offload._places import tpu_layout
 from optax_offload._program import Atom, Program, Update, facts, shape, variables
 from optax_offload._rows import (
@@ -21,10 +20,6 @@ from optax_offload._rows import (
     summed,
 )
 from optax_offload._schedule.group import Group, Part, Target
-
-# Leaves of less are loaded together with the others of their group: what their stores
-# gain beside those loads is less than the latency, and a part is a kernel to compile.
-LEAST_PART_BYTES = MIB // 2
 
 
 def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
@@ -134,7 +129,7 @@ def _parts(program: Program, group: Group) -> tuple[Part, ...]:
         (first if ready else last).append(t.output)
     if group.sums:
         first = []
-    small = group.nbytes < LEAST_PART_BYTES * len(group.loads)
+    small = group.nbytes < limits.now.least_apart_bytes * len(group.loads)
     if small or not (later and first and last):
         return (Part(group.loads, group.outputs, row_local),)
     one, other = row_local.split(

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jax.extend import core as jex
 
-from optax_offload._ground import compat
+from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._program import (
     Step,
@@ -32,11 +32,6 @@ SMALL_SHARE = 1 / 64
 
 # The first two iterations are a loop of their own, and so are the last two (`scan.py`).
 LEAST_LENGTH = 4
-
-
-# Matrix products on one device while a byte crosses its link: an H100's 400e12 each
-# second that a training step gets of it, over 50 GB/s. A v5e has about as many.
-FLOPS_PER_BYTE = 8000
 
 
 def by_gradients(scan: Scan, stores: Sequence[T]) -> list[T]:
@@ -261,7 +256,7 @@ def hides_transfers(scan: Scan, stores: Sequence[Fused | jex.Var]) -> bool:
 
     Both count, as rows are stored when all those of an iteration are loaded.
     """
-    return flops(scan) >= FLOPS_PER_BYTE * sum(_moved(scan, stores))
+    return flops(scan) >= limits.now.flops_per_byte * sum(_moved(scan, stores))
 
 
 def updates_in_turn(scan: Scan, fused: Sequence[Fused]) -> bool:
@@ -271,7 +266,7 @@ def updates_in_turn(scan: Scan, fused: Sequence[Fused]) -> bool:
     waits for the last to end, which takes longer where the link has much more to do
     than the device: it is done where products take half as long as transfers, or more.
     """
-    return 2 * flops(scan) >= FLOPS_PER_BYTE * max(_moved(scan, fused))
+    return 2 * flops(scan) >= limits.now.flops_per_byte * max(_moved(scan, fused))
 
 
 def _moved(scan: Scan, stores: Sequence[Fused | jex.Var]) -> tuple[int, int]:

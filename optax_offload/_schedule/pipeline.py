@@ -13,17 +13,14 @@ from typing import Any
 
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB, size_text
+from optax_offload._ground import limits
+from optax_offload._ground.units import size_text
 from optax_offload._places import memory
 from optax_offload._program import Step
 from optax_offload._rows import Sum
 from optax_offload._schedule import order
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-
-# A TPU's compiler takes any smaller transfer for one of this size: many of them, one
-# after the other, would keep it from overlapping anything else (F77).
-LEAST_IN_TURN_BYTES = 3 * MIB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,11 +291,11 @@ def _in_turn(scan: Scan, work: Work) -> dict[jex.Var, jex.Var]:
     """The stores that wait for another's, each large one for the one before it."""
     whole = (f for f in work.fused if f.parts is None)
     stores = [v for f in whole for v in RowUpdate(f).results]
+    least = limits.now.least_in_turn_bytes * scan.length
     large = [
         v
         for v in stores
-        if memory.on_host(v.aval)
-        and memory.nbytes_on_each_device(v.aval) // scan.length >= LEAST_IN_TURN_BYTES
+        if memory.on_host(v.aval) and memory.nbytes_on_each_device(v.aval) >= least
     ]
     return dict(zip(large[1:], large, strict=False))
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB
 from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
@@ -25,12 +24,6 @@ from optax_offload._schedule import late
 from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.rest import Outer, RemainingUpdate
 from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
-
-# So much of what rests is loaded for the updates of a turn by the one before at most, a
-# few times what fills a turn. What is more is loaded beside the products of the turn
-# itself, if each update has one, or else updated between turns, in slices.
-TURN_BYTES = 512 * MIB
-TURN_ROOMS = 4
 
 # A moment of a chain: a link, and before its equations, among them, or after them.
 _Moment = tuple[int, int]

@@ -8,15 +8,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 from jax.extend import core as jex
 
-from optax_offload._ground.units import MIB, size_text
+from optax_offload._ground import limits
+from optax_offload._ground.units import size_text
 from optax_offload._places import memory, tpu_layout
 from optax_offload._program import shape
 from optax_offload._schedule.rest import Outer
-
-# Copies in flight between turns take memory too, 32 MiB of a step that needs 550: many
-# are worth it where turns load as much, or so much is loaded in all.
-MUCH_IN_A_TURN = 96 * MIB
-MUCH_IN_ALL = 2**31
 
 
 class Product(NamedTuple):
@@ -215,7 +211,8 @@ class Chain:
         """Whether many copies in flight are worth their memory."""
         loads = [s.loads for s in self.segments]
         in_all = nbytes({v for some in loads for v in some})
-        return in_all >= MUCH_IN_ALL or max(map(nbytes, loads)) >= MUCH_IN_A_TURN
+        now, most = limits.now, max(map(nbytes, loads))
+        return in_all >= now.much_in_all_bytes or most >= now.much_in_a_turn_bytes
 
     def smaller_than(self, size: int) -> set[jex.Var]:
         """What segments load that has at most so many bytes, on each device."""

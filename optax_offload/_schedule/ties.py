@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import Program, Step, facts, flops_of, variables
 from optax_offload._schedule import placing
@@ -25,10 +26,6 @@ from optax_offload._schedule.segments import (
 
 # A device multiplies so much in the time in which it writes a byte.
 FLOPS_PER_BYTE = 64
-# What is less is moved at any time.
-LEAST_TIED_BYTES = 2**18
-# What begins beside a product lasts no longer than so many of it (F88).
-LONGEST = 2
 
 
 def products(program: Program, s: Segment) -> list[Product]:
@@ -81,7 +78,7 @@ def stored(s: Segment) -> Iterable[Stored]:
 
 def _moves(some: Iterable[jex.Var]) -> tuple[Move, ...]:
     moves = (Move(v, nbytes([v])) for v in some)
-    return tuple(move for move in moves if move.nbytes >= LEAST_TIED_BYTES)
+    return tuple(move for move in moves if move.nbytes >= limits.now.least_tied_bytes)
 
 
 def ties(
@@ -137,7 +134,8 @@ def together(
       stores: What begins to be stored with the last of them.
     """
     room = _bytes(moves) / max(1, sum(x.work for x in products))
-    least = max((x.nbytes for x in (*moves, *stores)), default=0) / LONGEST
+    most = max((x.nbytes for x in (*moves, *stores)), default=0)
+    least = most / limits.now.most_products
     found: list[Product] = []
     waiting: tuple[jex.Var, ...] = ()
     for x in products:
@@ -147,7 +145,7 @@ def together(
         else:
             found.append(x._replace(before=(*waiting, *x.before)))
             waiting = ()
-    least = max((x.nbytes for x in stores), default=0) / LONGEST
+    least = max((x.nbytes for x in stores), default=0) / limits.now.most_products
     if len(found) > 1 and found[-1].work * room < least:
         last = found.pop()
         found[-1] = found[-1]._replace(work=found[-1].work + last.work)

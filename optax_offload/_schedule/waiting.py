@@ -7,11 +7,12 @@ from typing import Literal, NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload._ground import limits
 from optax_offload._program import Step
 from optax_offload._rows import Sum
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-from optax_offload._schedule.order import FLOPS_PER_BYTE, flops
+from optax_offload._schedule.order import flops
 
 
 class Passes(NamedTuple):
@@ -104,7 +105,7 @@ def cheaper(
       late: The updates that have to wait.
       passes: The passes that sum up over the rows first.
     """
-    backward = flops(scan) / FLOPS_PER_BYTE
+    backward = flops(scan) / limits.now.flops_per_byte
     gradients = sum(f.gradient_bytes for f in late)
     state = sum(f.loaded_bytes for f in late)
     stored = max(backward, gradients) + passes.stored(late) * (gradients + state)

@@ -256,7 +256,8 @@ class _Offloading:
     def _check(self, state: optax.OptState) -> None:
         """Raises or warns of new state that is not as it was asked for."""
         check_state(state)
-        warn_of_small_leaves(self._planned(state))
+        if not self._asked.config.lenient:
+            warn_of_small_leaves(self._planned(state))
 
     def _traced_update(
         self, updates: Any, state: Any, params: Any, dynamic: Any, static: Static

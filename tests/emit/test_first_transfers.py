@@ -9,9 +9,9 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from limited import limited
 
 import optax_offload as oo
-from optax_offload._schedule import cutting, forward
 
 LAYERS, WIDTH = 12, 64
 WEIGHTS = jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)) / 8
@@ -65,8 +65,7 @@ def test_gradients_that_wait():
 @pytest.mark.newest
 def test_residuals_of_a_loop(monkeypatch):
     """Where the backward pass begins, JAX says."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 2**18)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 2**16)
+    limited(monkeypatch, segment_bytes=2**18, least_residual_bytes=2**16)
     tx = optax.adam(1e-3)
     step = step_of(looped, tx)
     found = assert_stored_and_same(step, [*WEIGHTS], tx, residuals="host")

@@ -10,14 +10,15 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from limited import limited
 
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._emit import step as emit_step
-from optax_offload._ground import compat
+from optax_offload._ground import compat, limits
 from optax_offload._ground.units import MIB
 from optax_offload._places import memory, tpu_layout
-from optax_offload._schedule import chain, cutting, forward, placing, ties
+from optax_offload._schedule import chain, cutting
 from optax_offload._schedule.segments import in_stacks
 
 pytestmark = pytest.mark.skipif(
@@ -31,11 +32,14 @@ STEPS = 3
 @pytest.fixture(autouse=True)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(cutting, "LEAST_PART", 1)
-    monkeypatch.setattr(placing, "TURN_ROOMS", placing.TURN_BYTES)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    limited(
+        monkeypatch,
+        segment_bytes=1,
+        least_part=1,
+        turn_rooms=limits.now.turn_bytes,
+        least_segments=3,
+        least_residual_bytes=1,
+    )
 
 
 def layer(x, w):
@@ -222,10 +226,12 @@ def test_gradients_of_scans_too_wait(late):
 
 
 @pytest.mark.parametrize("offload", [all_of, lambda inner: inner])
-@pytest.mark.parametrize("rooms", [0, placing.TURN_BYTES], ids=["between", "in turns"])
+@pytest.mark.parametrize(
+    "rooms", [0, limits.now.turn_bytes], ids=["between", "in turns"]
+)
 def test_norms_of_what_is_updated(rooms, offload, monkeypatch):
     """They are reduced in the turn that makes it, or in the one after."""
-    monkeypatch.setattr(placing, "TURN_ROOMS", rooms)
+    limited(monkeypatch, turn_rooms=rooms)
     inner = optax.adamw(1e-2)
 
     def measured(tx):
@@ -333,15 +339,14 @@ def test_turns_that_load_for_themselves(monkeypatch):
 
 def test_turns_that_load_what_they_update(monkeypatch):
     """Where that is too much to be loaded before: beside their own products."""
-    monkeypatch.setattr(placing, "TURN_BYTES", 1)
-    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+    limited(monkeypatch, turn_bytes=1, least_tied_bytes=1)
     check(checkpointed, optax.adamw(1e-2, eps=1e-3), residuals="host")
 
 
 @pytest.mark.parametrize("model", [checkpointed, shared, with_skips])
 def test_residuals_as_rows_of_stacks(model, monkeypatch):
     """As on a TPU, with a layer to a turn."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 5000)
+    limited(monkeypatch, segment_bytes=5000)
     monkeypatch.setattr(tpu_layout, "row_moves", lambda *_: True)
     made = chain._Cut.chain
     rows = []
@@ -470,7 +475,7 @@ def test_gradients_wait_on_the_host(inner, offload):
 
 def test_updates_of_what_others_make(monkeypatch):
     """What follows from an update is there before another one in its turn takes it."""
-    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+    limited(monkeypatch, least_tied_bytes=1)
 
     def made(wrap):
         adam, ema = optax.scale_by_adam(eps=1e-3), optax.ema(0.9)
@@ -481,7 +486,7 @@ def test_updates_of_what_others_make(monkeypatch):
 
 def test_state_alone_at_rest(monkeypatch):
     """Turns are of gradients, and parameters are replaced on the device."""
-    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 1)
+    limited(monkeypatch, least_freed_bytes=1)
     inner = optax.sgd(1e-2, momentum=0.9)
     tx, offloading = optax.chain(CLIP, inner), optax.chain(CLIP, all_of(inner))
     x = jax.random.normal(jax.random.key(2), (2, WIDTH))
@@ -677,8 +682,7 @@ def test_a_peak_does_not_grow_with_the_depth(
     keeps a part of each.
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", MIB // 4)
+    limited(monkeypatch, segment_bytes=8 * MIB, least_residual_bytes=MIB // 4)
 
     def peak(count):
         return aot.peak(compiled(name, count, late=late)).peak_bytes
@@ -702,8 +706,7 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
     Residuals, and gradients that wait, which a TPU stores between turns.
     """
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 8 * MIB)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", MIB // 4)
+    limited(monkeypatch, segment_bytes=8 * MIB, least_residual_bytes=MIB // 4)
     program = compiled(name, 12, late=late, batch=1024)
     found = aot.transfers(program)
     whole = [t for t in found if t.nbytes == 4 * MIB]
@@ -719,9 +722,9 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
 def test_what_is_read_and_written_in_a_turn_is_not_copied(monkeypatch):
     """As a barrier over what is written would have it; and less is there at once."""
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 16 * MIB)
+    limited(monkeypatch, segment_bytes=16 * MIB)
     before = compiled("h100", 16, late=False, window_bytes=None)
-    monkeypatch.setattr(placing, "TURN_BYTES", 16 * MIB)
+    limited(monkeypatch, turn_bytes=16 * MIB)
     after = compiled("h100", 16, late=False, window_bytes=None)
     assert not [t for t in aot.transfers(after) if t.direction == "host copy"]
     peaks = [aot.peak(program) for program in (before, after)]

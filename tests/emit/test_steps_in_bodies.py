@@ -12,6 +12,7 @@ from harness import plain, quick_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from limited import limited
 from scanned_models import (
     BATCH,
     DONATED,
@@ -24,8 +25,6 @@ from scanned_models import (
 
 import optax_offload as oo
 from optax_offload._ground import compat
-from optax_offload._program import wanted
-from optax_offload._schedule import chain, cutting, forward
 
 BATCHES = jnp.stack([BATCH, BATCH + 1, BATCH * 3 % 32])
 
@@ -227,10 +226,9 @@ def test_layers_at_rest_in_bodies(form):
 )
 def test_layers_of_a_python_loop_at_rest_in_bodies(form, residuals, monkeypatch):
     """Each turn of the user's loop is cut into segments."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    limited(monkeypatch, segment_bytes=1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    limited(monkeypatch, least_segments=3, least_residual_bytes=1)
 
     def unrolled(h, layers):
         for w in layers:
@@ -280,12 +278,15 @@ def of_microbatches(tx, loss):
 )
 def test_microbatches_of_a_python_loop(residuals, of, clip, monkeypatch):
     """A turn takes what it loads, and not the scan all of it."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
+    limited(monkeypatch, segment_bytes=1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 999 if residuals == "uncut" else 3)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
-    monkeypatch.setattr(wanted, "LEAST_TAKEN_BYTES", 1)
-    monkeypatch.setattr(wanted, "LEAST_PRODUCTS", 1)
+    limited(
+        monkeypatch,
+        least_segments=999 if residuals == "uncut" else 3,
+        least_residual_bytes=1,
+        least_taken_bytes=1,
+        least_products=1,
+    )
 
     def unrolled(h, layers):
         h = jnp.repeat(h, 64, 0)

@@ -26,9 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload._emit import moves
+from optax_offload._ground import limits
 from optax_offload._places import memory
-from optax_offload._program import at_rest, wanted
-from optax_offload._schedule import chain, cutting, forward, placing, ties
 
 STEPS = 2
 # A relative change of parameters. Numbers in few bits change by rounding to another
@@ -41,20 +40,20 @@ MULTIPLE, ULPS = 16, 16
 # Of a hundred values of a leaf one may differ by as much as noise changes another one.
 SHARE = 0.01
 # As many turns as there may be, each with as many moves.
-LEAST: dict[Any, dict[str, Any]] = {
-    cutting: {
-        "SEGMENT_BYTES": 1,
-        "MANY_BYTES": 2**50,
-        "LEAST_PARTED_BYTES": 1,
-        "LEAST_ALIVE_BYTES": 1,
-    },
-    chain: {"LEAST_SEGMENTS": 1, "LEAST_FREED_BYTES": 1},
-    forward: {"LEAST_RESIDUAL_BYTES": 1},
-    placing: {"TURN_BYTES": 1},
-    ties: {"LEAST_TIED_BYTES": 1},
-    moves: {"TILE": (2, 2)},
-    wanted: {"LEAST_TAKEN_BYTES": 1, "LEAST_PRODUCTS": 1},
-}
+LEAST = dataclasses.replace(
+    limits.now,
+    segment_bytes=1,
+    many_bytes=2**50,
+    least_parted_bytes=1,
+    least_alive_bytes=1,
+    least_segments=1,
+    least_freed_bytes=1,
+    least_residual_bytes=1,
+    turn_bytes=1,
+    least_tied_bytes=1,
+    least_taken_bytes=1,
+    least_products=1,
+)
 # Errors that are right, by what was drawn.
 REFUSALS: list[tuple[Callable[[Drawn], bool], str]] = [
     # JAX compiles no ordered effect beside a value in host memory (U07), and has words
@@ -141,9 +140,11 @@ def run(drawn: Drawn) -> list[Outcome]:
         # Of what a failed restore of another test left behind (see `pyproject.toml`).
         warnings.filterwarnings("ignore", r"coroutine .* was never awaited")
         quiet.enter_context(jax.numpy_rank_promotion("allow"))
-        quiet.enter_context(mock.patch.object(at_rest, "LEAST_RESIDUAL_BYTES", 0))
-        for module, limits in LEAST.items() if drawn.turns == "least" else ():
-            quiet.enter_context(mock.patch.multiple(module, **limits))
+        least = LEAST if drawn.turns == "least" else limits.now
+        least = dataclasses.replace(least, least_residual_rows_bytes=0)
+        quiet.enter_context(mock.patch.object(limits, "now", least))
+        if drawn.turns == "least":
+            quiet.enter_context(mock.patch.object(moves, "TILE", (2, 2)))
         if drawn.axis_types == "Explicit" and program.mesh is not None:
             quiet.enter_context(jax.set_mesh(program.mesh))
         try:

@@ -147,7 +147,7 @@ IN_ENGINE = {
     ),
     "turns of what is little as long as of much": Mutant(
         "_schedule/cutting.py",
-        "max(1 / LEAST_PART, min(part, part**0.5))",
+        "max(1 / now.least_part, min(part, part**0.5))",
         "max(1.0, min(part, part**0.5))",
         (CUTTING,),
     ),
@@ -183,8 +183,8 @@ IN_ENGINE = {
     ),
     "as much loaded for a turn, however little fills it": Mutant(
         "_schedule/chain.py",
-        "min(placing.TURN_BYTES, rooms)",
-        "placing.TURN_BYTES",
+        "min(limits.now.turn_bytes, rooms)",
+        "limits.now.turn_bytes",
         (CHAIN,),
     ),
     "what follows from updates when its turn ends": Mutant(
@@ -387,7 +387,7 @@ IN_ENGINE = {
     ),
     "no room for a residual": Mutant(
         "_schedule/cutting.py",
-        "layers = max(MOST_LAYERS * layer, layer + residual)",
+        "layers = max(now.most_layers * layer, layer + residual)",
         "layers = MOST_LAYERS * layer",
         (CUTTING,),
     ),

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from limited import limited
 from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
@@ -18,7 +19,6 @@ from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
 from optax_offload._plan.variants import Variant
-from optax_offload._schedule import cutting, forward
 
 TARGET = aot.Target("h100")
 PARAMETERS = STACK + HEAD
@@ -81,9 +81,9 @@ def test_what_tracing_tells():
 def test_layers_of_a_python_loop_are_taken_in_turns(clipped, monkeypatch):
     """Each by its own; what fills more than a turn is none of them."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER_BYTES)
-    monkeypatch.setattr(cutting, "LEAST_PART", 1)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    limited(
+        monkeypatch, segment_bytes=LAYER_BYTES, least_part=1, least_residual_bytes=1
+    )
 
     def make_step(offload, target):
         shapes = {f"layer_{i}": (128, 128) for i in range(10)} | {"head": (128, 256)}

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from limited import limited
 from step_factories import MIB
 
 import optax_offload as oo
@@ -25,7 +26,6 @@ from optax_offload._plan.variants import (
     Sizes,
     Variant,
 )
-from optax_offload._schedule import cutting
 from optax_offload.aot import measured
 
 GIB = 2**30
@@ -66,8 +66,7 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(measured, "_measured", compiling)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYER)
-    monkeypatch.setattr(cutting, "LEAST_PART", 1)
+    limited(monkeypatch, segment_bytes=LAYER, least_part=1)
     return texts
 
 

@@ -12,13 +12,12 @@ import pytest
 from flax import nnx
 from harness import plain, quick_of
 from jax import lax
+from limited import limited
 from scanned_models import BATCH, DONATED, make_params, make_step, offloaded
 
 import optax_offload as oo
 from benchmarks.common.differences import ulps
 from optax_offload._ground import compat
-from optax_offload._program import at_rest
-from optax_offload._rows import stacks
 
 # In units of the last place, after three steps; 11 were seen.
 BOUND = 16
@@ -27,7 +26,7 @@ BOUND = 16
 @pytest.fixture(autouse=True)
 def small_residuals(monkeypatch):
     """These models keep less than what is worth a transfer."""
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(monkeypatch, least_residual_rows_bytes=0)
 
 
 def on_host(tree, pattern=".*"):
@@ -516,7 +515,7 @@ def vmapped_by_nnx(keys):
 @pytest.mark.parametrize("make", [vmapped, vmapped_by_nnx])
 def test_what_a_vmapped_initialiser_makes(make, monkeypatch):
     """Row by row too, with the values that it has whole, and zeros as well."""
-    monkeypatch.setattr(stacks, "LEAST_STACK_BYTES", 0)
+    limited(monkeypatch, least_stack_bytes=0)
 
     def moved(keys):
         return oo.set_memory_kind(make(keys), ".*", "pinned_host")
@@ -533,7 +532,7 @@ def test_what_a_vmapped_initialiser_makes(make, monkeypatch):
 
 def test_what_is_not_made_by_rows(monkeypatch):
     """Numbers of one key for all rows, and what something else takes too."""
-    monkeypatch.setattr(stacks, "LEAST_STACK_BYTES", 0)
+    limited(monkeypatch, least_stack_bytes=0)
 
     def moved(key):
         one = jax.random.normal(key, (4, 16, 32))

@@ -6,12 +6,13 @@ import optax
 import pytest
 from jax import lax
 from jax.extend import core as jex
+from limited import limited
 from small_steps import at_rest, offloaded, on_device, taken_apart, trained
 
 import optax_offload as oo
 from optax_offload._ground import compat
 from optax_offload._places.step_options import Options
-from optax_offload._schedule import chain, cutting, forward, plan
+from optax_offload._schedule import plan
 from optax_offload._schedule.beside import apart, beside, in_rows
 from optax_offload._schedule.late import reduced
 from optax_offload._schedule.rest import Outer
@@ -140,8 +141,7 @@ def test_what_takes_late_results_waits():
 def test_gradients_of_a_scan_that_are_whole_are_told(returned, monkeypatch):
     """Also beside a chain, whose own scans inside of layers stack none."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 1)
+    limited(monkeypatch, segment_bytes=1, least_segments=1)
     tx = offloaded(optax.adam(1e-2))
 
     def step(params, state, x):
@@ -173,9 +173,7 @@ def test_a_scan_that_runs_again_keeps_what_it_takes():
 def test_residuals_alone_are_no_turns_beside_a_scan(scanned, monkeypatch):
     """A head that has no leaves is not cut, as what it keeps is used up at once."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", 1)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 4)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    limited(monkeypatch, segment_bytes=1, least_segments=4, least_residual_bytes=1)
 
     def loss(params, x):
         if scanned:

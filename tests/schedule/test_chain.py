@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from limited import limited
 from small_updates import update_of
 
 import optax_offload as oo
@@ -17,11 +18,7 @@ from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step
 from optax_offload._schedule import (
     Segment,
-    chain,
-    cutting,
     follow,
-    forward,
-    placing,
     ties,
 )
 from optax_offload._schedule.placing import independent
@@ -37,11 +34,9 @@ WEIGHT = (WIDTH, WIDTH)
 @pytest.fixture(autouse=True)
 def one_layer_to_a_segment(monkeypatch):
     """However small a layer is, and residuals of any size."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MATRIX_BYTES)
-    monkeypatch.setattr(cutting, "LEAST_PART", 1)
+    limited(monkeypatch, segment_bytes=MATRIX_BYTES, least_part=1)
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(forward, "LEAST_RESIDUAL_BYTES", 1)
+    limited(monkeypatch, least_segments=3, least_residual_bytes=1)
 
 
 def loss(layers, x):
@@ -127,7 +122,7 @@ def test_a_step_of_few_segments_is_not_cut(monkeypatch):
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", False)
     assert planned(loss, matrices(3), x).chain is None
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", LAYERS * MATRIX_BYTES)
+    limited(monkeypatch, segment_bytes=LAYERS * MATRIX_BYTES)
     assert planned(jax.grad(loss), matrices(), x).chain is None
 
 
@@ -324,7 +319,7 @@ def test_updates_that_need_no_other_gradient_free_theirs(monkeypatch):
 
     That a norm of all is returned keeps none of them waiting.
     """
-    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 1)
+    limited(monkeypatch, least_freed_bytes=1)
     tx, layers = adam_at_rest(), matrices(8)
 
     def step(layers, state, x):
@@ -345,7 +340,7 @@ def test_state_alone_at_rest(where, monkeypatch):
     layers = matrices(8)
     args = layers, tx.init(layers), jnp.ones((4, WIDTH))
     step = oo.jit(train_step(tx), donate_argnums=(0, 1))
-    monkeypatch.setattr(chain, "LEAST_FREED_BYTES", 3 * MATRIX_BYTES)
+    limited(monkeypatch, least_freed_bytes=3 * MATRIX_BYTES)
     found = step.schedule(*args).chain
     assert found is not None
     assert found.waiting
@@ -362,8 +357,7 @@ def test_state_alone_at_rest(where, monkeypatch):
     ]
     assert aliases == [True] * 3 * 8
     for least, part in [(8 * MATRIX_BYTES, 0), (0, 1)]:
-        monkeypatch.setattr(chain, "LEAST_FREED_BYTES", least)
-        monkeypatch.setattr(chain, "LEAST_FREED_PART", part)
+        limited(monkeypatch, least_freed_bytes=least, least_freed_part=part)
         plan = step.schedule(*args)
         assert plan.chain is None
         (reason,) = plan.reasons()
@@ -397,9 +391,8 @@ def test_much_is_loaded_by_the_turn_that_updates_it(monkeypatch):
     tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
     args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
     before, _ = cut(train_step(tx), *args)
-    monkeypatch.setattr(placing, "TURN_BYTES", 3 * MATRIX_BYTES - 1)
-    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
-    monkeypatch.setattr(ties, "LONGEST", 100)  # However short a product is.
+    limited(monkeypatch, turn_bytes=3 * MATRIX_BYTES - 1, least_tied_bytes=1)
+    limited(monkeypatch, most_products=100)  # However short a product is.
     found, _ = cut(train_step(tx), *args)
     inside, between = updated(found)
     assert sum(inside) + sum(between) == sum(map(sum, updated(before)))
@@ -418,10 +411,10 @@ def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
     """What fills a turn is on the device a few times, and no more."""
     tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
     args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
-    monkeypatch.setattr(ties, "LEAST_TIED_BYTES", 1)
+    limited(monkeypatch, least_tied_bytes=1)
 
     def most_ahead(rooms):
-        monkeypatch.setattr(placing, "TURN_ROOMS", rooms)
+        limited(monkeypatch, turn_rooms=rooms)
         found, _ = cut(train_step(tx), *args)
         return max(sum(nbytes(v.aval) for v in s.ahead) for s in found.segments)
 
@@ -623,15 +616,14 @@ def test_residuals_of_each_backward_pass_rest(layer):
 
 def test_few_layers_are_cut_however_long_a_sequence_is(monkeypatch):
     """Turns are longer only where enough of them are left."""
-    monkeypatch.setattr(cutting, "MUCH_ALIVE_BYTES", 0)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 8)
+    limited(monkeypatch, much_alive_bytes=0, least_segments=8)
 
     def segments(tokens):
         found, _ = cut(jax.grad(loss), matrices(12), jnp.ones((tokens, WIDTH)))
         return len(found.segments)
 
     assert segments(64 * WIDTH) == segments(1) >= 8
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
+    limited(monkeypatch, least_segments=3)
     assert segments(64 * WIDTH) < segments(1)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend import core as jex
 
+from optax_offload._ground import limits
 from optax_offload._ground.units import MIB
 from optax_offload._places import memory
 from optax_offload._schedule import cutting
@@ -147,9 +148,9 @@ def test_segments_of_long_sequences_are_longer():
     usual, *rooms = (
         cutting.room(filling._replace(alive=n * 2**30)) for n in (0, 1, 2, 8)
     )
-    assert rooms == [usual, round(2**30 / cutting.ALIVE_SHARE), 240 * MIB]
+    assert rooms == [usual, round(2**30 / limits.now.alive_share), 240 * MIB]
     one = of_layers(1)._replace(alive=2**40)  # No layers are found.
-    assert cutting.room(one) == cutting.MOST_ROOM * cutting.SEGMENT_BYTES
+    assert cutting.room(one) == limits.now.most_room * limits.now.segment_bytes
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,9 @@ def test_segments_of_long_sequences_are_longer():
 def test_segments_of_what_is_little_are_short(layers, part):
     """They take a part of it, down to a quarter of the usual; of much, its root."""
     filling = of_layers(layers)
-    assert cutting.room(filling) == pytest.approx(part * cutting.SEGMENT_BYTES, rel=0.1)
+    assert cutting.room(filling) == pytest.approx(
+        part * limits.now.segment_bytes, rel=0.1
+    )
 
 
 def test_segments_have_room_for_each_residual():

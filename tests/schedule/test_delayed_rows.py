@@ -11,6 +11,7 @@ import program
 import pytest
 from harness import committed, quick_of
 from jax import lax
+from limited import limited
 from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train
 
 import optax_offload as oo
@@ -22,8 +23,7 @@ from optax_offload._emit import streamed_step
 from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
-from optax_offload._program import at_rest
-from optax_offload._schedule import order, pipeline
+from optax_offload._schedule import order
 from optax_offload._step.streaming import plan_of
 
 BOUND = 32
@@ -232,8 +232,11 @@ def test_rows_are_loaded_ahead(computes_longer, monkeypatch):
     Nothing is copied within host memory, nor where updates are in parts.
     """
     pytest.importorskip("jax_plugins")
-    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(
+        monkeypatch,
+        flops_per_byte=0 if computes_longer else 1e9,
+        least_residual_rows_bytes=0,
+    )
     length = 6
     ahead, alone = compiled_at_rest(length), compiled_at_rest(length, window_bytes=64)
     loads = collections.defaultdict(list)
@@ -286,7 +289,7 @@ def test_loads_ahead_are_beside_most_products(residuals, monkeypatch):
     `out` is the fourth, and its gradient needs the products that lead through all of
     the three before it. Beside the last update are two more products, and no state.
     """
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(monkeypatch, least_residual_rows_bytes=0)
     found = loaded_ahead(residuals, monkeypatch)
     assert sorted(found[0]) == [(32, 88), (32, 88), (88, 32)]
     assert {(32, 32), (32, 96)} <= {*found[3]}
@@ -297,8 +300,11 @@ def every_row(computes_longer, monkeypatch):
     """As with the newest JAX, residuals of any size, and as long as is said."""
     for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
         monkeypatch.setattr(compat, name, True)
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
-    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    limited(
+        monkeypatch,
+        least_residual_rows_bytes=0,
+        flops_per_byte=0 if computes_longer else 1e9,
+    )
 
 
 def trained_as_plain(reverse, residuals):
@@ -347,7 +353,7 @@ def test_a_window_bounds_what_is_loaded_ahead():
 def test_a_tpu_moves_rows_in_turn(computes_longer, reverse, residuals, monkeypatch):
     """What is replaced is loaded ahead where that is hidden, and residuals always."""
     every_row(computes_longer, monkeypatch)
-    monkeypatch.setattr(pipeline, "LEAST_IN_TURN_BYTES", 0)
+    limited(monkeypatch, least_in_turn_bytes=0)
     results = streamed_step.emit.results
     monkeypatch.setattr(
         streamed_step.emit, "results", lambda *a, on_tpu: results(*a, on_tpu=True)

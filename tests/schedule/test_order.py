@@ -8,7 +8,7 @@ from jax import lax
 from small_jaxprs import load, on_device, on_host
 from small_steps import WIDTH, offloaded, taken_apart, trained
 
-from optax_offload._ground import compat
+from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import take_apart
@@ -259,7 +259,7 @@ def test_updates_in_turn_where_there_is_computation():
     _, scan, fused = planned()
     assert not ordering.updates_in_turn(scan, fused)
     bytes_each_way = sum(f.loaded_bytes for f in fused)
-    needed = ordering.FLOPS_PER_BYTE * bytes_each_way
+    needed = limits.now.flops_per_byte * bytes_each_way
     for flops, want in ((needed / 2 - 1, False), (needed / 2, True)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ordering, "flops", lambda _, n=flops: n)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from harness import committed
+from limited import limited
 from program import emitted
 
 import optax_offload as oo
@@ -16,11 +17,9 @@ from benchmarks.common.workloads import gated
 from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places import memory
-from optax_offload._program import at_rest
 from optax_offload._program.bodies import entered, of_platforms
 from optax_offload._program.graph import in_pairs
 from optax_offload._program.primitives import handed_on
-from optax_offload._schedule import order
 
 WORKLOAD = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
 CHIPS = ["GPU", "TPU"]
@@ -31,7 +30,7 @@ def every_row(monkeypatch):
     """As with the newest JAX, and residuals of any size."""
     for name in ("COPIES_AT_POSITIONS", "STORES_OVERLAP"):
         monkeypatch.setattr(compat, name, True)
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(monkeypatch, least_residual_rows_bytes=0)
 
 
 def planned(optimizer, **options):
@@ -79,7 +78,7 @@ def test_what_is_printed_is_what_is_emitted(
     chip, residuals, computes_longer, monkeypatch
 ):
     """Rows ahead and behind of each scan, by their number and their bytes."""
-    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0 if computes_longer else 1e9)
+    limited(monkeypatch, flops_per_byte=0 if computes_longer else 1e9)
     plan, step = planned(optax.identity(), residuals=residuals)
     jaxpr, text = emitted(step.jaxpr, on_tpu=chip == "TPU"), str(plan)
     loops = [moved(body) for e in jaxpr.eqns for body in entered(e)]
@@ -99,7 +98,7 @@ def test_nothing_is_stored_before_its_buffer_is_read(chip, monkeypatch):
 
     On a TPU rows that nothing is stored in place of, as residuals, are copied.
     """
-    monkeypatch.setattr(order, "FLOPS_PER_BYTE", 0)
+    limited(monkeypatch, flops_per_byte=0)
     plan, _ = planned(optax.identity(), residuals="host")
     (each,) = plan.scans
     turns = plan.turns(each, 0, on_tpu=chip == "TPU")

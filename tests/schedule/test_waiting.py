@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from small_steps import trained
 
+from optax_offload._ground import limits
 from optax_offload._places.step_options import Options
 from optax_offload._schedule import plan, waiting
 
@@ -136,7 +137,7 @@ def test_stored_where_the_link_is_faster_than_the_device(monkeypatch):
     # Stored, gradients and state cross the link after the backward pass, of `n` bytes'
     # time: n + 2 g. Computed again, it runs twice, and the state crosses it: 2 n.
     for n, way in ((2 * gradients, "recompute"), (2 * gradients + 1, "host")):
-        flops = n * waiting.FLOPS_PER_BYTE
+        flops = n * limits.now.flops_per_byte
         monkeypatch.setattr(waiting, "flops", lambda _, flops=flops: flops)
         assert waiting.cheaper(each.scan, late, found.passes) == way
 

@@ -11,11 +11,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from limited import limited
 
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
-from optax_offload._schedule import chain, cutting, segments
 from optax_offload._step import machine
 from optax_offload._step.machine import (
     GRAPHS,
@@ -142,8 +142,7 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
 def test_transfers_are_hidden_in_turns_of_layers_that_no_scan_runs(monkeypatch):
     """Their loads are in the turn before: else a compiler may wait (F83)."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", WIDTH * WIDTH * 4)
+    limited(monkeypatch, least_segments=3, segment_bytes=WIDTH * WIDTH * 4)
     step, args = args_of(unrolled)
     jitted = oo.jit(step, donate_argnums=(0, 1))
     assert jitted.schedule(*args).chain is not None
@@ -154,8 +153,7 @@ def test_many_copies_may_be_in_flight_between_turns(monkeypatch):
     """Where much is moved: two of a compiler's hold up those after them (F15)."""
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
     monkeypatch.setattr(compat, "GRAPHS_OVERLAP", True)
-    monkeypatch.setattr(chain, "LEAST_SEGMENTS", 3)
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", WIDTH * WIDTH * 4)
+    limited(monkeypatch, least_segments=3, segment_bytes=WIDTH * WIDTH * 4)
 
     def found(loss, **options):
         step, args = args_of(loss)
@@ -164,10 +162,9 @@ def test_many_copies_may_be_in_flight_between_turns(monkeypatch):
         return aot.compilers.own_options(lowered)
 
     assert found(unrolled) == ON
-    monkeypatch.setattr(segments, "MUCH_IN_ALL", 1)
+    limited(monkeypatch, much_in_all_bytes=1)
     assert found(unrolled) == ON | MANY_IN_FLIGHT
-    monkeypatch.setattr(segments, "MUCH_IN_ALL", 2**31)
-    monkeypatch.setattr(segments, "MUCH_IN_A_TURN", 1)
+    limited(monkeypatch, much_in_all_bytes=2**31, much_in_a_turn_bytes=1)
     assert found(unrolled) == ON | MANY_IN_FLIGHT
     assert found(scanned) == ON
     given = {IN_FLIGHT: 4}

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax import lax
+from limited import limited
 from scanned_models import (
     BATCH,
     DONATED,
@@ -22,7 +23,6 @@ from scanned_models import (
 import optax_offload as oo
 from benchmarks.common.differences import ulps
 from optax_offload._ground import compat
-from optax_offload._program import at_rest
 
 NOTHING = "nothing is fused into a backward pass"
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -284,7 +284,7 @@ def test_turns_that_leave_nothing_to_keep_have_a_reason():
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_step_in_another_is_planned_with_it(steps, outer, monkeypatch):
     """By the options of that, and loudly if those of the inner one differ."""
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(monkeypatch, least_residual_rows_bytes=0)
     tx = offloaded(optax.adamw(1e-2))
     params = make_params()
     state = tx.init(params)

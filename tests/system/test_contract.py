@@ -18,11 +18,11 @@ from harness import (
     plain,
     run_updates,
 )
+from limited import limited
 from optimizers import INSIDE, OUTSIDE
 
 import optax_offload as oo
 from optax_offload._ground import compat
-from optax_offload._schedule import group_slices
 
 # Bits are compared as users compile; what is as near as rounding goes, with fewer
 # optimizations, which takes a quarter of the time.
@@ -82,7 +82,7 @@ def rank_promotion():
 @pytest.fixture(autouse=True)
 def two_parts(monkeypatch):
     """Small leaves are loaded one after the other too, as large ones are."""
-    monkeypatch.setattr(group_slices, "LEAST_PART_BYTES", 0)
+    limited(monkeypatch, least_apart_bytes=0)
 
 
 def assert_same(name, got, want, exceptions=EXCEPTIONS):

@@ -11,6 +11,7 @@ import program
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from limited import limited
 
 import optax_offload as oo
 from benchmarks.common.steps import MODES, OURS, compile_step
@@ -18,7 +19,6 @@ from benchmarks.common.workloads import decoder, gated
 from optax_offload import aot
 from optax_offload._ground import compat
 from optax_offload._ground.units import MIB
-from optax_offload._schedule import cutting
 from optax_offload.aot import _dataflow, _hlo
 
 TARGETS = {"tpu": "v5e:2x2", "gpu": "h100:4"}
@@ -285,7 +285,7 @@ def of_a_python_loop(optimizer, **options):
 @pytest.mark.xdist_group("tpu")
 def test_replicated_parameters_of_a_python_loop(monkeypatch):
     """A norm's scale rests on the host beside sharded matrices (F85)."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
+    limited(monkeypatch, segment_bytes=MIB // 2)
     assert aot.host_computations(of_a_python_loop(OURS)) == ()
 
 
@@ -295,7 +295,7 @@ def test_replicated_parameters_of_a_python_loop(monkeypatch):
 @pytest.mark.xdist_group("tpu")
 def test_gradients_that_wait_are_sharded_like_their_state(monkeypatch):
     """Else slices of both do not compile in Auto mode (F89)."""
-    monkeypatch.setattr(cutting, "SEGMENT_BYTES", MIB // 2)
+    limited(monkeypatch, segment_bytes=MIB // 2)
     in_slices = functools.partial(OURS, window_bytes=10**6)
     compiled = of_a_python_loop(in_slices, late_gradients="host")
     assert aot.host_computations(compiled) == ()

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from harness import committed, extra_args, gradient, plain
+from limited import limited
 from low_bit_cases import BOUNDS, described, distance, encoded_leaves
 from low_bit_cases import make_params as make_encoded_params
 from optimizers import INSIDE
@@ -26,7 +27,6 @@ import optax_offload as oo
 from benchmarks.common.differences import ulps
 from optax_offload._low_bit import known_fields
 from optax_offload._places import memory
-from optax_offload._program import at_rest
 
 # In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
 # clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
@@ -172,7 +172,7 @@ def said_of(name, way):
 )
 def test_five_steps(name, way, monkeypatch):
     """Values, memory kinds, compilations, and what the schedule says is fused."""
-    monkeypatch.setattr(at_rest, "LEAST_RESIDUAL_BYTES", 0)
+    limited(monkeypatch, least_residual_rows_bytes=0)
     way = WAYS[way]
     tx = offloaded(INSIDE[name]()) if way.host else INSIDE[name]()
     jit = functools.partial(oo.jit, **way.options) if way.fused else jax.jit
