@@ -37,8 +37,8 @@ from optax_offload._program import (
     check_pairs,
     entered,
     lower,
+    primitive,
     shardings,
-    transform_as,
     variables,
     with_bodies,
 )
@@ -112,10 +112,17 @@ def _called(
         plan = dataclasses.replace(plan, step=step)
     known = {v: x for v, x in given.items() if v not in traced}
     what = _Call(plan, (*program.invars, *given), known, sharded)
-    if plan.is_streamed or step.moves_rows:
-        jaxpr = with_transfer(step.jaxpr) if plan.stores else step.jaxpr
-        return _step.bind(*values, *given.values(), jaxpr=jaxpr, what=what)
-    return _plain(*values, *given.values(), jaxpr=step.jaxpr)
+    jaxpr, operands = step.jaxpr, (*values, *given.values())
+    if not (plan.is_streamed or step.moves_rows):
+        return jax.core.eval_jaxpr(jaxpr, [*given.values()], *values)
+    if plan.stores:
+        jaxpr = with_transfer(jaxpr)
+    jaxpr = jaxpr.replace(
+        constvars=[],
+        invars=[*jaxpr.invars, *jaxpr.constvars],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return _step.bind(*operands, jaxpr=jex.ClosedJaxpr(jaxpr, []), what=what)
 
 
 def _with_steps_inside(
@@ -206,16 +213,6 @@ def _check_positions(ctx: mlir.LoweringRuleContext) -> None:
         )
 
 
-def _types(*_: Any, jaxpr: jex.Jaxpr, **__: Any) -> Any:
-    return [a.aval for a in jaxpr.outvars], jaxpr.effects
-
-
-def _plain(*given: Any, jaxpr: jex.Jaxpr, **_: Any) -> list[Any]:
-    """The step as it was."""
-    count = len(jaxpr.invars)
-    return jax.core.eval_jaxpr(jaxpr, given[count:], *given[:count])
-
-
 def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) -> Any:
     plan, operands = what.plan, what.operands
     found = arguments(ctx, given)
@@ -239,12 +236,6 @@ def _lower(ctx: mlir.LoweringRuleContext, *given: Any, what: _Call, **_: Any) ->
     return lower(ctx, fn, found, given)
 
 
-_step = jex.Primitive("streamed_step")
-_step.multiple_results = True
-# With `jax_remat3` and `jax_custom_vjp3` its body has primitives that JAX lowers when
-# it binds them, which is when the step is lowered.
-_step.is_high = lambda *_, **__: False
-_step.def_effectful_abstract_eval(_types)
+_step = primitive("streamed_step")
 # Not as a function of its own, in which nothing would be an argument of the program.
 mlir.register_lowering(_step, _lower, cacheable=False)
-transform_as(_step, _plain)

@@ -23,9 +23,9 @@ from optax_offload._program.call import (
     called,
     equation_of,
     offloaded_update,
-    transform_as,
 )
 from optax_offload._program.conds import selections
+from optax_offload._program.equations import primitive, transform_as
 from optax_offload._program.flops import flops_of, flops_of_jaxpr
 from optax_offload._program.frozen_gradients import gradients_of_codes
 from optax_offload._program.graph import (
@@ -152,6 +152,7 @@ __all__ = [
     "of_values",
     "offloaded_update",
     "ordered",
+    "primitive",
     "read",
     "resting_scan",
     "returning",

@@ -13,7 +13,6 @@ tangents that are written into buffers that are none.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -26,6 +25,7 @@ from jax.interpreters import ad, batching
 from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._program.build import Builder
+from optax_offload._program.equations import batched_as, jvp_as, plain, primitive
 from optax_offload._program.graph import Atom, bound, evaluate, read
 from optax_offload._program.keys import Places, key_data
 from optax_offload._program.lowered import Argument
@@ -208,83 +208,6 @@ def _closed(update: Update) -> tuple[Update, list[Any]]:
     return update, [*traced.values()]
 
 
-def _types(*_: Any, jaxpr: jex.ClosedJaxpr, **__: Any) -> Any:
-    return jaxpr.out_avals, jaxpr.jaxpr.effects
-
-
-def run_now(
-    primitive: jex.Primitive, meaning: Callable[..., list[Any]]
-) -> Callable[..., list[Any]]:
-    """The rule that evaluates an equation outside of `jax.jit`: compiled, as a whole.
-
-    Its own equations run one by one where jit is disabled, where JAX calls a function
-    again to say which equation makes a NaN (`jax_debug_nans`), and where all is on the
-    device.
-
-    Args:
-      primitive: The primitive of the equation.
-      meaning: What it means, given its operands and parameters.
-    """
-
-    def now(*data: Any, **params: Any) -> list[Any]:
-        def once(*data: Any) -> list[Any]:
-            compiled = memory.is_traced(data) and not memory.as_on_device.value
-            return (primitive.bind if compiled else meaning)(*data, **params)
-
-        return jax.jit(once)(*data)
-
-    return now
-
-
-def transform_as(primitive: jex.Primitive, meaning: Callable[..., list[Any]]) -> None:
-    """Has JAX transform an equation as what it means.
-
-    Args:
-      primitive: The primitive of the equation.
-      meaning: What it means, given its operands and parameters.
-    """
-
-    def closed(*types: Any, **params: Any) -> jex.ClosedJaxpr:
-        return jax.make_jaxpr(functools.partial(meaning, **params))(*types)
-
-    primitive.def_impl(run_now(primitive, meaning))
-    batching.primitive_batchers[primitive] = functools.partial(_batched_as, meaning)
-    ad.primitive_jvps[primitive] = functools.partial(_jvp_as, meaning)
-    compat.check_inside(primitive, closed)
-
-
-def _batched_as(
-    meaning: Callable[..., list[Any]],
-    given: Sequence[Any],
-    dims: Sequence[Any],
-    **params: Any,
-) -> Any:
-    one = functools.partial(meaning, **params)
-    results = jax.vmap(one, in_axes=tuple(dims))(*given)
-    return results, [0] * len(results)
-
-
-def _jvp_as(
-    meaning: Callable[..., list[Any]],
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    **params: Any,
-) -> Any:
-    # No tangents are made of values that have none.
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-
-    def of(*values: Any) -> list[Any]:
-        moved = bound(moving, values)
-        given = [moved.get(i, x) for i, x in enumerate(primals)]
-        return meaning(*given, **params)
-
-    return jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
-
-
-def _plain(*data: Any, jaxpr: jex.ClosedJaxpr, **_: Any) -> list[Any]:
-    return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *data)
-
-
 def _batched(data: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """The update of a population is one whose batch axis leads in every leaf.
 
@@ -292,7 +215,7 @@ def _batched(data: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
     """
     what: Call = params["what"]
     if what.caller.again is None:
-        return _batched_as(_plain, data, dims, **params)
+        return batched_as(plain, data, dims, **params)
     size = next(x.shape[d] for x, d in zip(data, dims, strict=True) if d is not None)
     data = [
         x if d in (None, 0) else jnp.moveaxis(x, d, 0)
@@ -314,7 +237,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Streamed, with tangents beside it, on the device as a whole."""
     what: Call = params["what"]
     if what.caller.again is None:
-        return _jvp_as(_plain, primals, tangents, **params)
+        return jvp_as(plain, primals, tangents, **params)
     values = offloaded_update.bind(*primals, **params)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     on_device = [memory.transfer(x, "device") for x in primals]
@@ -350,10 +273,6 @@ def _beside(tangent: Any, primal: Any) -> Any:
     return memory.transfer(forward, memory.kind_of_type(aval))
 
 
-offloaded_update = jex.Primitive("offloaded_update")
-offloaded_update.multiple_results = True
-offloaded_update.def_impl(run_now(offloaded_update, _plain))
-offloaded_update.def_effectful_abstract_eval(_types)
+offloaded_update = primitive("offloaded_update")
 batching.primitive_batchers[offloaded_update] = _batched
 ad.primitive_jvps[offloaded_update] = _jvp
-compat.check_inside(offloaded_update, lambda *_, jaxpr, **__: jaxpr)
