@@ -14,18 +14,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload._ground import compat, limits, trees
 from optax_offload._places import memory
 from optax_offload._program import (
-    Call,
     MadeOf,
-    Places,
     Program,
-    Update,
     apart,
     bound,
     called,
@@ -33,7 +29,6 @@ from optax_offload._program import (
     described,
     dtype,
     entered,
-    equation_of,
     flatten,
     handed_on,
     has_update,
@@ -387,30 +382,17 @@ class _Search:
         positions = sorted({i for each in some for i in each.positions})
         takes = dict.fromkeys(each.source for each in some)
         takes |= dict.fromkeys(v for each in some for v in each.takes)
-        empty = Program([], {}, [], [], program.debug_info)
-        grown = Grown(Update(empty, (), ()), [])
-        grown.follow([program.equations[i] for i in positions], {}, list(takes))
+        grown = Grown.of(program, positions, takes)
         for k, each in enumerate(some):
             before = self._made[each.source].output
             grown.outvars += grown.read_all([each.result])
             grown.outputs.append(dataclasses.replace(before, alias=k, like=None))
-        update = grown.update()
-        update = update.with_inputs_on_host(
-            [i for i, v in enumerate(takes) if v in self._made]
-        )
+        grown.load(self._made)
         caller = self._made[some[0].source].caller
-        paths = {self._made[each.source].output.path: 0 for each in some}
-        others = [0] * (len(takes) - len(some))
-        what = Call(
-            update,
-            dataclasses.replace(caller, check=lambda *_: None, planned={}),
-            jax.tree.structure(((), paths, others)),
-            jax.tree.structure(((), paths)),
-            Places({}),
-            Places({}),
-        )
+        caller = dataclasses.replace(caller, check=lambda *_: None, planned={})
+        paths = [self._made[each.source].output.path for each in some]
         last = program.equations[positions[-1]]
-        return equation_of(what, last, list(takes), [each.result for each in some])
+        return grown.equation(caller, paths, last, [each.result for each in some])
 
 
 def _alike(v: jex.Var, of: jex.Var) -> bool:

@@ -1,9 +1,9 @@
-"""An update that grows by equations of the step that follow it."""
+"""An update that grows by equations of the step, or that these alone are."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,8 +15,10 @@ from optax_offload._program import (
     Atom,
     Builder,
     Call,
+    Caller,
     Input,
     Places,
+    Program,
     Update,
     bound,
     equation_of,
@@ -26,7 +28,7 @@ from optax_offload._program import (
 
 
 class Grown:
-    """An update that grows by equations of the step that follow it.
+    """An update that grows by equations of the step.
 
     Attributes:
       operands: The operands that the step gives it.
@@ -36,11 +38,66 @@ class Grown:
 
     def __init__(self, update: Update, operands: Sequence[Atom]):
         self._update, self.operands = update, list(operands)
+        self._at: dict[Atom, int] = {}
+        for i, v in enumerate(self.operands):
+            if isinstance(v, jex.Var):
+                self._at.setdefault(v, i)
         program = update.program
         self._inputs, self._invars = list(update.inputs), list(program.invars)
         self.outputs, self.outvars = list(update.outputs), list(program.outvars)
         self._builder = Builder(program.constants)
         self._builder.equations += program.equations
+
+    @classmethod
+    def of(
+        cls, program: Program, positions: Iterable[int], takes: Iterable[jex.Var]
+    ) -> Grown:
+        """An update that is equations of a step, and has no results yet.
+
+        Args:
+          program: The step.
+          positions: The equations.
+          takes: What they take of the step.
+        """
+        empty = Program([], {}, [], [], program.debug_info)
+        grown = cls(Update(empty, (), ()), [])
+        grown.follow([program.equations[i] for i in positions], {}, list(takes))
+        return grown
+
+    def equation(
+        self,
+        caller: Caller,
+        paths: Collection[str],
+        like: jex.JaxprEqn,
+        results: Sequence[jex.Var],
+    ) -> jex.JaxprEqn:
+        """The equation of an update that is equations of a step.
+
+        Args:
+          caller: Whose update it is.
+          paths: The paths of the state that it has to itself: these are its first
+            operands, and its results. Empty where nobody asks for them.
+          like: An equation in whose place it is.
+          results: The results.
+        """
+        state: Any = dict.fromkeys(paths, 0)
+        others = [0] * (len(self.operands) - len(state))
+        what = Call(
+            self.update(),
+            caller,
+            jax.tree.structure(((), state, others)),
+            jax.tree.structure(((), state or [0] * len(results))),
+            Places({}),
+            Places({}),
+        )
+        return equation_of(what, like, self.operands, list(results))
+
+    def load(self, some: Container[Atom]) -> None:
+        """Has operands come from host memory: these, and no others."""
+        self._inputs = [
+            dataclasses.replace(x, on_host=a in some)
+            for x, a in zip(self._inputs, self.operands, strict=True)
+        ]
 
     def update(self) -> Update:
         """The update as it is now."""
@@ -91,11 +148,12 @@ class Grown:
 
     def input(self, x: jex.Var) -> int:
         """The position of the input that a variable of the step is, maybe a new one."""
-        if x not in self.operands:
+        if x not in self._at:
+            self._at[x] = len(self.operands)
             self.operands.append(x)
             self._invars.append(jex.Var(memory.device_type(x.aval)))
             self._inputs.append(Input(memory.on_host(x.aval)))
-        return self.operands.index(x)
+        return self._at[x]
 
 
 class GrownCall(NamedTuple):

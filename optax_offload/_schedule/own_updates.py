@@ -12,20 +12,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-import jax
 from jax.extend import core as jex
 
 from optax_offload._ground import compat
 from optax_offload._program import (
-    Call,
     Caller,
     Output,
-    Places,
     Program,
-    Update,
     called,
     dependents,
-    equation_of,
     flatten,
     is_transfer,
     ordered,
@@ -203,12 +198,9 @@ def _update_of(
     """
     positions = sorted({i for x in made for i in x.positions})
     takes = dict.fromkeys(v for x in made for v in x.takes)
-    empty = Program([], {}, [], [], program.debug_info)
-    grown = Grown(Update(empty, (), ()), [])
     inside = {v for i in positions for v in program.equations[i].outvars}
     again = {i for x in made for i in x.again}
-    some = sorted(again.union(positions))
-    grown.follow([program.equations[i] for i in some], {}, list(takes))
+    grown = Grown.of(program, sorted(again.union(positions)), takes)
     argument = {x.result: x.argument for x in made}
     results = [v for v in dict.fromkeys(variables(program.outvars)) if v in inside]
     left = {*program.invars}.intersection(takes).difference(argument.values())
@@ -224,20 +216,10 @@ def _update_of(
     for v in kept:
         grown.outvars += grown.read_all([v])
         grown.outputs.append(Output("kept", "device", None, is_update=False))
-    update = grown.update().with_inputs_on_host(
-        [i for i, a in enumerate(grown.operands) if a in argument.values()]
-    )
-    what = Call(
-        update,
-        Caller(None, lambda *_: None, None),
-        jax.tree.structure(([0] * len(grown.operands),)),
-        jax.tree.structure(((), [0] * len(grown.outvars))),
-        Places({}),
-        Places({}),
-    )
+    grown.load({*argument.values()})
+    caller = Caller(None, lambda *_: None, None)
     last = program.equations[positions[-1]]
-    results += kept.values()
-    return equation_of(what, last, list(grown.operands), results), kept
+    return grown.equation(caller, (), last, [*results, *kept.values()]), kept
 
 
 def _nearest(program: Program, v: jex.Var, some: Set[Any]) -> jex.Var | None:
