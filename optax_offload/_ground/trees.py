@@ -122,6 +122,12 @@ def encoded_leaf(path: str) -> str | None:
     return leaf if leaf and is_part else None
 
 
+def matches(regex: re.Pattern[str], path: str) -> bool:
+    """Returns whether a pattern matches the path of a leaf, or what it is a part of."""
+    leaf = encoded_leaf(path)
+    return bool(regex.fullmatch(path) or (leaf and regex.fullmatch(leaf)))
+
+
 def leaves_with_paths(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its path."""
     flat, _ = flatten_with_path(tree)

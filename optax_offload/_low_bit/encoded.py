@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -42,6 +44,8 @@ class Encoded:
     step: Any
 
     def __init__(self, codec: Codec, dtype: Any, parts: Sequence[Any]):
+        if "flax.serialization" in sys.modules:
+            _tell(sys.modules["flax.serialization"])
         self.codec, self.dtype = codec, dtype
         self.scales = self.tops = self.step = None
         for name, part in zip(codec.parts, parts, strict=True):
@@ -136,6 +140,34 @@ class Encoded:
         """As `jax.tree_util.register_pytree_with_keys_class` has it."""
         codec, dtype = aux
         return cls(codec, dtype, children)
+
+
+@functools.cache
+def _tell(serialization: Any) -> None:
+    """Has `flax.serialization` save an encoded leaf as the parts that it has.
+
+    It takes any type that it does not know for a leaf, and can save no such leaf.
+    """
+    serialization.register_serialization_state(
+        Encoded, _as_dict, _from_dict, override=True
+    )
+
+
+def _as_dict(x: Encoded) -> dict[str, Any]:
+    parts, _ = x.tree_flatten_with_keys()
+    return {key.name: part for key, part in parts}
+
+
+def _from_dict(like: Encoded, saved: Any) -> Encoded:
+    names = [*_as_dict(like)]
+    if not isinstance(saved, dict) or sorted(saved) != sorted(names):
+        found = sorted(saved) if isinstance(saved, dict) else type(saved).__name__
+        raise ValueError(
+            f"{like!r} has the parts {', '.join(names)}; what was saved is {found}. "
+            "Restore it into a tree of the form that was saved, and give the result to "
+            "oo.place with the new rules"
+        )
+    return Encoded(like.codec, like.dtype, [saved[name] for name in names])
 
 
 def is_encoded(x: Any) -> bool:

@@ -313,7 +313,7 @@ def set_memory_kind(
     check_memory_kind(memory_kind)
     flat, treedef = trees.flatten_with_path(tree)
     leaves = [(trees.path_string(keys), leaf) for keys, leaf in flat]
-    chosen = [(path, x) for path, x in leaves if regex.fullmatch(path)]
+    chosen = [(path, x) for path, x in leaves if trees.matches(regex, path)]
     if not chosen:
         paths = [path for path, _ in leaves]
         raise ValueError(trees.no_match_message(regex, paths))
@@ -332,7 +332,7 @@ def set_memory_kind(
             "optax_offload.reload_states"
         )
     retyped = [
-        _retype(path, x, memory_kind) if regex.fullmatch(path) else x
+        _retype(path, x, memory_kind) if trees.matches(regex, path) else x
         for path, x in leaves
     ]
     return jax.tree_util.tree_unflatten(treedef, retyped)

@@ -178,9 +178,7 @@ class Rule:
 
         A part of an encoded leaf is matched by what matches the leaf.
         """
-        regex = self._compiled
-        leaf = trees.encoded_leaf(path)
-        return bool(regex.fullmatch(path) or (leaf and regex.fullmatch(leaf)))
+        return trees.matches(self._compiled, path)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,6 +51,11 @@ def chain(
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
+    if _is_updated_twice(beside.nodes):
+        return (
+            "layers that no scan runs are not cut into turns: an update takes state "
+            "that another one in the step makes. Several steps in a lax.scan are cut"
+        )
     found = _Cut(step, beside, asked.residuals == "host")
     # Where scans have theirs overlapped, those of updates would be at once, too (F01).
     scans = any(node.in_turns for node in beside.nodes)
@@ -73,6 +78,16 @@ def chain(
         )
     waiting = found.waiting(on_host=on_host)
     return found.chain(on_tpu, waiting)
+
+
+def _is_updated_twice(nodes: Iterable[Outer]) -> bool:
+    """Returns whether an update takes what rests because another one has made it."""
+    made: set[jex.Var] = set()
+    for left in (node.left for node in nodes if node.left):
+        if not made.isdisjoint(variables(left.operands)):
+            return True
+        made.update(v for v in left.results if memory.on_host(v.aval))
+    return False
 
 
 def is_small(step: Step, asked: Options, elsewhere: Collection[jex.Var]) -> bool:

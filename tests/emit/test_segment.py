@@ -730,3 +730,35 @@ def test_what_is_read_and_written_in_a_turn_is_not_copied(monkeypatch):
     peaks = [aot.peak(program) for program in (before, after)]
     assert peaks[1].peak_bytes < peaks[0].peak_bytes - 8 * MIB
     assert peaks[1].host_temporary_bytes == peaks[0].host_temporary_bytes
+
+
+@pytest.mark.parametrize("inner", [optax.adam(1e-2, eps=1e-3), optax.sgd(1e-2, 0.9)])
+def test_two_updates_of_the_same_state(inner):
+    """They are not cut into turns; several in a scan are."""
+    tx = all_of(inner)
+    one, want = step_of(plain, tx), step_of(plain, inner)
+
+    def twice(step):
+        def both(params, state, x):
+            return step(*step(params, state, x)[:2], x)
+
+        return both
+
+    x = jax.random.normal(jax.random.key(2), (4, WIDTH))
+    params = parameters()
+    at_rest = oo.set_memory_kind(
+        jax.tree.map(jnp.copy, params), "layers/.*", "pinned_host"
+    )
+    state = tx.init(at_rest)
+    step = oo.jit(twice(one), donate_argnums=(0, 1))
+    plan = step.schedule(at_rest, state, x)
+    assert plan.chain is None
+    assert any("takes state that another one" in line for line in plan.reasons())
+    got = step(at_rest, state, x)
+    expected = jax.jit(twice(want))(params, inner.init(params), x)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+        got,
+        expected,
+    )
+    oo.memory_report(got[1], oo.Rule(".*", min_bytes=0)).check()

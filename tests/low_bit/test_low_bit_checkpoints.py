@@ -286,3 +286,21 @@ def test_codes_are_not_taken_for_others(tmp_path):
             template = jax.tree.map(ocp.utils.to_shape_dtype_struct, of)
             restored = checkpointer.restore(tmp_path / name, template)
             assert bits(oo.low_bit_decode(restored)) == bits(oo.low_bit_decode(of))
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_flax_saves_codes_and_scales(place):
+    """As it saves arrays; what has other codes is an error, which says how to go on."""
+    serialization = pytest.importorskip("flax.serialization")
+    state = state_of("int8", place)
+    template = oo.eval_shape(transformation("int8", place).init, params_on(1))
+    loaded = serialization.from_bytes(template, serialization.to_bytes(state))
+    placed = oo.place(loaded, template)
+    assert_where(placed, template)
+    assert bits(placed) == bits(state)
+    other = serialization.to_bytes(state_of("bfloat16", place))
+    with pytest.raises(ValueError, match=r"codes_int8, scales; what was saved is \["):
+        serialization.from_bytes(template, other)
+    plain = serialization.to_bytes(oo.low_bit_decode(state))
+    with pytest.raises(ValueError, match=r"what was saved is ndarray\..*oo\.place"):
+        serialization.from_bytes(template, plain)

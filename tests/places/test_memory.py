@@ -79,6 +79,18 @@ def test_nothing_matches():
         oo.set_memory_kind({"nu": jnp.ones(1)}, "nuu", "pinned_host")
 
 
+def test_a_pattern_matches_an_encoded_leaf():
+    """By its own path, which moves all its parts, and by theirs, as rules do."""
+    made = oo.place({"w": jnp.ones((256, 512))}, oo.Rule("w", "device", codec="nf4"))
+    for pattern, kinds in [("w", 2 * ["pinned_host"]), ("w/s.*", ["device", "pinned"])]:
+        moved = oo.set_memory_kind(made, pattern, "pinned_host")
+        parts = jax.tree.leaves(moved)
+        assert all(
+            x.sharding.memory_kind.startswith(kind)
+            for x, kind in zip(parts, kinds, strict=True)
+        )
+
+
 def test_unknown_kind():
     """The kinds there are."""
     with pytest.raises(ValueError, match="memory_kind is 'host'; it must be 'pinned"):

@@ -96,7 +96,7 @@ def test_trees_keep_their_type():
     tree = {"w": X}
     assert_type(oo.set_memory_kind(tree, "w", "pinned_host"), dict[str, jax.Array])
     assert_type(oo.offload_states(tree, donate=False), dict[str, jax.Array])
-    assert_type(oo.place(tree, "w"), dict[str, jax.Array])
+    assert_type(oo.place(tree, oo.Rule("w", min_bytes=0)), dict[str, jax.Array])
 
 
 def test_names_are_literals():
