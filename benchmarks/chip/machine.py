@@ -20,7 +20,7 @@ from benchmarks.common.steps import digest_of
 from optax_offload import aot
 from optax_offload._machine import Here
 from optax_offload._machine.devices import chip_of
-from optax_offload._machine.findings import Facts
+from optax_offload._machine.findings import MachineFacts
 
 PACKAGES = [
     *("jax", "jaxlib", "jax-cuda13-pjrt", "jax-cuda12-pjrt", "libtpu"),
@@ -34,7 +34,7 @@ HOST_SHARE = 0.85
 def describe() -> dict[str, Any]:
     """All of it but the commit; takes the device, so it is asked in a process alone."""
     device = jax.devices()[0]
-    facts = Facts(Here())
+    facts = MachineFacts(Here())
     driver = facts.accelerators[0].driver if facts.accelerators else ""
     limits = facts.limits.values()
     return {
@@ -64,7 +64,7 @@ def target_of(device_kind: str) -> str | None:
     return None if chip is None else chip.name
 
 
-def memory_bytes(device: Any, facts: Facts) -> int:
+def memory_bytes(device: Any, facts: MachineFacts) -> int:
     """What the device has; of a CPU, which does not say, what a toy may have."""
     if facts.accelerators and facts.accelerators[0].memory_bytes:
         return facts.accelerators[0].memory_bytes
@@ -76,12 +76,12 @@ def memory_bytes(device: Any, facts: Facts) -> int:
 
 def free_bytes() -> int:
     """What is left of the host's memory."""
-    return Facts(Here()).free_bytes or 0
+    return MachineFacts(Here()).free_bytes or 0
 
 
 def processors_of_nodes() -> dict[int, list[int]]:
     """The processors of each NUMA node; a node may have none."""
-    nodes = Facts(Here()).nodes
+    nodes = MachineFacts(Here()).nodes
     return {number: sorted(node.processors) for number, node in nodes.items()}
 
 

@@ -25,7 +25,7 @@ from optax_offload._program import (
     key_data,
     sharding_of,
 )
-from optax_offload._schedule import Group, Loop, Part, Target
+from optax_offload._schedule import Group, Loop, Part, Written
 
 T = TypeVar("T")
 Env = Mapping[jex.Var, Any]
@@ -186,7 +186,7 @@ class _Loop:
         }
         return [v for v, x in self._env.items() if v not in replaced and jnp.ndim(x)]
 
-    def _buffer(self, t: Target) -> Any:
+    def _buffer(self, t: Written) -> Any:
         """Returns the buffer of an output: if possible, its input."""
         if t.sum is not None:
             return sums.identity(self.program, t.sum)
@@ -315,7 +315,7 @@ class _Slice:
         replaced = v in self._buffers
         return Rest(axis=axis, layout=v.aval, like=like, replaced=replaced)
 
-    def _target(self, t: Target) -> Rest:
+    def _target(self, t: Written) -> Rest:
         update, v = self._loop.update, self._loop.program.outvars[t.output]
         rest = rest_of(update, t.output, self._loop.sharded, t.alias, self._axis(v))
         of_codes = update.outputs[t.output].holds_codes

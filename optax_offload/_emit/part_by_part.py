@@ -12,7 +12,7 @@ from jax.extend import core as jex
 
 from optax_offload._emit.moves import Rest, rows_of, with_rows
 from optax_offload._places import memory
-from optax_offload._schedule import Fused, Place
+from optax_offload._schedule import Fused, Parted
 
 
 def run(
@@ -38,7 +38,7 @@ def run(
     parts = fused.parts
     assert parts is not None
 
-    def loaded(place: Place, offset: int) -> Any:
+    def loaded(place: Parted, offset: int) -> Any:
         v = place.variable
         if v in rows:
             return _cut(place, rows[v], None, offset, parts.size)
@@ -58,7 +58,7 @@ def run(
             buffers[v] = _with_part(place, buffers[v], rest.stored(value), i, offset)
 
 
-def _cut(place: Place, x: Any, row: Any, offset: int, size: int) -> Any:
+def _cut(place: Parted, x: Any, row: Any, offset: int, size: int) -> Any:
     """The part of a row; of a row alone where it is None."""
     if row is None or place.rows is None:
         if place.part is None:
@@ -70,7 +70,7 @@ def _cut(place: Place, x: Any, row: Any, offset: int, size: int) -> Any:
     return rows_of(rows, at, 1, place.rows)
 
 
-def _with_part(place: Place, x: Any, part: Any, row: Any, offset: int) -> Any:
+def _with_part(place: Parted, x: Any, part: Any, row: Any, offset: int) -> Any:
     """A value with the part of a row in its place."""
     assert place.rows is not None
     assert place.part is not None
@@ -80,7 +80,9 @@ def _with_part(place: Place, x: Any, part: Any, row: Any, offset: int) -> Any:
     return _reshaped(rows, x.shape, x)
 
 
-def _as_rows(place: Place, x: Any, row: Any, offset: int, size: int) -> tuple[Any, Any]:
+def _as_rows(
+    place: Parted, x: Any, row: Any, offset: int, size: int
+) -> tuple[Any, Any]:
     """A value with its parts as rows, and the position of one: along one axis.
 
     A TPU's compiler takes a slice of host memory along one axis only.

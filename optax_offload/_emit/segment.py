@@ -31,7 +31,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import Outer, RemainingUpdate, Row, Segment, Tie
+from optax_offload._schedule import Outer, RemainingUpdate, Segment, StackRow, Tie
 
 Values = Mapping[jex.Var, Any]
 
@@ -60,7 +60,7 @@ class Before(NamedTuple):
     sharded: Mapping[jex.Var, Sharded]
     fills: Iterator[int]
     zero: Any
-    rows: Mapping[jex.Var, Row]
+    rows: Mapping[jex.Var, StackRow]
     stacks: Values
 
 
@@ -324,7 +324,7 @@ def _resting(v: jex.Var, before: Before) -> Any:
     return before.stacks[row.stack] if row else before.resting[v]
 
 
-def _stack(row: Row, before: Before) -> Any:
+def _stack(row: StackRow, before: Before) -> Any:
     """The stack of a row; as rows are stored in it, nothing fills it (F87)."""
     if row.stack in before.stacks:
         return before.stacks[row.stack]

@@ -56,8 +56,8 @@ class Pure:
     """A function that is given NNX objects, as one of values.
 
     Attributes:
-      of_values: The function of `Split` objects. It returns what became of those in
-        each argument, and its result.
+      of_values: The function of `SplitObject` objects. It returns what became of those
+        in each argument, and its result.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class _Paths(tuple[str, ...]):
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Split:
+class SplitObject:
     """An NNX object, as a node of a tree.
 
     Attributes:
@@ -289,7 +289,7 @@ class Split:
         return self.values, (self.graph, self.paths)
 
     @classmethod
-    def tree_unflatten(cls, of: Any, values: Any) -> Split:
+    def tree_unflatten(cls, of: Any, values: Any) -> SplitObject:
         """Makes a node."""
         graph, paths = of
         return cls(graph, paths, [*values])
@@ -318,10 +318,10 @@ def _is_object(x: Any) -> bool:
 
 
 def _is_split(x: Any) -> bool:
-    return isinstance(x, Split)
+    return isinstance(x, SplitObject)
 
 
-def _nodes(tree: Any) -> list[Split]:
+def _nodes(tree: Any) -> list[SplitObject]:
     return [*filter(_is_split, jax.tree.leaves(tree, is_leaf=_is_split))]
 
 
@@ -345,14 +345,14 @@ def _split(context: Any, tree: Any, left: Callable[[Any], Any] = lambda x: x) ->
         values = [
             v.get_raw_value() if isinstance(v, variables) else v for v in flat.leaves
         ]
-        return Split(graph, paths, [*map(left, values)])
+        return SplitObject(graph, paths, [*map(left, values)])
 
     return jax.tree.map(split, tree, is_leaf=_is_object)
 
 
 def _merged(context: Any, tree: Any, given: Sequence[Any] = ()) -> Any:
     def merge(x: Any) -> Any:
-        if not isinstance(x, Split):
+        if not isinstance(x, SplitObject):
             return x
         values = [given[v.position] if isinstance(v, _Kept) else v for v in x.values]
         return context.unflatten(x.graph, values)

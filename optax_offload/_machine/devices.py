@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from optax_offload import _plan
 from optax_offload._ground.units import GIB, size_text
-from optax_offload._machine.findings import Facts, Finding
+from optax_offload._machine.findings import Finding, MachineFacts
 from optax_offload.aot import CHIPS, GPUS_PER_HOST, Chip, Target
 
 _INSTALL = "docs.jax.dev/en/latest/installation.html"
@@ -46,7 +46,7 @@ _GRIDS_OF_HOSTS = {
 }
 
 
-def about_devices(facts: Facts) -> Iterator[Finding]:
+def about_devices(facts: MachineFacts) -> Iterator[Finding]:
     """The findings about the devices."""
     yield _devices(facts)
     yield _versions(facts)
@@ -56,7 +56,7 @@ def about_devices(facts: Facts) -> Iterator[Finding]:
             yield _link(facts)
 
 
-def about_fit(facts: Facts) -> Finding:
+def about_fit(facts: MachineFacts) -> Finding:
     """The finding about what `optax-offload fit` would assume of this machine."""
     topic = "fit"
     if not facts.has_somewhere_to_offload:
@@ -95,7 +95,7 @@ def about_fit(facts: Facts) -> Finding:
     return Finding(topic, "good" if exact else "note", seen, means, lines)
 
 
-def target_of(facts: Facts) -> tuple[Target | None, bool]:
+def target_of(facts: MachineFacts) -> tuple[Target | None, bool]:
     """The target that stands for this machine's devices, and whether it is theirs."""
     chip, exact = chip_of(facts.device_name)
     if chip is None:
@@ -139,7 +139,7 @@ def _fit(target: str, options: str = "") -> str:
     return f"optax-offload fit my_steps:make_step --target {target}{options}"
 
 
-def _devices(facts: Facts) -> Finding:
+def _devices(facts: MachineFacts) -> Finding:
     topic = "devices"
     device = facts.jax.accelerator
     if not facts.device_name:
@@ -166,7 +166,7 @@ def _devices(facts: Facts) -> Finding:
     return Finding(topic, "good", seen, means)
 
 
-def _unused(facts: Facts, seen: str) -> Finding:
+def _unused(facts: MachineFacts, seen: str) -> Finding:
     """A device that JAX does not use, or was not asked about."""
     topic = "devices"
     if not facts.jax.devices and not facts.jax.error:
@@ -196,7 +196,7 @@ def _unused(facts: Facts, seen: str) -> Finding:
     return Finding(topic, "fix", seen, means, lines, (_INSTALL,))
 
 
-def _versions(facts: Facts) -> Finding:
+def _versions(facts: MachineFacts) -> Finding:
     topic = "JAX"
     versions = facts.jax.versions
     if "jax" not in versions:
@@ -214,7 +214,7 @@ def _versions(facts: Facts) -> Finding:
     return Finding(topic, "good", seen, means)
 
 
-def _memories(facts: Facts) -> Finding:
+def _memories(facts: MachineFacts) -> Finding:
     topic, name = "memories", facts.device_name
     one = facts.one_memory
     if one is not None:
@@ -241,7 +241,7 @@ def _memories(facts: Facts) -> Finding:
     return Finding(topic, "unseen", seen, means)
 
 
-def _link(facts: Facts) -> Finding:
+def _link(facts: MachineFacts) -> Finding:
     topic = "link"
     chip, exact = chip_of(facts.device_name)
     documented = ""

@@ -7,7 +7,7 @@ from typing import Any
 
 from optax_offload._machine.devices import about_devices, about_fit
 from optax_offload._machine.directories import about_directory
-from optax_offload._machine.findings import Facts, Finding
+from optax_offload._machine.findings import Finding, MachineFacts
 from optax_offload._machine.host import about_host
 from optax_offload._machine.texts import Texts
 
@@ -53,6 +53,6 @@ def diagnose(machine: Texts) -> Diagnosis:
       >>> [x.topic for x in found.findings if x.level == "stop"]
       ['WSL2']
     """
-    facts = Facts(machine)
+    facts = MachineFacts(machine)
     found = (*about_devices(facts), *about_host(facts), *about_directory(machine))
     return Diagnosis((*found, about_fit(facts)))

@@ -63,7 +63,7 @@ class Node:
     memory_bytes: int | None
 
 
-class Facts:
+class MachineFacts:
     """The facts that a machine's texts state, as values.
 
     Attributes:

@@ -8,7 +8,7 @@ from optax_offload._ground.units import GIB, size_text
 from optax_offload._host.host_memory import PLUGIN_HEADROOM_PERCENT, PLUGIN_LIMIT
 from optax_offload._machine import parse
 from optax_offload._machine.accelerators import Accelerator, apple_memory_bytes
-from optax_offload._machine.findings import Facts, Finding
+from optax_offload._machine.findings import Finding, MachineFacts
 
 # Of the host's free memory: what allows so much of it to be pinned is left alone.
 _ENOUGH_PERCENT = 80
@@ -32,7 +32,7 @@ _BINDING = "slurm.schedmd.com/sbatch.html"
 _NODES_OF_GPUS = "github.com/NVIDIA/mlperf-common/pull/16"
 
 
-def about_host(facts: Facts) -> Iterator[Finding]:
+def about_host(facts: MachineFacts) -> Iterator[Finding]:
     """The findings about the host."""
     yield _host_memory(facts)
     if facts.is_wsl:
@@ -45,7 +45,7 @@ def about_host(facts: Facts) -> Iterator[Finding]:
     yield _numa(facts)
 
 
-def _host_memory(facts: Facts) -> Finding:
+def _host_memory(facts: MachineFacts) -> Finding:
     topic, sources = "host memory", (_PROC, _CGROUPS)
     free = facts.free_bytes
     if free is None:
@@ -70,7 +70,7 @@ def _host_memory(facts: Facts) -> Finding:
     return Finding(topic, "good", "; ".join(rooms), means, sources=sources)
 
 
-def _more_memory(facts: Facts, gib: int) -> str:
+def _more_memory(facts: MachineFacts, gib: int) -> str:
     """A line that asks the creator of the cgroup for more memory."""
     groups = facts.machine.read("proc/self/cgroup")
     if "slurm" in groups:
@@ -80,7 +80,7 @@ def _more_memory(facts: Facts, gib: int) -> str:
     return f"docker run --memory={gib}g ..."
 
 
-def _pinned_memory(facts: Facts) -> Finding:
+def _pinned_memory(facts: MachineFacts) -> Finding:
     topic, sources = "pinned memory", (_PLUGIN,)
     limit = facts.limits["GPU plugin"]
     value = facts.environment.get(PLUGIN_LIMIT, "")
@@ -112,7 +112,7 @@ def _pinned_memory(facts: Facts) -> Finding:
     return Finding(topic, "good", seen, means, sources=sources)
 
 
-def _wsl(facts: Facts) -> Finding:
+def _wsl(facts: MachineFacts) -> Finding:
     seen = "this is WSL2 (Linux under Windows)"
     means = (
         "NVIDIA documents that pinned memory is limited under WSL2. Users report 0.5 "
@@ -123,7 +123,7 @@ def _wsl(facts: Facts) -> Finding:
     return Finding("WSL2", "stop", seen, means, sources=sources)
 
 
-def _locked_memory(facts: Facts) -> Finding:
+def _locked_memory(facts: MachineFacts) -> Finding:
     topic = "locked memory"
     limit = parse.locked_bytes(facts.machine.read("proc/self/limits"))
     if limit is None:
@@ -151,7 +151,7 @@ def _locked_memory(facts: Facts) -> Finding:
     return Finding(topic, "note", seen, means, sources=(_VFIO,))
 
 
-def _numa(facts: Facts) -> Finding:
+def _numa(facts: MachineFacts) -> Finding:
     topic = "NUMA"
     nodes = facts.nodes
     with_processors = sorted(n for n, node in nodes.items() if node.processors)
@@ -182,7 +182,7 @@ def _numa(facts: Facts) -> Finding:
     return _numa_of_devices(facts)
 
 
-def _numa_of_devices(facts: Facts) -> Finding:
+def _numa_of_devices(facts: MachineFacts) -> Finding:
     """Compares the NUMA nodes of devices with those where this process may run."""
     topic, sources = "NUMA", (_NUMA, _NUMA_PINNED)
     status = facts.machine.read("proc/self/status")
@@ -227,7 +227,7 @@ def _numa_of_devices(facts: Facts) -> Finding:
     return Finding(topic, "note", seen, means, lines, sources)
 
 
-def _ask_for_processors(facts: Facts, wanted: list[int]) -> tuple[str, ...]:
+def _ask_for_processors(facts: MachineFacts, wanted: list[int]) -> tuple[str, ...]:
     """Lines that ask for processors of the wanted nodes."""
     if "slurm" in facts.machine.read("proc/self/cgroup"):
         return ("sbatch --gres-flags=enforce-binding ...",)
@@ -237,7 +237,7 @@ def _ask_for_processors(facts: Facts, wanted: list[int]) -> tuple[str, ...]:
     return (f"docker run --cpuset-cpus={names} --cpuset-mems={memories} ...",)
 
 
-def _choose(facts: Facts, places: dict[int, list[int]], node: int) -> str:
+def _choose(facts: MachineFacts, places: dict[int, list[int]], node: int) -> str:
     """The variable that gives a process the devices of a node; "" if it has all."""
     if len(places) == 1:
         return ""

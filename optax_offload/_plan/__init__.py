@@ -8,8 +8,8 @@ from optax_offload._plan.alternatives import (
     NothingFitsError,
 )
 from optax_offload._plan.budget import (
-    Asked,
     Budget,
+    PlanRequest,
     checked_budget,
     default_budget_bytes,
 )
@@ -29,11 +29,11 @@ __all__ = [
     "HEADERS",
     "Alternative",
     "Alternatives",
-    "Asked",
     "Budget",
     "CompiledCandidate",
     "NothingFitsError",
     "Plan",
+    "PlanRequest",
     "Planner",
     "Progress",
     "Step",

@@ -44,7 +44,7 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class PlanRequest:
     """The request to `plan`, beside the step.
 
     Attributes:

@@ -17,15 +17,15 @@ from optax_offload import aot
 from optax_offload._ground import trees
 from optax_offload._ground.errors import OffloadWarning
 from optax_offload._ground.units import milliseconds, seconds_text, size_text
-from optax_offload._plan.budget import Asked
+from optax_offload._plan.budget import PlanRequest
 from optax_offload._plan.frozen import placed_in
 from optax_offload._plan.state import MovableState
 from optax_offload._plan.step import Step, StepFactory, unjitted
 from optax_offload._plan.variants import (
     WITHOUT_OPTIONS,
-    Facts,
     Planned,
     Sizes,
+    StepFacts,
     Variant,
 )
 from optax_offload._program import flops_of_jaxpr
@@ -128,8 +128,8 @@ def compiled(
     factory: StepFactory,
     state: MovableState,
     variant: Variant,
-    facts: Facts,
-    asked: Asked,
+    facts: StepFacts,
+    asked: PlanRequest,
 ) -> CompiledCandidate:
     """Compiles a step, unless another way made the same program.
 
@@ -178,7 +178,7 @@ def compiled(
 
 
 def parts_of(
-    variant: Variant, facts: Facts, peak: aot.Peak | None, used_bytes: int
+    variant: Variant, facts: StepFacts, peak: aot.Peak | None, used_bytes: int
 ) -> dict[str, int]:
     """The bytes on each device by what they hold, such as parameters; see `Plan`."""
     sizes, at_once = facts.sizes, facts.state_at_once_bytes
@@ -240,7 +240,7 @@ def prepared(
     return step, functools.partial(jit, **variant.options)
 
 
-def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts:
+def traced(factory: StepFactory, state: MovableState, variant: Variant) -> StepFacts:
     """Traces a step with all values moved that can move, and returns facts about it.
 
     Args:
@@ -258,7 +258,7 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> Facts
     late = [f for step in found.steps for each in step.scans for f in each.late]
     leaves = [path for path, _ in trees.leaves_with_paths(step.args)]
     at_once, joined = _at_once(found)
-    return Facts(
+    return StepFacts(
         sizes=Sizes.of({(): state}),
         gradient_bytes=found.gradient_bytes,
         late_bytes=sum(f.gradient_bytes for f in late),
@@ -322,8 +322,8 @@ def _quietly(step: Step, factory: StepFactory) -> Iterator[None]:
         yield
 
 
-def _of_jitted(step: Step, state: MovableState) -> Facts:
-    """Facts about a step that is compiled as it is, such as the state it joins."""
+def _of_jitted(step: Step, state: MovableState) -> StepFacts:
+    """StepFacts about a step that is compiled as it is, such as the state it joins."""
     schedule = getattr(step.fn, "schedule", None)
     if schedule is None:
         why = (
@@ -337,7 +337,7 @@ def _of_jitted(step: Step, state: MovableState) -> Facts:
             "state is moved. Give oo.Step the function itself"
         )
     at_once, joined = _at_once(schedule(*step.args))
-    return Facts(
+    return StepFacts(
         sizes=Sizes.of({(): state}),
         outside=(why,),
         state_at_once_bytes=at_once,

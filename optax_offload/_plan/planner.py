@@ -18,7 +18,7 @@ from optax_offload._plan.alternatives import (
     NothingFitsError,
     alternatives,
 )
-from optax_offload._plan.budget import Asked, checked_budget, environment
+from optax_offload._plan.budget import PlanRequest, checked_budget, environment
 from optax_offload._plan.candidates import (
     CompiledCandidate,
     Progress,
@@ -48,9 +48,9 @@ from optax_offload._plan.step import (
 )
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
-    Facts,
     Outlook,
     Sizes,
+    StepFacts,
     Variant,
     variants,
 )
@@ -154,7 +154,7 @@ def plan(  # noqa: PLR0913 - keyword-only options
     target = aot.Target(target) if isinstance(target, str) else target
     budget = checked_budget(budget_bytes, host_memory_bytes, target)
     check_factory(make_step, name_of(make_step), *args)
-    asked = Asked(budget, allowed(allow), link_bytes_per_second, folder, frozen)
+    asked = PlanRequest(budget, allowed(allow), link_bytes_per_second, folder, frozen)
     given = None if rules is None else as_config(rules)
     planner = Planner(StepFactory(make_step, target, args), asked, given, progress)
     planner.run()
@@ -173,7 +173,7 @@ class Planner:
     def __init__(
         self,
         factory: StepFactory,
-        asked: Asked,
+        asked: PlanRequest,
         given: OffloadConfig | None = None,
         progress: Progress = lambda _: None,
     ):
@@ -198,7 +198,7 @@ class Planner:
         self._frozen.check(asked.allow)
         check_remainder(asked.allow, optimizers, factory)
         self._states: dict[Codecs, MovableState] = {(): self._movable((), optimizers)}
-        self._facts = Facts(Sizes.of(self._states))
+        self._facts = StepFacts(Sizes.of(self._states))
         self._known: dict[Variant, CompiledCandidate] = {}
         self._search: Search | None = None
 

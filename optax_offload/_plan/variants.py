@@ -96,7 +96,7 @@ class Variant:
             return config
         return dataclasses.replace(config, window_bytes=self.window_bytes)
 
-    def late_bytes_left(self, facts: Facts) -> int:
+    def late_bytes_left(self, facts: StepFacts) -> int:
         """The bytes of gradients that it leaves on the device, of those it fuses."""
         planned = facts.planned_as(self)
         if planned is not None:
@@ -106,19 +106,19 @@ class Variant:
         waits = self.options.late_gradients in ("host", "recompute")
         return 0 if waits else facts.late_bytes
 
-    def residual_bytes(self, facts: Facts) -> int:
+    def residual_bytes(self, facts: StepFacts) -> int:
         """The bytes of residuals that rest on the host, on each device."""
         planned = facts.planned_as(self)
         if planned is not None:
             return planned.residual_bytes
         return facts.residual_bytes * (self.options.residuals == "host")
 
-    def fuses(self, facts: Facts) -> bool:
+    def fuses(self, facts: StepFacts) -> bool:
         """Whether updates are carried out in the backward pass."""
         planned = facts.planned_as(self)
         return self.options.fuse if planned is None else planned.gradient_bytes > 0
 
-    def host_bytes(self, facts: Facts) -> int:
+    def host_bytes(self, facts: StepFacts) -> int:
         """The host memory that it needs for each device."""
         options = self.options
         waits = options.fuse and options.late_gradients == "host"
@@ -127,7 +127,7 @@ class Variant:
         frozen = facts.sizes.moved_frozen(self)
         return moved + frozen + late + self.residual_bytes(facts)
 
-    def link_bytes(self, facts: Facts) -> tuple[int, int]:
+    def link_bytes(self, facts: StepFacts) -> tuple[int, int]:
         """The bytes that it loads and stores in a step, on each device, at least."""
         parameters = facts.sizes.parameters[self.parameters]
         frozen = facts.sizes.moved_frozen(self)
@@ -136,7 +136,7 @@ class Variant:
         loaded = (3 if twice else 2) * (parameters + frozen)
         return rest + loaded, rest + parameters
 
-    def moves_rows(self, facts: Facts) -> bool:
+    def moves_rows(self, facts: StepFacts) -> bool:
         """Returns whether it loads parameters row by row."""
         trained = self.parameters != "device" and facts.sizes.parameters["rows"]
         frozen = facts.sizes.frozen.get(self.codecs, {}).get("rows", 0)
@@ -238,7 +238,7 @@ class Planned(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class StepFacts:
     """What is known of a step before it is compiled; bytes on each device.
 
     All but the sizes comes from tracing it.
@@ -328,7 +328,7 @@ class Outlook:
       link_bytes_per_second: Bandwidth of the link, each way.
     """
 
-    facts: Facts
+    facts: StepFacts
     plain_bytes: int
     compute_seconds: float
     link_bytes_per_second: float
@@ -372,7 +372,7 @@ class Outlook:
         return max(compute, link - late) + late
 
 
-def variants(facts: Facts) -> list[Variant]:
+def variants(facts: StepFacts) -> list[Variant]:
     """All ways, with all of the state moved or none of it; the plain one is first."""
     found: list[Variant] = [Variant()]
     for codecs, patterns in facts.sizes.patterns.items():
@@ -408,7 +408,7 @@ def small_windows(variant: Variant) -> list[Variant]:
 
 
 def _parameters(
-    facts: Facts, codecs: Codecs
+    facts: StepFacts, codecs: Codecs
 ) -> Iterator[tuple[Parameters, Parameters]]:
     """Which parameters move, of the trained and of the frozen.
 
@@ -422,7 +422,7 @@ def _parameters(
             yield trained, frozen
 
 
-def _moved(facts: Facts, nbytes: Mapping[Parameters, int]) -> list[Parameters]:
+def _moved(facts: StepFacts, nbytes: Mapping[Parameters, int]) -> list[Parameters]:
     found: list[Parameters] = ["device"]
     if facts.can_stream and nbytes.get("rows", 0):
         found.append("rows")
@@ -431,7 +431,7 @@ def _moved(facts: Facts, nbytes: Mapping[Parameters, int]) -> list[Parameters]:
     return found
 
 
-def _options(facts: Facts) -> Iterator[Options]:
+def _options(facts: StepFacts) -> Iterator[Options]:
     places: tuple[Residuals, ...] = ("device",)
     if facts.can_stream and facts.residual_bytes:
         places += ("host",)

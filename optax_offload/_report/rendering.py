@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optax_offload._ground.units import MIB, html_paragraph, html_table, size_text
-from optax_offload._report.rows import Row
+from optax_offload._report.rows import ReportRow
 
 # Shown for the path of a tree that is one leaf.
 THE_TREE_ITSELF = "(the tree itself)"
 
 
-def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str) -> str:
+def text(rows: Sequence[ReportRow], totals: Sequence[Sequence[str]], below: str) -> str:
     """The tables of a report, one below the other.
 
     Args:
@@ -33,7 +33,10 @@ def text(rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str) -> st
 
 
 def html(
-    headline: str, rows: Sequence[Row], totals: Sequence[Sequence[str]], below: str
+    headline: str,
+    rows: Sequence[ReportRow],
+    totals: Sequence[Sequence[str]],
+    below: str,
 ) -> str:
     """The same as HTML, for a notebook.
 
@@ -56,7 +59,7 @@ def html(
 
 
 def _tables(
-    rows: Sequence[Row], totals: Sequence[Sequence[str]]
+    rows: Sequence[ReportRow], totals: Sequence[Sequence[str]]
 ) -> list[tuple[Sequence[Sequence[str]], tuple[int, ...]]]:
     """The lines of both tables, each with its columns of numbers."""
     groups = _alike(rows)
@@ -73,16 +76,16 @@ def _tables(
     return [(leaves, (width - 5, width - 4)), (sums, (2, 3, 4))]
 
 
-def _alike(rows: Sequence[Row]) -> list[list[Row]]:
+def _alike(rows: Sequence[ReportRow]) -> list[list[ReportRow]]:
     """Groups rows whose paths differ only in their numbers."""
-    found: dict[object, list[Row]] = {}
+    found: dict[object, list[ReportRow]] = {}
     for row in rows:
         words = re.sub(r"\d+", "0", row.path)
         found.setdefault(dataclasses.replace(row, path=words), []).append(row)
     return [*found.values()]
 
 
-def _path(alike: Sequence[Row]) -> str:
+def _path(alike: Sequence[ReportRow]) -> str:
     """The path of rows that are alike, with a range for each number that differs."""
     words = re.split(r"\d+", alike[0].path)
     columns = zip(*(re.findall(r"\d+", row.path) for row in alike), strict=True)
@@ -100,7 +103,7 @@ def _range(numbers: Sequence[str]) -> str:
     return f"{{{shown}}}"
 
 
-def _cells(alike: Sequence[Row]) -> list[str]:
+def _cells(alike: Sequence[ReportRow]) -> list[str]:
     row = alike[0]
     return [
         _path(alike) or THE_TREE_ITSELF,

@@ -24,7 +24,7 @@ from optax_offload._places.rules import (
 )
 from optax_offload._places.unmoved import why_nothing_moves
 from optax_offload._report import rendering
-from optax_offload._report.rows import Row, row_of
+from optax_offload._report.rows import ReportRow, row_of
 
 # What a value without a memory kind is filed under.
 NO_KIND = "no memory kind"
@@ -45,7 +45,7 @@ class MemoryReport(Printed):
       under: The path at which the paths of the rules begin; "" for the whole tree.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ReportRow, ...]
     host: host_memory.HostMemory = dataclasses.field(
         default_factory=host_memory.HostMemory
     )
@@ -80,7 +80,7 @@ class MemoryReport(Printed):
         """
         if depth < 1:
             raise ValueError(f"depth is {depth}; it must be at least 1")
-        parts: dict[str, list[Row]] = {}
+        parts: dict[str, list[ReportRow]] = {}
         for row in self.rows:
             parts.setdefault("/".join(row.path.split("/")[:depth]), []).append(row)
         return {
@@ -297,7 +297,7 @@ def _in_other_forms(tree: Any, rules: Rules | None, under: str) -> dict[str, str
     return {p: said[q] for p, q in wholes.items() if q in said}
 
 
-def _host_needs(rows: list[Row], leaves: list[Any]) -> host_memory.HostMemory:
+def _host_needs(rows: list[ReportRow], leaves: list[Any]) -> host_memory.HostMemory:
     needed: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     distinct: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from optax_offload._places.rules import Placement
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class ReportRow:
     """One leaf of a tree.
 
     Attributes:
@@ -71,10 +71,10 @@ def row_of(
     placement: Placement,
     codec: str | None = None,
     named: str | None = None,
-) -> Row:
+) -> ReportRow:
     """The row of a leaf: an array, a `jax.ShapeDtypeStruct` or a Python number."""
     nbytes, nbytes_per_device, nbytes_per_host = _sizes(x)
-    return Row(
+    return ReportRow(
         path=path,
         shape=tuple(np.shape(x)),
         dtype=str(jax.typeof(x).dtype),

@@ -4,17 +4,17 @@ from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep, Turns
-from optax_offload._schedule.group import Group, Part, Target
+from optax_offload._schedule.group import Group, Part, Written
 from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.own_updates import with_own_updates
-from optax_offload._schedule.parts import Place
+from optax_offload._schedule.parts import Parted
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
 from optax_offload._schedule.placing import of_waiting
 from optax_offload._schedule.refused import refusals
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Chain, Row, Segment, Tie
+from optax_offload._schedule.segments import Chain, Segment, StackRow, Tie
 from optax_offload._schedule.step import plan
 from optax_offload._schedule.update import (
     AnySchedule,
@@ -42,19 +42,19 @@ __all__ = [
     "Outer",
     "OverWindow",
     "Part",
+    "Parted",
     "Phased",
     "Pipeline",
-    "Place",
     "RemainingUpdate",
-    "Row",
     "RowUpdate",
     "Scan",
     "Schedule",
     "Segment",
+    "StackRow",
     "Straight",
-    "Target",
     "Tie",
     "Turns",
+    "Written",
     "asked_window",
     "for_tpu",
     "of_waiting",

@@ -28,7 +28,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Written:
     """A leaf that a group writes.
 
     Attributes:
@@ -72,7 +72,7 @@ class Group:
     """
 
     loads: tuple[int, ...]
-    targets: tuple[Target, ...]
+    targets: tuple[Written, ...]
     equations: tuple[int, ...]
     nbytes: int
     moved_bytes: int

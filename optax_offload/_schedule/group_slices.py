@@ -19,7 +19,7 @@ from optax_offload._rows import (
     analyze_made,
     summed,
 )
-from optax_offload._schedule.group import Group, Part, Target
+from optax_offload._schedule.group import Group, Part, Written
 
 
 def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:
@@ -27,7 +27,7 @@ def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group
     try:
         return _in_slices(update, group, beside)
     except NotRowLocalError as e:
-        targets = tuple(Target(k, update.in_place(k)) for k in group.outputs)
+        targets = tuple(Written(k, update.in_place(k)) for k in group.outputs)
         no_buffer = any(
             t.alias is None and update.outputs[t.output].stored for t in targets
         )
@@ -66,7 +66,7 @@ def _in_slices(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> G
     more = [position[v] for v in row_local.outputs[len(ends) :] if v in position]
     outputs = (*group.outputs, *more)
     targets = tuple(
-        Target(k, _row_alias(update, k, row_local), sums.get(k)) for k in outputs
+        Written(k, _row_alias(update, k, row_local), sums.get(k)) for k in outputs
     )
     moved = {program.invars[i] for i in group.loads}
     moved.update(_var(program, k) for k in outputs if update.outputs[k].stored)

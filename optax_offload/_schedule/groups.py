@@ -23,7 +23,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.group import Group, Target
+from optax_offload._schedule.group import Group, Written
 from optax_offload._schedule.group_slices import sliced
 from optax_offload._schedule.loops import MOST_SLICE_BYTES
 
@@ -228,7 +228,7 @@ def _whole(
     tied_by = _first_of_each(ties) if several else ()
     return Group(
         loads=tuple(loads),
-        targets=tuple(map(Target, outputs)),
+        targets=tuple(map(Written, outputs)),
         equations=tuple(equations),
         nbytes=max(decoded),
         moved_bytes=max(moved),

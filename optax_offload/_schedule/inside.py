@@ -34,7 +34,7 @@ _NAMES = {
 }
 
 
-class Plan(Protocol):
+class StepPlan(Protocol):
     """The plan of a step, as far as it counts here."""
 
     @property
@@ -63,7 +63,7 @@ class Plan(Protocol):
         ...
 
 
-T = TypeVar("T", bound=Plan)
+T = TypeVar("T", bound=StepPlan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _inside(step: Step, e: jex.JaxprEqn, plan: Callable[[Step], T]) -> Inside[T]
     return Inside(e, tuple(plan(_step(x, step.at_rest)) for x in entered(e)))
 
 
-def _is_told(plan: Plan) -> bool:
+def _is_told(plan: StepPlan) -> bool:
     """Returns whether there is more to say of a body than that an update is in it."""
     return plan.is_streamed or bool(gradients(plan.step, plan.unfused))
 

@@ -38,7 +38,7 @@ MOST_AT_ONCE = 3
 MOST_UNSLICED_AT_ONCE = 2
 
 
-class Step(NamedTuple):
+class SliceStep(NamedTuple):
     """A part of one slice, or of a whole leaf: loaded, computed and stored.
 
     Attributes:
@@ -120,7 +120,7 @@ class Loop:
         return _members(self.groups, self.rows)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[SliceStep, ...]:
         """Steps of an iteration, in order."""
         return tuple(self._steps())
 
@@ -170,7 +170,7 @@ class Loop:
         groups = tuple(group.signature(program, inputs) for group in self.groups)
         return groups, self.slices, self.rows, self.unroll, self.waits
 
-    def _steps(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[SliceStep]:
         updates = [
             (i, at) for i in range(self.unroll) for at in range(len(self.groups))
         ]
@@ -189,7 +189,7 @@ class Loop:
                 previous = stored[-lag] if len(stored) >= lag and self.rows else ()
                 if set(previous) <= set(part.outputs):
                     previous = ()
-                yield Step(number, at, n, tuple(load_after), previous)
+                yield SliceStep(number, at, n, tuple(load_after), previous)
                 stored.append(part.outputs)
             passed = max(passed, wait)
 

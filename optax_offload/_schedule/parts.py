@@ -14,7 +14,7 @@ from optax_offload._program import Program, bound, is_unknown, shape
 from optax_offload._rows import NotRowLocalError, RowLocal, analyze, kernel_of
 
 
-class Place(NamedTuple):
+class Parted(NamedTuple):
     """A value of the step that parts are taken of, or written into.
 
     Attributes:
@@ -43,8 +43,8 @@ class Parts:
 
     equations: RowLocal
     size: int
-    inputs: tuple[Place, ...]
-    outputs: tuple[Place, ...]
+    inputs: tuple[Parted, ...]
+    outputs: tuple[Parted, ...]
     debug_info: Any
 
     @functools.cached_property
@@ -102,8 +102,8 @@ def parts(rows: RowLocal, least: float, debug_info: Any) -> Parts:
         return Parts(
             found,
             size,
-            tuple(Place(sources[v], of_rows[v], axes.get(v)) for v in found.inputs),
-            tuple(Place(v, k.rows.axes[a], axes[b]) for v, a, b in outputs),
+            tuple(Parted(sources[v], of_rows[v], axes.get(v)) for v in found.inputs),
+            tuple(Parted(v, k.rows.axes[a], axes[b]) for v, a, b in outputs),
             debug_info,
         )
     raise why

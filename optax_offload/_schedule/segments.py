@@ -143,7 +143,7 @@ class Segment:
 Link: TypeAlias = Segment | tuple[Outer, ...]
 
 
-class Row(NamedTuple):
+class StackRow(NamedTuple):
     """A residual's place in a stack on the host.
 
     Attributes:
@@ -169,7 +169,7 @@ class Chain:
 
     links: tuple[Link, ...]
     codes: tuple[jex.Var, ...] = ()
-    rows: Mapping[jex.Var, Row] = dataclasses.field(default_factory=dict)
+    rows: Mapping[jex.Var, StackRow] = dataclasses.field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
@@ -264,7 +264,7 @@ class Chain:
             )
 
 
-def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, Row]:
+def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, StackRow]:
     """The residuals that a TPU stores as rows of stacks.
 
     A buffer for all of a value is filled over the link where no type says how it is
@@ -287,7 +287,9 @@ def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, Row]:
                 growing.setdefault(memory.stack_type(v.aval, 1), []).append(v)
     stacks = filter(_may_be_a_stack, (*found, *growing.values()))
     return {
-        v: Row(some[0], k, len(some)) for some in stacks for k, v in enumerate(some)
+        v: StackRow(some[0], k, len(some))
+        for some in stacks
+        for k, v in enumerate(some)
     }
 
 

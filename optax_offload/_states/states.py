@@ -111,7 +111,7 @@ def offload_states(  # noqa: PLR0913 - the public contract
         target = memory.with_kind(path, x.sharding, memory_kind)
         origin = records.origin_of(x) or x.sharding
         start = _to_memory(x, target)
-        found.append(transfers.Transfer(positions, x, origin, start))
+        found.append(transfers.ArrayTransfer(positions, x, origin, start))
     call = _call("offload_states", memory_kind, donate, found)
     return _run(call, leaves, found, block)
 
@@ -181,7 +181,7 @@ def reload_states(
         target = x.sharding if isinstance(x, OnDisk) else records.origin_of(x)
         if target is not None:
             start = _to_memory(x, target)
-            found.append(transfers.Transfer(positions, x, None, start))
+            found.append(transfers.ArrayTransfer(positions, x, None, start))
         elif memory.memory_kind_of(x) is not None:
             staying.append(positions[0])
     on_host = [
@@ -243,17 +243,17 @@ def _to_memory(x: Any, target: Sharding) -> Any:
 
 
 def _call(
-    name: str, where: str, donate: bool, found: list[transfers.Transfer]
-) -> transfers.Call:
+    name: str, where: str, donate: bool, found: list[transfers.ArrayTransfer]
+) -> transfers.StatesCall:
     from_disk = any(isinstance(t.source, OnDisk) for t in found)
     window = DISK_WINDOW_BYTES if from_disk else COPY_WINDOW_BYTES
-    return transfers.Call(name, where, donate, window)
+    return transfers.StatesCall(name, where, donate, window)
 
 
 def _run(
-    call: transfers.Call,
+    call: transfers.StatesCall,
     leaves: Leaves,
-    found: list[transfers.Transfer],
+    found: list[transfers.ArrayTransfer],
     block: bool,
 ) -> Any:
     """Makes transfers to memory, from memory or from disk."""
@@ -310,12 +310,12 @@ def _to_disk(
     names = [[leaves.name(i) for i in positions] for positions in groups]
     places, entries = disk.begin(root, list(zip(names, arrays, origins, strict=True)))
     found = [
-        transfers.Transfer(
+        transfers.ArrayTransfer(
             positions, x, place.sharding, transfers.write(place), result=place
         )
         for positions, x, place in zip(groups, arrays, places, strict=True)
     ]
-    call = transfers.Call(
+    call = transfers.StatesCall(
         "offload_states",
         f"disk, in {root}",
         donate,

@@ -22,7 +22,7 @@ from optax_offload._states.placeholder import OnDisk
 
 
 @dataclasses.dataclass(eq=False)
-class Transfer:
+class ArrayTransfer:
     """One array on its way, which may be at several positions of a tree.
 
     Attributes:
@@ -41,7 +41,7 @@ class Transfer:
     positions: list[int]
     source: Any
     origin: Sharding | None
-    start: Callable[[Transfer], Callable[[], Any]]
+    start: Callable[[ArrayTransfer], Callable[[], Any]]
     result: Any = None
     wait: Callable[[], Any] | None = None
     arrived: bool = False
@@ -53,10 +53,10 @@ class Transfer:
         return memory.nbytes(self.source)
 
 
-def copy(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:
+def copy(sharding: Sharding) -> Callable[[ArrayTransfer], Callable[[], Any]]:
     """A transfer's ``start``: from memory to memory."""
 
-    def start(transfer: Transfer) -> Callable[[], Any]:
+    def start(transfer: ArrayTransfer) -> Callable[[], Any]:
         # Not donate=True: it is not implemented between memory kinds (F39).
         transfer.result = result = jax.device_put(transfer.source, sharding)
 
@@ -73,20 +73,20 @@ def copy(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:
     return start
 
 
-def read(sharding: Sharding) -> Callable[[Transfer], Callable[[], Any]]:
+def read(sharding: Sharding) -> Callable[[ArrayTransfer], Callable[[], Any]]:
     """A transfer's ``start``: from disk to memory."""
 
-    def start(transfer: Transfer) -> Callable[[], Any]:
+    def start(transfer: ArrayTransfer) -> Callable[[], Any]:
         place = transfer.source
         return place.files.read(place.entry, place.dtype, sharding)
 
     return start
 
 
-def write(place: OnDisk) -> Callable[[Transfer], Callable[[], Any]]:
+def write(place: OnDisk) -> Callable[[ArrayTransfer], Callable[[], Any]]:
     """A transfer's ``start``: from memory to disk."""
 
-    def start(transfer: Transfer) -> Callable[[], Any]:
+    def start(transfer: ArrayTransfer) -> Callable[[], Any]:
         wait = place.files.write(place.entry, transfer.source)
         return lambda: wait() or place
 
@@ -94,7 +94,7 @@ def write(place: OnDisk) -> Callable[[Transfer], Callable[[], Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class StatesCall:
     """The request of a call about its leaves.
 
     Attributes:
@@ -126,15 +126,15 @@ class Transfers:
 
     def __init__(
         self,
-        call: Call,
+        call: StatesCall,
         leaves: Leaves,
-        transfers: Sequence[Transfer],
+        transfers: Sequence[ArrayTransfer],
         commit: Callable[[bool], None] = lambda _: None,
     ):
         """Starts nothing; warns of arrays that cannot be freed."""
         self._call, self._leaves, self._transfers = call, leaves, transfers
         self._commit, self._committed = commit, False
-        self._waiting: list[tuple[Transfer, Any]] = []
+        self._waiting: list[tuple[ArrayTransfer, Any]] = []
         # How many leaves still use each buffer, and how many of those go.
         self._users = collections.Counter(records.buffer_of(x) for x in leaves.leaves)
         self._going = collections.Counter(
@@ -191,9 +191,9 @@ class Transfers:
         for transfer, result in self._waiting:
             self._arrive(transfer, result)
 
-    def _start_all(self, window_bytes: float) -> collections.deque[Transfer]:
+    def _start_all(self, window_bytes: float) -> collections.deque[ArrayTransfer]:
         """Starts all transfers, and finishes all but those that are left in flight."""
-        in_flight: collections.deque[Transfer] = collections.deque()
+        in_flight: collections.deque[ArrayTransfer] = collections.deque()
         nbytes = 0
         for transfer in self._transfers:
             while in_flight and nbytes + transfer.nbytes > window_bytes:
@@ -204,12 +204,12 @@ class Transfers:
             nbytes += transfer.nbytes
         return in_flight
 
-    def _begin(self, transfer: Transfer) -> None:
+    def _begin(self, transfer: ArrayTransfer) -> None:
         transfer.failed = True
         transfer.wait = transfer.start(transfer)
         transfer.failed = False
 
-    def _finish(self, transfer: Transfer) -> None:
+    def _finish(self, transfer: ArrayTransfer) -> None:
         """Waits until a result is known to be good, and only then frees its source."""
         if transfer.wait is None:
             return
@@ -222,7 +222,7 @@ class Transfers:
         else:
             self._arrive(transfer, result)
 
-    def _arrive(self, transfer: Transfer, result: Any) -> None:
+    def _arrive(self, transfer: ArrayTransfer, result: Any) -> None:
         transfer.arrived = True
         known = records.record_of(transfer.result)
         if known is not None:
@@ -245,7 +245,7 @@ class Transfers:
         if errors:
             raise errors[0]
 
-    def _free(self, transfer: Transfer) -> None:
+    def _free(self, transfer: ArrayTransfer) -> None:
         buffer = records.buffer_of(transfer.source)
         self._users[buffer] -= len(transfer.positions)
         if self._users[buffer]:
@@ -296,7 +296,7 @@ class Transfers:
     def _not_arrived(self) -> list[int]:
         return [i for t in self._transfers if not t.arrived for i in t.positions]
 
-    def _is_freed(self, transfer: Transfer) -> bool:
+    def _is_freed(self, transfer: ArrayTransfer) -> bool:
         """Returns whether no leaf that stays uses the buffer of a transfer's source."""
         buffer = records.buffer_of(transfer.source)
         return self._call.donate and self._users[buffer] <= self._going[buffer]

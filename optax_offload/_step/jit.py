@@ -37,8 +37,8 @@ from optax_offload._schedule import FusedStep
 from optax_offload._step import donation, machine, shardings, streaming
 from optax_offload._step.kinds import (
     Kinds,
+    MadeFor,
     OtherVariant,
-    Wanted,
     argument_types,
     check_effects,
     check_on_device,
@@ -366,7 +366,7 @@ class _Variants:
             self._of_target[target] = self._variant(self._given)
         return self._of_target[target]
 
-    def switch(self, wanted: Wanted, call: Any) -> Any:
+    def switch(self, wanted: MadeFor, call: Any) -> Any:
         """Makes the variant that is wanted the one to be called, or traced.
 
         Args:
@@ -395,7 +395,7 @@ class _Variants:
         return sum(jitted._cache_size() for jitted in self._jitted.values())
 
     def _variant(
-        self, given: Mapping[str, Any], wanted: Wanted | None = None, call: Any = ()
+        self, given: Mapping[str, Any], wanted: MadeFor | None = None, call: Any = ()
     ) -> Any:
         leaves, treedef = jax.tree.flatten(given, is_leaf=lambda x: x is None)
         # Specs mean a mesh only when they are used, other entries bring their own.
@@ -441,7 +441,7 @@ class _Variants:
             traced, plan = self._planned(args, kwargs)
             if on_one_device:
                 check_on_device(traced, plan)
-            wanted = Wanted(Kinds.of_call(traced, plan), self._told(plan))
+            wanted = MadeFor(Kinds.of_call(traced, plan), self._told(plan))
             fits = wanted.kinds.fit(given) and mesh in (None, wanted.kinds.mesh)
             other = told != wanted.told and machine.may_be_a_gpu()
             if not fits or other:

@@ -45,7 +45,7 @@ class Kinds:
         return all(fits)
 
 
-class Wanted(NamedTuple):
+class MadeFor(NamedTuple):
     """What a variant of a function is made for.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
 class OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
     """A call has other memories than its variant, or a compiler to be told more."""
 
-    def __init__(self, wanted: Wanted):
+    def __init__(self, wanted: MadeFor):
         super().__init__(wanted)
         self.wanted = wanted
 

@@ -92,7 +92,7 @@ class Model:
 
 
 @dataclasses.dataclass(eq=False)
-class Move:
+class TimedMove:
     """A transfer of an instruction in one direction; in a loop it runs many times.
 
     Attributes:
@@ -127,7 +127,7 @@ class Move:
 class Start:
     """The beginning of the transfers of an instruction."""
 
-    moves: tuple[Move, ...]
+    moves: tuple[TimedMove, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Place:
         return (self.trip_count or 1) if self.taken else 0
 
     @property
-    def moves(self) -> list[Move]:
+    def moves(self) -> list[TimedMove]:
         """The transfers in it, without those in other places."""
         return [m for step in self.steps if isinstance(step, Start) for m in step.moves]
 
@@ -257,11 +257,13 @@ def _steps(module: Module, computation: Computation, model: Model) -> list[Step]
     return steps
 
 
-def _moves(transfers: Iterable[Transfer]) -> tuple[Move, ...]:
+def _moves(transfers: Iterable[Transfer]) -> tuple[TimedMove, ...]:
     """One move for each direction, since an instruction moves all arrays at once."""
     found = {}
     for t in transfers:
-        move = Move(t.name, t.direction, t.form, t.by == "kernel", 0, t.asynchronous)
+        move = TimedMove(
+            t.name, t.direction, t.form, t.by == "kernel", 0, t.asynchronous
+        )
         found.setdefault(t.direction, move).nbytes += t.nbytes
     return tuple(found.values())
 
@@ -362,7 +364,7 @@ class Timeline:
         for move in start.moves:
             move.between = self._operations - operations
 
-    def moves(self, direction: str) -> list[Move]:
+    def moves(self, direction: str) -> list[TimedMove]:
         """The transfers in one direction that run, once each."""
         found = (m for p in self.places for m in p.moves)
         return [m for m in found if m.direction == direction and m.runs]

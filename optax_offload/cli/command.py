@@ -216,7 +216,7 @@ def fit(  # noqa: PLR0913 - each parameter is an option
             check_can_write("--plot", plot, "peak.png")
             _plan.check_can_plot()
         make_step = load_factory(factory, set_ or ())
-        asked = _plan.Asked(
+        asked = _plan.PlanRequest(
             budgets,
             allow=_plan.allowed(allow),
             link_bytes_per_second=link.measure_link() if measure_link else None,

@@ -6,9 +6,9 @@ from optax_offload._host.link import Link
 from optax_offload.aot._timeline import (
     Done,
     Model,
-    Move,
     Place,
     Start,
+    TimedMove,
     Timeline,
     _moves,
     _one_of,
@@ -21,7 +21,7 @@ MODEL = Model(link=Link(1.0, 0.0))
 
 def move(direction, nbytes, kernel=False):
     """A transfer of so many seconds."""
-    return Move("m", direction, "copy", kernel, nbytes, True)
+    return TimedMove("m", direction, "copy", kernel, nbytes, True)
 
 
 def start(*moves):

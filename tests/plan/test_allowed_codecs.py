@@ -11,7 +11,7 @@ from step_factories import HEAD, STACK, adam_step
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._plan.allowed import allowed, forms, worth_allowing
-from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.budget import Budget, PlanRequest
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
 from optax_offload._plan.step import StepFactory, record
@@ -102,7 +102,7 @@ def test_given_rules_decide_first():
 )
 def test_remainders_of_what_there_is_not(factory, message):
     """The likeliest cause, and what to write."""
-    asked = Asked(Budget(2**30), BOTH)
+    asked = PlanRequest(Budget(2**30), BOTH)
     with pytest.raises(ValueError, match=message) as found:
         Planner(factory, asked)
     assert "offload(oo.master_weights(optimizer))" in str(found.value)

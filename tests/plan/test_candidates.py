@@ -13,7 +13,7 @@ import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
 from optax_offload._places.step_options import Options
-from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.budget import Budget, PlanRequest
 from optax_offload._plan.candidates import prepared, traced
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.state import movable_state
@@ -59,7 +59,7 @@ def stepped(tx, loss, params, x):
 def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None):
     """Compiles ways of a step, whose sizes are known."""
     factory = StepFactory(make_step, TARGET)
-    planner = Planner(factory, Asked(Budget(budget)), progress=said)
+    planner = Planner(factory, PlanRequest(Budget(budget)), progress=said)
     planner._trace()
     return planner._compile
 

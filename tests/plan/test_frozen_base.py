@@ -12,7 +12,7 @@ from jax import lax
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._plan.allowed import forms, of_parameters, worth_allowing
-from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.budget import Budget, PlanRequest
 from optax_offload._plan.candidates import prepared
 from optax_offload._plan.frozen import names_of, parameters_of
 from optax_offload._plan.planner import Planner
@@ -76,7 +76,9 @@ FACTORY = StepFactory(adapter_step, H100)
 
 def planner_of(make_step=adapter_step, given=None, **asked):
     """A planner, which has compiled nothing yet."""
-    return Planner(StepFactory(make_step, H100), Asked(Budget(2**30), **asked), given)
+    return Planner(
+        StepFactory(make_step, H100), PlanRequest(Budget(2**30), **asked), given
+    )
 
 
 def test_forms_with_codecs_of_parameters():

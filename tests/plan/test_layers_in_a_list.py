@@ -14,16 +14,16 @@ import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
 from optax_offload._places.step_options import Options
-from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.budget import Budget, PlanRequest
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.step import StepFactory
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
     WITHOUT_OPTIONS,
-    Facts,
     Outlook,
     Planned,
     Sizes,
+    StepFacts,
     Variant,
 )
 from optax_offload.aot import measured
@@ -73,7 +73,7 @@ def compiled(monkeypatch):
 def planned():
     """What has looked for a plan, and found that nothing fits."""
     factory = StepFactory(listed_step, aot.Target("h100"))
-    planner = Planner(factory, Asked(Budget(100 * MIB)))
+    planner = Planner(factory, PlanRequest(Budget(100 * MIB)))
     planner.run()
     return planner
 
@@ -115,7 +115,7 @@ def test_turns_that_hide_nothing_take_as_long_as_all_transfers(overlaps):
     other = dataclasses.replace(way, options=WITHOUT_HIDING)
     known = {way: Planned(GIB, GIB, True)}
     known |= dict.fromkeys((same, other), Planned(0, 0, False))
-    facts = Facts(sizes, gradient_bytes=GIB, overlaps=overlaps, planned=known)
+    facts = StepFacts(sizes, gradient_bytes=GIB, overlaps=overlaps, planned=known)
     outlook = Outlook(facts, 9 * GIB, 1.0, GIB)
     found = outlook(way)
     assert found.seconds == (3.0 if overlaps else 7.0)

@@ -11,9 +11,9 @@ from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.search import Search, _distance, _moves_more
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
-    Facts,
     Outlook,
     Sizes,
+    StepFacts,
     Variant,
     variants,
 )
@@ -28,7 +28,7 @@ SIZES = Sizes(
     parameters={"device": 0, "rows": 7 * GIB, "all": 8 * GIB},
     all_parameters=8 * GIB,
 )
-FACTS = Facts(
+FACTS = StepFacts(
     sizes=SIZES,
     gradient_bytes=7 * GIB,
     late_bytes=7 * GIB,

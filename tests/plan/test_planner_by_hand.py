@@ -9,7 +9,7 @@ from step_factories import HEAD, STACK, adam_step
 from optax_offload import aot
 from optax_offload._places.step_options import Options
 from optax_offload._plan import budget
-from optax_offload._plan.budget import Asked, Budget
+from optax_offload._plan.budget import Budget, PlanRequest
 from optax_offload._plan.candidates import CompiledCandidate, traced
 from optax_offload._plan.planner import Planner
 from optax_offload._plan.search import Search
@@ -32,7 +32,7 @@ def time_of(seconds, compute_seconds):
 
 def planner_of(*, host_bytes=None, device_bytes=100, target=H100):
     """A planner of a step whose facts are known, and that has compiled nothing."""
-    asked = Asked(Budget(device_bytes, host_bytes))
+    asked = PlanRequest(Budget(device_bytes, host_bytes))
     planner = Planner(StepFactory(adam_step, target), asked)
     planner._trace()
     return planner
@@ -55,7 +55,8 @@ def test_the_settings_of_a_process_are_for_its_device_and_its_host(figures):
     used, on_host = int(0.85 * H100.memory_bytes), 90 * GIB
     figures(used=used, temporary=GIB, on_host=on_host)
     planner = Planner(
-        StepFactory(adam_step, H100), Asked(budget.checked_budget(None, None, H100))
+        StepFactory(adam_step, H100),
+        PlanRequest(budget.checked_budget(None, None, H100)),
     )
     planner.run()
     plan = planner.plan()
@@ -75,7 +76,7 @@ def test_the_step_as_given_is_compiled_once(figures, monkeypatch):
     given: Any = aot.measure
     asked = []
     monkeypatch.setattr(aot, "measure", lambda *a, **k: asked.append(a) or given(*a))
-    planner = Planner(StepFactory(adam_step, H100), Asked(Budget(100)))
+    planner = Planner(StepFactory(adam_step, H100), PlanRequest(Budget(100)))
     planner.run()
     assert len(asked) == len(planner.compiled) > 1
     plain, *others = planner.compiled

@@ -12,9 +12,9 @@ from optax_offload._plan.search import Search, _distance, _moves_more
 from optax_offload._plan.variants import (
     WITHOUT_HIDING,
     Expectation,
-    Facts,
     Outlook,
     Sizes,
+    StepFacts,
     Variant,
     variants,
 )
@@ -161,7 +161,7 @@ SIZES = Sizes(
     parameters={"device": 0, "rows": 7, "all": 8},
     all_parameters=8,
 )
-FACTS = Facts(SIZES, gradient_bytes=8, late_bytes=8, flops=2, flops_again=1)
+FACTS = StepFacts(SIZES, gradient_bytes=8, late_bytes=8, flops=2, flops_again=1)
 
 
 def test_the_link_that_is_waited_for():

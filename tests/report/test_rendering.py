@@ -3,7 +3,7 @@
 import pytest
 
 from optax_offload._report import rendering
-from optax_offload._report.rows import Row
+from optax_offload._report.rows import ReportRow
 
 
 def test_columns_are_as_wide_as_their_cells():
@@ -19,7 +19,9 @@ def test_columns_are_as_wide_as_their_cells():
 
 def test_a_row_says_where_a_leaf_is():
     """A misplaced one is marked; what has no path, kind or shape has a word for it."""
-    row = Row("", (), "float32", 4000, 4000, 4000, "pinned_host", "device", "rule 0")
+    row = ReportRow(
+        "", (), "float32", 4000, 4000, 4000, "pinned_host", "device", "rule 0"
+    )
     text = rendering.text(
         [row], [["total", "device", "3.91 KiB", "3.91 KiB", "3.91 KiB"]], ""
     )

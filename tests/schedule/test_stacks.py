@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload._schedule import Segment
-from optax_offload._schedule.segments import Row, in_stacks
+from optax_offload._schedule.segments import StackRow, in_stacks
 
 
 def residuals(count, *shape, dtype=jnp.float32):
@@ -25,11 +25,11 @@ def test_like_residuals_are_rows_of_one_stack():
     stores = [[a, others[0]], [b], [c, others[1]]]
     turns = [*map(segment, stores), segment(), segment(loads=[c, b, a, *others])]
     assert in_stacks(turns) == {
-        a: Row(a, 0, 3),
-        b: Row(a, 1, 3),
-        c: Row(a, 2, 3),
-        others[0]: Row(others[0], 0, 2),
-        others[1]: Row(others[0], 1, 2),
+        a: StackRow(a, 0, 3),
+        b: StackRow(a, 1, 3),
+        c: StackRow(a, 2, 3),
+        others[0]: StackRow(others[0], 0, 2),
+        others[1]: StackRow(others[0], 1, 2),
     }
 
 
@@ -47,7 +47,9 @@ def test_no_row_is_stored_in_what_is_read():
     ]
     found = in_stacks(turns)
     assert found == {
-        v: Row(some[0], k, 2) for some in (first, second) for k, v in enumerate(some)
+        v: StackRow(some[0], k, 2)
+        for some in (first, second)
+        for k, v in enumerate(some)
     }
     # A turn loads what the next one takes.
     ahead = [segment([first[0]]), segment([first[1]]), segment(loads=first[:1])]

@@ -1,6 +1,7 @@
 """The house: files of one idea, wings with a door and a README, names documented."""
 
 import ast
+import collections
 import pathlib
 import re
 
@@ -109,6 +110,20 @@ def documented():
     text = "\n".join(page.read_text() for page in pages)
     qualified = set(re.findall(r"\boo\.(\w+)", text))
     return qualified, qualified | set(re.findall(r"`(\w+)[`(]", text))
+
+
+def test_a_class_name_means_one_thing():
+    """But for `Step`, which users write, and rules, which are named as primitives."""
+    rules = PACKAGE / "_rows" / "rules"
+    classes = [
+        x.name
+        for file in FILES
+        if rules not in file.parents
+        for x in ast.parse(file.read_text()).body
+        if isinstance(x, ast.ClassDef) and not x.name.startswith("_")
+    ]
+    counts = collections.Counter(classes)
+    assert [name for name, count in counts.items() if count > 1] == ["Step"]
 
 
 def test_every_public_name_is_documented():

@@ -23,7 +23,7 @@ from optax_offload._rows.rules.registry import (
     RULES,
     Axes,
     NotRowLocalError,
-    Rule,
+    RowRule,
     rule_of,
 )
 
@@ -31,7 +31,7 @@ __all__ = [
     "RULES",
     "Axes",
     "NotRowLocalError",
-    "Rule",
+    "RowRule",
     "bodies",
     "elementwise",
     "indexing",

@@ -12,8 +12,8 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     rule,
 )
 
@@ -22,7 +22,7 @@ def _join(a: Sequence[Axis], b: Sequence[Axis]) -> list[Axis]:
     return [y if x is None else x for x, y in zip(a, b, strict=True)]
 
 
-class _Bodies(Rule):
+class _Bodies(RowRule):
     """Equations with bodies, through which batch axes are carried both ways.
 
     A carry has the axis of its operand or of its result, whichever has one.

@@ -13,8 +13,8 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     arrays,
     only,
     rule,
@@ -39,7 +39,7 @@ _ELEMENTWISE = (
 
 
 @rule(*_ELEMENTWISE)
-class Elementwise(Rule):
+class Elementwise(RowRule):
     """Operands and results have one shape, scalars aside."""
 
     arithmetic = True
@@ -81,7 +81,7 @@ def _check_keeps_rows_together(e: jex.JaxprEqn, axis: int) -> None:
 
 
 @rule("optimization_barrier")
-class Barrier(Rule):
+class Barrier(RowRule):
     """Each result is an operand."""
 
     arithmetic = True

@@ -12,8 +12,8 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     Unary,
     only,
     resized,
@@ -52,7 +52,7 @@ class DynamicSlice(Unary):
 
 
 @rule("dynamic_update_slice")
-class DynamicUpdateSlice(Rule):
+class DynamicUpdateSlice(RowRule):
     """With all rows, as `DynamicSlice`; at a position that is the same for all."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
@@ -69,7 +69,7 @@ class DynamicUpdateSlice(Rule):
 
 
 @rule("iota")
-class Iota(Rule):
+class Iota(RowRule):
     """The same for all rows, unless it counts them."""
 
     def backward(self, e: jex.JaxprEqn, outs: Sequence[Axis], rows: Rows) -> list[Axis]:
@@ -84,7 +84,7 @@ class Iota(Rule):
 
 
 @rule("gather")
-class Gather(Rule):
+class Gather(RowRule):
     """Gathers from a table that is the same for all rows, or from each row by itself.
 
     Rows of the indices are axes of the results that are not in ``offset_dims``; rows
@@ -161,7 +161,7 @@ _SCATTERS = (
 
 
 @rule(*_SCATTERS)
-class Scatter(Rule):
+class Scatter(RowRule):
     """Into all rows at the same places, or into each row at its own."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:

@@ -11,8 +11,8 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     only,
     rule,
 )
@@ -27,7 +27,7 @@ _OF_MATRICES = (
 
 
 @rule(*_OF_MATRICES)
-class Matrices(Rule):
+class Matrices(RowRule):
     """The first operand is a matrix; all have the same axes in front, as rows are."""
 
     # Axes of the first operand that are not leading ones.

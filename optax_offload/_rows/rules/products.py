@@ -10,15 +10,15 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     only,
     rule,
 )
 
 
 @rule("dot_general")
-class DotGeneral(Rule):
+class DotGeneral(RowRule):
     """Rows have to be a batch axis of both operands."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:

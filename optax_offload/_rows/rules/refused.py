@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from optax_offload._rows.rules.registry import Rule, rule
+from optax_offload._rows.rules.registry import RowRule, rule
 
 
-class Refused(Rule):
+class Refused(RowRule):
     """A leaf that goes through the equation is updated whole."""
 
 

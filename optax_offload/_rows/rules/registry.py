@@ -46,7 +46,7 @@ class Rows(Protocol):
         ...
 
 
-class Rule:
+class RowRule:
     """A rule says how equations of a primitive treat rows.
 
     Attributes:
@@ -79,8 +79,8 @@ class Rule:
         return {}
 
 
-RULES: dict[str, Rule] = {}
-R = TypeVar("R", bound=Rule)
+RULES: dict[str, RowRule] = {}
+R = TypeVar("R", bound=RowRule)
 
 
 def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
@@ -95,7 +95,7 @@ def rule(*primitives: str) -> Callable[[type[R]], type[R]]:
     return enter
 
 
-def rule_of(e: jex.JaxprEqn) -> Rule:
+def rule_of(e: jex.JaxprEqn) -> RowRule:
     """The rule of an equation; of a primitive without one, a rule that refuses.
 
     Equations with effects are refused too, since these would happen for every slice.
@@ -110,7 +110,7 @@ def is_arithmetic(e: jex.JaxprEqn) -> bool:
     return rule_of(e).arithmetic and len(e.outvars) == 1
 
 
-_REFUSED = Rule()
+_REFUSED = RowRule()
 
 
 def resized(sizes: Sequence[int], axis: int, size: int) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ def arrays(e: jex.JaxprEqn, axis: int) -> list[Axis]:
     return [of(shape(a)) for a in e.invars]
 
 
-class Unary(Rule):
+class Unary(RowRule):
     """Only the first operand has rows."""
 
     def to(self, e: jex.JaxprEqn, axis: int, rows: Rows) -> int | None:

@@ -13,8 +13,8 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     Unary,
     only,
     resized,
@@ -78,7 +78,7 @@ class Removes(Unary):
 
 
 @rule("stack")
-class Stack(Rule):
+class Stack(RowRule):
     """Several arrays along a new axis, and those behind it move down."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:

@@ -10,14 +10,14 @@ from optax_offload._rows.rules.registry import (
     Axes,
     Axis,
     NotRowLocalError,
+    RowRule,
     Rows,
-    Rule,
     only,
     rule,
 )
 
 
-class _Windows(Rule):
+class _Windows(RowRule):
     """Operands and results of as many axes, of which some are gone along."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
@@ -62,7 +62,7 @@ class ReduceWindow(_Windows):
 
 
 @rule("reduce")
-class ReduceByFunction(Rule):
+class ReduceByFunction(RowRule):
     """Along other axes, each with a value to begin with that is the same for all."""
 
     def forward(self, e: jex.JaxprEqn, ins: Sequence[Axis], rows: Rows) -> Axes:
