@@ -457,7 +457,7 @@ class _Variants:
                 streaming.check_new_state(plan, traced.out_info)
                 donation.check_returned(traced, plan)
                 args, kwargs = donation.pair((args, kwargs), traced, plan)
-            streaming.warn_of_refusals(plan, traced.out_info)
+            streaming.warn_of_refusals(plan, traced.out_info, plan.step.misplaced)
             if streaming.is_as_it_was(plan):
                 return self._tracer_for(args, kwargs)(*args, **kwargs)
             # What is not traced is static.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -439,13 +439,19 @@ def check_new_state(found: FusedStep, results: Any) -> None:
         )
 
 
-def warn_of_refusals(found: FusedStep, results: Any) -> None:
-    """Warns where gradients do not wait in the way that was asked for by name.
+def warn_of_refusals(
+    found: FusedStep, results: Any, misplaced: Collection[str] = ()
+) -> None:
+    """Warns where what was asked for by name cannot be had.
 
     Args:
       found: The plan of a step.
       results: A tree of the step's results, or of what stands for them.
+      misplaced: The state that is known to be on the device instead of the host. With
+        any, something else says so, and that is why.
     """
+    if misplaced:
+        return
     paths = [path for path, _ in trees.leaves_with_paths(results)]
     for message in refusals(found, paths):
         warn(message)

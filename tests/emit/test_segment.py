@@ -762,3 +762,14 @@ def test_two_updates_of_the_same_state(inner):
         expected,
     )
     oo.memory_report(got[1], oo.Rule(".*", min_bytes=0)).check()
+
+
+@pytest.mark.filterwarnings("error::optax_offload.OffloadWarning")
+def test_misplaced_state_is_all_that_is_said():
+    """And not that residuals cannot rest, which is so because of it."""
+    tx, params = all_of(optax.adam(1e-2)), parameters()
+    at_rest = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+    state = oo.set_memory_kind(tx.init(at_rest), ".*", "device")
+    step = oo.jit(step_of(plain, tx), donate_argnums=(0, 1), residuals="host")
+    with pytest.raises(oo.MemoryKindError, match="came to update on the device"):
+        step(at_rest, state, jnp.ones((4, WIDTH)))
