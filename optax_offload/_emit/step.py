@@ -12,19 +12,18 @@ from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.moves import together
 from optax_offload._emit.segment import Before, reads, run_segment
+from optax_offload._emit.spread import constrained, spread_by
 from optax_offload._emit.update import carry_out
 from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
     Sharded,
     bound,
-    constrained,
     dependents,
     evaluate,
     flops_of,
     read,
     shape,
-    spread_by,
     variables,
 )
 from optax_offload._schedule import (

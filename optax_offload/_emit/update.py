@@ -16,6 +16,7 @@ from jax.interpreters import mlir
 
 from optax_offload._emit.loop import Traces, run_loop, whole_kernel
 from optax_offload._emit.moves import Rest, load_whole, moved, rest_of
+from optax_offload._emit.spread import spread_by
 from optax_offload._ground import trees
 from optax_offload._ground.errors import warn
 from optax_offload._places import memory
@@ -34,7 +35,6 @@ from optax_offload._program import (
     read,
     sharding_of,
     shardings,
-    spread_by,
     variables,
 )
 from optax_offload._schedule import (

@@ -53,6 +53,7 @@ from optax_offload._program.keys import Places, key_data
 from optax_offload._program.lowered import (
     Argument,
     Sharded,
+    Spread,
     arguments,
     check_pairs,
     constrain,
@@ -60,6 +61,7 @@ from optax_offload._program.lowered import (
     lower,
     sharding_of,
     shardings,
+    spread_over,
 )
 from optax_offload._program.primitives import (
     CODES,
@@ -68,6 +70,7 @@ from optax_offload._program.primitives import (
     facts,
     handed_on,
     is_load,
+    is_store,
     is_transfer,
 )
 from optax_offload._program.remats import scans
@@ -78,10 +81,8 @@ from optax_offload._program.step import (
     InlinedUpdate,
     Step,
     apart,
-    constrained,
     in_equations,
     of_values,
-    spread_by,
     take_apart,
 )
 from optax_offload._program.update import Input, Output, Update, trace
@@ -108,6 +109,7 @@ __all__ = [
     "Program",
     "Resting",
     "Sharded",
+    "Spread",
     "Step",
     "Taken",
     "Update",
@@ -122,7 +124,6 @@ __all__ = [
     "called",
     "check_pairs",
     "constrain",
-    "constrained",
     "dependents",
     "described",
     "dtype",
@@ -141,6 +142,7 @@ __all__ = [
     "in_pairs",
     "is_load",
     "is_microbatch",
+    "is_store",
     "is_transfer",
     "is_unknown",
     "keeps_state",
@@ -162,7 +164,7 @@ __all__ = [
     "sharding_of",
     "shardings",
     "signature",
-    "spread_by",
+    "spread_over",
     "take_apart",
     "trace",
     "transform_as",

@@ -20,14 +20,12 @@ result is silently in the other memory. So such a program is refused before it r
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
-from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -58,10 +56,23 @@ class Sharded:
     @property
     def parts(self) -> int:
         """Into how many parts the value is divided."""
-        sharding: Any = sdy.TensorShardingAttr(self.attribute)
-        dimensions = range(len(sharding.dimension_shardings))
-        names = (name for d in dimensions for name in _axes_of(sharding, d))
+        names = (name for d in range(self.ndim) for name in self.axes_of(d))
         return math.prod(self.mesh.shape.get(name, 1) for name in names)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the value."""
+        return len(self._dimensions)
+
+    def axes_of(self, dimension: int) -> list[str]:
+        """The mesh axes that a dimension is spread over."""
+        spread = sdy.DimensionShardingAttr(self._dimensions[dimension])
+        return [sdy.AxisRefAttr(axis).name for axis in spread.axes]
+
+    @property
+    def _dimensions(self) -> Any:
+        sharding: Any = sdy.TensorShardingAttr(self.attribute)
+        return sharding.dimension_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +196,7 @@ def spread_as(x: jax.Array, wanted: Spread) -> jax.Array:
     collective, which a GPU's compiler refuses and a TPU's leaves to the host. So what
     the program has in another way is loaded, sharded, and stored again.
     """
-    return _spread_as.bind(x, wanted=wanted)
+    return spread_over.bind(x, wanted=wanted)
 
 
 def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
@@ -234,65 +245,16 @@ def is_unknown(aval: Any) -> bool:
 def _lower_constrain(
     ctx: mlir.LoweringRuleContext, y: Any, *, like: Sharded, axis: int | None
 ) -> list[Any]:
-    sharding: Any = sdy.TensorShardingAttr(like.attribute)
-    if axis is not None and _axes_of(sharding, axis):
+    if axis is not None and like.axes_of(axis):
         return [y]  # Of rows that are spread over devices a slice is none of these.
+    sharding: Any = sdy.TensorShardingAttr(like.attribute)
     aval: Any = ctx.avals_in[0]
     last = len(aval.shape) - 1
     if last >= 0:
-        parts = math.prod(like.mesh.shape[name] for name in _axes_of(sharding, last))
+        parts = math.prod(like.mesh.shape[name] for name in like.axes_of(last))
         if aval.shape[last] % parts:
             sharding = _with_whole_rows(sharding)  # Scales of an encoded leaf.
     return [sdy.ShardingConstraintOp(y, sharding).result]
-
-
-def _lower_spread_as(ctx: mlir.LoweringRuleContext, x: Any, *, wanted: Spread) -> Any:
-    found = arguments(ctx, [x]).get(0)
-    has = found.sharding if found else None
-    if has is None:  # What nothing says the compiler shards as it is taken.
-        return [x]
-    moved = mlir.lower_fun(lambda x: [moved_over(x, has, wanted)], True)
-    return moved(ctx, x)
-
-
-def moved_over(x: jax.Array, has: Sharded, wanted: Spread) -> jax.Array:
-    """A value in host memory, moved on the device to where a mesh is to have it.
-
-    Args:
-      x: The value.
-      has: How it is spread.
-      wanted: How it is to be.
-    """
-    if _is_spread(has, wanted):
-        return x
-    like = wanted.sharding
-    sharding: Any = sdy.TensorShardingAttr(has.attribute)
-
-    def moved(x: jax.Array, axis: int | None = None) -> jax.Array:
-        # As it was first, or the compiler would move the collective before the load.
-        loaded = constrain(memory.transfer(x, "device"), has, axis)
-        loaded = lax.with_sharding_constraint(loaded, like)
-        return memory.transfer(loaded, "pinned_host")
-
-    if _axes_of(sharding, 0) or any(memory.names_of(part) for part in like.spec[:1]):
-        return moved(x)
-    return lax.map(lambda row: moved(row[None], 0)[0], x)
-
-
-def _is_spread(has: Sharded, wanted: Spread) -> bool:
-    """Returns whether a value is spread over axes as an equation takes it."""
-    sharding: Any = sdy.TensorShardingAttr(has.attribute)
-    mesh, spec = wanted.sharding.mesh, wanted.sharding.spec
-    parts = itertools.zip_longest(range(len(sharding.dimension_shardings)), spec)
-    for d, part in parts:
-        over, names = (
-            [a for a in some if mesh.shape.get(a) != 1]
-            for some in (_axes_of(sharding, d), memory.names_of(part))
-        )
-        others = over[len(names) :]
-        if over[: len(names)] != names or not wanted.axes.isdisjoint(others):
-            return False
-    return True
 
 
 def _position(main: Any, x: Any) -> int | None:
@@ -343,12 +305,6 @@ def _crossing_pair(main: Any, i: int) -> _Pair | None:
     )
 
 
-def _axes_of(sharding: Any, dimension: int) -> list[str]:
-    """The mesh axes that a dimension is spread over."""
-    spread = sdy.DimensionShardingAttr(sharding.dimension_shardings[dimension])
-    return [sdy.AxisRefAttr(axis).name for axis in spread.axes]
-
-
 def _with_whole_rows(sharding: Any) -> Any:
     """The sharding with the last dimension spread over no devices."""
     dimensions = [*sharding.dimension_shardings]
@@ -356,9 +312,9 @@ def _with_whole_rows(sharding: Any) -> Any:
     return sdy.TensorShardingAttr.get(sharding.mesh_or_ref, dimensions)
 
 
-_spread_as = jex.Primitive("spread_as")
-_spread_as.def_abstract_eval(lambda x, **_: x)
-mlir.register_lowering(_spread_as, _lower_spread_as, cacheable=False)
+# Lowered where transfers are written (`_emit/spread.py`).
+spread_over = jex.Primitive("spread_as")
+spread_over.def_abstract_eval(lambda x, **_: x)
 _constrain = jex.Primitive("constrain_to_sharding_of_argument")
 _constrain.def_abstract_eval(lambda y, **_: y)
 # Lowered where it is, not in a function of its own that JAX would use again.

@@ -13,7 +13,6 @@ import jax.ref
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
-from jax.sharding import NamedSharding
 
 from optax_offload._ground import compat
 from optax_offload._places import memory
@@ -31,11 +30,9 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
-from optax_offload._program.lowered import Sharded, Spread, moved_over
 from optax_offload._program.primitives import (
     facts,
     handed_on,
-    is_store,
     is_transfer,
     singly,
 )
@@ -427,47 +424,3 @@ def _split(what: Call) -> Call:
     return dataclasses.replace(
         what, update=dataclasses.replace(what.update, program=program)
     )
-
-
-def spread_by(program: Program, a: Atom, x: Any, has: Sharded | None) -> Any:
-    """The value of a result that is written into an argument at rest.
-
-    Where a program constrains how it is spread over a mesh, it is spread that way.
-
-    Args:
-      program: The program.
-      a: The result.
-      x: Its value, in host memory.
-      has: How the argument is spread, if that is known.
-    """
-    i = program.producers.get(a) if isinstance(a, jex.Var) else None
-    if i is not None and is_store(program.equations[i]):
-        (stored,) = variables(program.equations[i].invars)
-        i = program.producers.get(stored)
-    if has is None or i is None:
-        return x
-    e = program.equations[i]
-    like = e.params.get("sharding")
-    if e.primitive.name != "sharding_constraint" or not isinstance(like, NamedSharding):
-        return x
-    return moved_over(x, has, Spread(like, frozenset(like.mesh.axis_names)))
-
-
-def constrained(program: Program, v: jex.Var, x: Any) -> Any:
-    """The value of a result that was made row by row, sharded as the step has it.
-
-    Its rows are already, but not the buffer that they were written into.
-    """
-    e = program.equations[program.producers[v]]
-    if e.primitive.name not in ("device_put", "sharding_constraint") or (
-        memory.on_host(v.aval)
-    ):
-        return x
-    (x,) = jax.core.eval_jaxpr(
-        jex.Jaxpr(
-            (), variables(e.invars), e.outvars, [e], debug_info=program.debug_info
-        ),
-        (),
-        x,
-    )
-    return x

@@ -750,7 +750,7 @@ IN_ENGINE = {
         ("tests/schedule/test_replacements.py::test_what_makes_new_parameters",),
     ),
     "a constraint of what rests is lost": Mutant(
-        "_program/step.py",
+        "_emit/spread.py",
         "    if has is None or i is None:\n        return x",
         "    return x",
         (
