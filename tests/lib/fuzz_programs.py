@@ -132,6 +132,8 @@ TURNS_FROM = 200_000
 # Two stacks of layers from here on, one of them scanned and one a list of layers.
 MIXED_FROM = 300_000
 MIXED = {"list, scan": 1, "scan, list": 1}
+# The step twice in one function, one after the other: from here on.
+TWICE_FROM = 400_000
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -226,7 +228,9 @@ def draw(seed: int, modes: int = 2) -> Drawn:
 
     found = {name: one(weights) for name, weights in CHOICES.items()}
     if seed >= TURNS_FROM:
-        kinds = {"list": 3, "python": 1} if seed < MIXED_FROM else MIXED
+        kinds = {"list": 3, "python": 1}
+        if seed >= MIXED_FROM:
+            kinds = MIXED if seed < TWICE_FROM else kinds | MIXED
         found |= {"turns": "least", "scan": one(kinds)}
     found["wrapped"] = one({"inside": 5, "outside": 1})
     table = INSIDE if found["wrapped"] == "inside" else OUTSIDE
@@ -264,7 +268,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
     if found["selected"] == "none":
         found["predicate"] = "finite"
     if seed >= LOOPS_FROM and found["ref"] == "none":
-        found["loop"] = one(LOOPS if seed < TURNS_FROM else {"none": 9, **LOOPS})
+        loops = LOOPS if seed < TURNS_FROM else {"none": 9, **LOOPS}
+        found["loop"] = one(loops) if seed < TWICE_FROM else "twice"
         # Where a branch leaves what it only hands through is nothing to compare.
         if found["results"] == "old parameters":
             found["results"] = "loss"
@@ -726,7 +731,7 @@ class Program:
         return step if d.loop == "none" else self._looped(step)
 
     def _looped(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step twice in a loop, or in a branch that is taken or not."""
+        """The step twice, in a loop maybe, or in a branch that is taken or not."""
         loop, at = self.drawn.loop, self.takes.index("batch")
 
         def given(carry: Any, tokens: Any) -> list[Any]:
@@ -741,6 +746,9 @@ class Program:
             def once(carry: Any) -> tuple[Any, Any]:
                 return apart(step(*given(carry, tokens)))
 
+            if loop == "twice":
+                carry, more = once(once(carry)[0])
+                return tuple(given(carry, more))
             if loop == "scan":
                 carry, more = lax.scan(lambda c, _: once(c), carry, None, length=2)
                 return tuple(given(carry, more))

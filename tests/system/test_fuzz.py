@@ -4,11 +4,19 @@ import dataclasses
 
 import pytest
 from fuzz_compare import run
-from fuzz_programs import CHOICES, LOOPS_FROM, MIXED_FROM, TURNS_FROM, Drawn, draw
+from fuzz_programs import (
+    CHOICES,
+    LOOPS_FROM,
+    MIXED_FROM,
+    TURNS_FROM,
+    TWICE_FROM,
+    Drawn,
+    draw,
+)
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL, TURNS, MIXED = 4, 24, 6, 6
+QUICK, ALL, TURNS, MIXED, TWICE = 4, 24, 6, 6, 4
 
 
 @pytest.mark.parametrize(
@@ -19,6 +27,7 @@ QUICK, ALL, TURNS, MIXED = 4, 24, 6, 6
             *range(ALL),
             *range(TURNS_FROM, TURNS_FROM + TURNS),
             *range(MIXED_FROM, MIXED_FROM + MIXED),
+            *range(TWICE_FROM, TWICE_FROM + TWICE),
         )
     ],
 )
@@ -70,6 +79,6 @@ def test_what_is_printed_can_be_run_again():
     fields = {field.name for field in dataclasses.fields(Drawn)}
     others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns"}
     assert {*CHOICES} | others == fields
-    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM):
+    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM, TWICE_FROM):
         for seed in range(first, first + 100):
             assert Drawn.of_text(draw(seed).text()) == draw(seed)
