@@ -43,7 +43,7 @@ from optax_offload._program import (
 )
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.grown import Grown, GrownCall
-from optax_offload._schedule.new_state import made_in, returned, stays
+from optax_offload._schedule.new_state import made_in, returned, stays, taken_as_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,9 +242,11 @@ class _Search:
         return dataclasses.replace(self._program, equations=kept)
 
     def _results(self) -> list[_Found]:
-        """The results that take the place of new state which is not returned."""
-        results = {v: k for k, v in enumerate(variables(self._program.outvars))}
-        kept = returned(self._program.equations, self._program.outvars)
+        """What takes the place of new state: results, and state of later updates."""
+        equations = self._program.equations
+        some = [*variables(self._program.outvars), *taken_as_state(equations)]
+        results = {v: k for k, v in enumerate(some)}
+        kept = returned(equations, some)
         found = [
             (distance, results[r], v, r)
             for v in self._made

@@ -60,6 +60,17 @@ def made_in(equations: Sequence[jex.JaxprEqn]) -> dict[jex.Var, NewState]:
     return {e.outvars[k]: x for e in equations for k, x in made_by(e).items()}
 
 
+def taken_as_state(equations: Sequence[jex.JaxprEqn]) -> list[jex.Var]:
+    """What updates take as state that is to rest on the host."""
+    calls = [(called(e), e.invars) for e in equations]
+    return [
+        v
+        for what, operands in calls
+        if what is not None
+        for v in variables(operands[i] for i in what.caller.planned)
+    ]
+
+
 def returned(
     equations: Sequence[jex.JaxprEqn], results: Sequence[Atom]
 ) -> set[jex.Var]:

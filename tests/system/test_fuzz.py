@@ -51,6 +51,8 @@ FOUND = [
     # A scan with turns of its own, between those of a chain, runs once.
     "modes=host; optimizer=adamw; scan=list, scan; remat=layer; effect=debug in layer; "
     "turns=least",
+    # State that is chosen between two updates, and is at rest for the second.
+    "modes=auto; optimizer=adamw; selected=where, state; loop=twice",
 ]
 
 
