@@ -34,7 +34,7 @@ from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import Chain, Link, Segment, in_stacks, nbytes
-from optax_offload._schedule.ties import in_order
+from optax_offload._schedule.ties import in_order, small_first
 
 
 def chain(
@@ -395,7 +395,7 @@ class _Cut:
             results = [v for v in defined if v in kept or _is_taken(v, n, used, stored)]
             links.append(
                 Segment(
-                    tuple(sorted((*again, *positions[n]))),
+                    small_first(self._program, sorted((*again, *positions[n]))),
                     names,
                     stores=tuple(stores.get(n, ())),
                     results=tuple(results),

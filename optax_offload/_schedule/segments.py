@@ -24,12 +24,14 @@ class Product(NamedTuple):
       work: The work from it to the next one, in floating point operations.
       before: The results of earlier products that its operand does not need. Nothing
         else would keep a compiler from computing gradients of parameters last.
+      large: Whether it makes far more than these, and so has to wait for them.
     """
 
     position: int
     operand: jex.Var
     work: int
     before: tuple[jex.Var, ...] = ()
+    large: bool = False
 
 
 class Move(NamedTuple):

@@ -51,15 +51,52 @@ def products(program: Program, s: Segment) -> list[Product]:
         if work and taken:
             operand = max(taken, key=lambda v: len(needs[v]))
             others = [n for n in range(len(found)) if n not in needs[operand] | waited]
-            before = (v for n in others for v in equations[found[n].position].outvars)
+            before = [v for n in others for v in equations[found[n].position].outvars]
             waited |= needs[operand].union(others)
             need.add(len(found))
-            found.append(Product(i, operand, work, tuple(before)))
+            large = bool(before) and _far_more(e.outvars, before)
+            found.append(Product(i, operand, work, tuple(before), large))
         elif found and not facts(e).again:
             work = FLOPS_PER_BYTE * nbytes(e.outvars)
             found[-1] = found[-1]._replace(work=found[-1].work + work)
         needs |= dict.fromkeys(e.outvars, need)
     return found
+
+
+def small_first(program: Program, positions: Sequence[int]) -> tuple[int, ...]:
+    """The equations of a segment, products of small results before those of large.
+
+    Of two that take the same cotangent. Both gradients of a product of probabilities
+    and values do: with that of the probabilities, which is as large as these, first,
+    both of them and what they are made of again would be there for the other one.
+    """
+    found = list(positions)
+    for n, i in enumerate(positions):
+        e = program.equations[i]
+        if not flops_of(e):
+            continue
+        taken = {*variables(e.invars)}
+        made, between = {*e.outvars}, list[int]()
+        for j in positions[n + 1 :]:
+            other = program.equations[j]
+            own = variables(other.invars)
+            if not made.isdisjoint(own):
+                made.update(other.outvars)
+            elif not flops_of(other):
+                between.append(j)
+            else:
+                smaller = _far_more(e.outvars, other.outvars)
+                if smaller and not taken.isdisjoint(own):
+                    for k in (*between, j):
+                        found.remove(k)
+                    at = found.index(i)
+                    found[at:at] = [*between, j]
+                break
+    return tuple(found)
+
+
+def _far_more(some: Iterable[jex.Var], others: Iterable[jex.Var]) -> bool:
+    return nbytes(some) > 4 * nbytes(others)
 
 
 def stored(s: Segment) -> Iterable[Stored]:
@@ -139,7 +176,7 @@ def together(
     found: list[Product] = []
     waiting: tuple[jex.Var, ...] = ()
     for x in products:
-        if found and found[-1].work * room < least:
+        if found and found[-1].work * room < least and not x.large:
             found[-1] = found[-1]._replace(work=found[-1].work + x.work)
             waiting = (*waiting, *x.before)
         else:

@@ -145,6 +145,24 @@ IN_ENGINE = {
         "own = node.defines",
         (BESIDE,),
     ),
+    "gradients of probabilities before those of values": Mutant(
+        "_schedule/ties.py",
+        "if smaller and not taken.isdisjoint(own):",
+        "if False:",
+        (CHAIN,),
+    ),
+    "a product of a large result taken with the one before": Mutant(
+        "_schedule/ties.py",
+        " and not x.large:",
+        ":",
+        (CHAIN,),
+    ),
+    "an updated state that is updated again is cut": Mutant(
+        "_schedule/chain.py",
+        "if _is_updated_twice(beside.nodes):",
+        "if False:",
+        ("tests/emit/test_segment.py",),
+    ),
     "turns of what is little as long as of much": Mutant(
         "_schedule/cutting.py",
         "max(1 / now.least_part, min(part, part**0.5))",
@@ -159,7 +177,7 @@ IN_ENGINE = {
     ),
     "short products alone": Mutant(
         "_schedule/ties.py",
-        "if found and found[-1].work * room < least:",
+        "if found and found[-1].work * room < least and not x.large:",
         "if False:",
         (CHAIN,),
     ),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend import core as jex
 from limited import limited
 from small_updates import update_of
 
@@ -15,7 +16,7 @@ import optax_offload as oo
 from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places.memory import nbytes, on_host
-from optax_offload._program import Step
+from optax_offload._program import Step, flatten, flops_of
 from optax_offload._schedule import (
     Segment,
     follow,
@@ -794,3 +795,45 @@ def test_what_decodes_layers_is_where_they_are_taken(taken, computed):
     assert list(map(sorted, loads(step, found.segments))) == pairs
     decoded = [v for s in found.segments for v in s.results if v.aval.shape == WEIGHT]
     assert not decoded
+
+
+def attention_backward(tokens):
+    """The equations of a gradient of attention, and its products' positions."""
+
+    def gradients(p, k, v, ct):
+        more = ct @ v.T
+        return p.T @ ct, (p * more) @ k
+
+    args = [jnp.ones((tokens, n)) for n in (tokens, 4, 4, 4)]
+    program = flatten(jax.make_jaxpr(gradients)(*args))
+    positions = range(len(program.equations))
+    return program, [i for i in positions if flops_of(program.equations[i])]
+
+
+def test_products_of_small_results_come_first():
+    """That of the values is there before that of probabilities, which are many."""
+    program, some = attention_backward(32)
+    found = ties.small_first(program, range(len(program.equations)))
+    assert sorted(found) == [*range(len(program.equations))]
+    known = {*program.invars, *program.constants}
+    for i in found:
+        e = program.equations[i]
+        assert known.issuperset(x for x in e.invars if isinstance(x, jex.Var))
+        known.update(e.outvars)
+
+    def sizes(positions):
+        products = (program.equations[i] for i in positions if i in some)
+        return [e.outvars[0].aval.size for e in products]
+
+    many, few = 32 * 32, 32 * 4
+    assert sizes(range(len(program.equations))) == [many, few, few]
+    assert sizes(found) == [few, many, few]
+    segment = Segment(found, {})
+    (large,) = (x for x in ties.products(program, segment) if x.large)
+    assert sizes([large.position]) == [many]
+    # However short it is, it waits for the other one.
+    kept = ties.together(ties.products(program, segment), [Move(found, 10**9)], [])
+    assert large.position in [x.position for x in kept]
+    program, _ = attention_backward(8)
+    positions = range(len(program.equations))
+    assert ties.small_first(program, positions) == (*positions,)

@@ -450,3 +450,12 @@ def test_residuals_of_a_loop_without_checkpoints_at_rest():
         return aot.peak(aot.compile(jitted, *args, target=TARGET)).peak_bytes
 
     assert peak_with("host") < 0.5 * peak_with("device")
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+def test_parameters_of_long_sequences_at_rest():
+    """What is as large as all probabilities is there twice, in turns as without."""
+    model = Decoder(layers=8, width=512, batch=1, length=4096, attention=True)
+    state = peak(model, offload=True, jit=oo.jit)
+    assert peak(model, offload=True, jit=oo.jit, at_rest=".*layers/.*") < state
