@@ -109,7 +109,7 @@ def place(state: T, like: Any, *, under: str = "") -> T:
       >>> state = oo.place(loaded, oo.eval_shape(tx.init, params))
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
-      >>> oo.place(params, oo.Rule("w", codec="nf4"))["w"]
+      >>> oo.place(params, oo.Rule("w", "device", codec="nf4"))["w"]
       Encoded(nf4, float32[256, 128])
     """
     leaves = trees.leaves_with_paths(state)
