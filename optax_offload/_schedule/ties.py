@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload._ground import limits
+from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._program import Program, Step, facts, flops_of, variables
 from optax_offload._schedule import placing
@@ -69,16 +69,19 @@ def small_first(program: Program, positions: Sequence[int]) -> tuple[int, ...]:
     Of two that take the same cotangent. Both gradients of a product of probabilities
     and values do: with that of the probabilities, which is as large as these, first,
     both of them and what they are made of again would be there for the other one.
+    Each equation moves once at most, and none past one with effects.
     """
-    found = list(positions)
+    found, moved = list(positions), set[int]()
     for n, i in enumerate(positions):
         e = program.equations[i]
-        if not flops_of(e):
+        if i in moved or not flops_of(e) or compat.has_effects(e):
             continue
         taken = {*variables(e.invars)}
         made, between = {*e.outvars}, list[int]()
-        for j in positions[n + 1 :]:
+        for j in (j for j in positions[n + 1 :] if j not in moved):
             other = program.equations[j]
+            if compat.has_effects(other):
+                break
             own = variables(other.invars)
             if not made.isdisjoint(own):
                 made.update(other.outvars)
@@ -91,6 +94,7 @@ def small_first(program: Program, positions: Sequence[int]) -> tuple[int, ...]:
                         found.remove(k)
                     at = found.index(i)
                     found[at:at] = [*between, j]
+                    moved.update(found[at : at + len(between) + 1])
                 break
     return tuple(found)
 

@@ -810,16 +810,58 @@ def attention_backward(tokens):
     return program, [i for i in positions if flops_of(program.equations[i])]
 
 
+def assert_in_order(program, positions):
+    """All equations are there, each after those that make what it takes."""
+    assert sorted(positions) == [*range(len(program.equations))]
+    known = {*program.invars, *program.constants}
+    for i in positions:
+        e = program.equations[i]
+        assert known.issuperset(x for x in e.invars if isinstance(x, jex.Var))
+        known.update(e.outvars)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_comes_first_has_what_it_takes(seed):
+    """Whatever moves, in random products of matrices of many sizes."""
+    rng = np.random.default_rng(seed)
+
+    def chosen(*args):
+        some = list(args)
+        for _ in range(24):
+            a, b = (some[i] for i in rng.integers(len(some), size=2))
+            if rng.random() < 0.4:
+                some.append(a * 2)
+            elif a.shape[0] == b.shape[0]:
+                some.append(a.T @ b)
+            elif a.shape[1] == b.shape[1]:
+                some.append(a @ b.T)
+        return some
+
+    sizes = rng.choice([1, 8, 64], size=(4, 2))
+    closed = jax.make_jaxpr(chosen)(*(jnp.ones(tuple(x)) for x in sizes))
+    program = flatten(closed)
+    assert_in_order(program, ties.small_first(program, range(len(program.equations))))
+
+
+def test_effects_stay_where_they_are():
+    """A print between two products keeps these in their order."""
+
+    def gradients(p, v, ct):
+        more = ct @ v.T
+        jax.debug.print("{}", ct[0, 0])
+        return more, p.T @ ct
+
+    args = [jnp.ones((32, n)) for n in (32, 4, 4)]
+    program = flatten(jax.make_jaxpr(gradients)(*args))
+    positions = (*range(len(program.equations)),)
+    assert ties.small_first(program, positions) == positions
+
+
 def test_products_of_small_results_come_first():
     """That of the values is there before that of probabilities, which are many."""
     program, some = attention_backward(32)
     found = ties.small_first(program, range(len(program.equations)))
-    assert sorted(found) == [*range(len(program.equations))]
-    known = {*program.invars, *program.constants}
-    for i in found:
-        e = program.equations[i]
-        assert known.issuperset(x for x in e.invars if isinstance(x, jex.Var))
-        known.update(e.outvars)
+    assert_in_order(program, found)
 
     def sizes(positions):
         products = (program.equations[i] for i in positions if i in some)
