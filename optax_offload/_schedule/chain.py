@@ -32,6 +32,7 @@ from optax_offload._schedule import cutting, forward, liveness, placing
 from optax_offload._schedule.beside import Beside
 from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
+from optax_offload._schedule.penalties import beside_layers
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import Chain, Link, Segment, in_stacks, nbytes
 from optax_offload._schedule.ties import in_order, small_first
@@ -149,6 +150,7 @@ class _Cut:
                 ordinary.append(node)
         if reduced is not None:
             ordinary = self._with_sums_early(ordinary, reduced)
+        ordinary = beside_layers(step, ordinary, self._loaded)
         self._nodes = ordinary
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
@@ -316,12 +318,16 @@ class _Cut:
                 waiting += variables(self._program.equations[self._again[v]].invars)
         return positions, [*loaded]
 
+    def _loaded(self, taken: Sequence[jex.Var]) -> set[jex.Var]:
+        """What is loaded for variables, where it rests."""
+        return {self._source[v] for v in self._made_of(taken)[1]}
+
     def _cut(self) -> tuple[cutting.Filling, list[cutting.Piece], list[int]]:
         """What fills segments, these and what is between them, and what each loads."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
         taken = [
-            {self._source[v] for v in self._made_of(node.reads)[1]}
+            self._loaded(node.reads)
             | filled.intersection(node.defines)
             | self.residuals.intersection(node.reads)
             for node in nodes
@@ -345,7 +351,7 @@ class _Cut:
         """The bytes of what is made, and of what rests where it is used: decoded."""
         found = {v: nbytes([v]) for v in (*made, *self._source.values())}
         for v in {v for node in self._nodes for v in node.reads if v in self._again}:
-            sources = {self._source[x] for x in self._made_of([v])[1]}
+            sources = self._loaded([v])
             share = nbytes([v]) / max(1, nbytes(sources))
             for x in sources:
                 found[x] = max(found[x], round(share * nbytes([x])))

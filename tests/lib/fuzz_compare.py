@@ -49,9 +49,11 @@ LEAST = dataclasses.replace(
     least_segments=1,
     least_freed_bytes=1,
     least_residual_bytes=1,
+    small_bytes=64,
     turn_bytes=1,
     least_tied_bytes=1,
     least_taken_bytes=1,
+    least_flops_per_byte=0,
     least_products=1,
 )
 # Errors that are right, by what was drawn.
@@ -205,9 +207,12 @@ class _Steps:
             if self.program.mesh is not None and len(like.device_set) == 1:
                 like = NamedSharding(self.program.mesh, P())
             like = like.with_memory_kind(x.sharding.memory_kind)
-            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-            if not (is_key or _on_host(x) or getattr(x, "weak_type", False)):
-                x = np.asarray(x)  # Else it may be the same buffer.
+            # Else it may be the same buffer.
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                data = np.asarray(jax.random.key_data(x))
+                x = jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+            elif not (_on_host(x) or getattr(x, "weak_type", False)):
+                x = np.asarray(x)
             return jax.device_put(x, like, may_alias=False)
 
         like = self.init if self._like is None else self._like

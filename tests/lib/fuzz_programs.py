@@ -134,6 +134,14 @@ MIXED_FROM = 300_000
 MIXED = {"list, scan": 1, "scan, list": 1}
 # The step twice in one function, one after the other: from here on.
 TWICE_FROM = 400_000
+# A loss with a number of all parameters in it, as their squares: from here on.
+PENALTIES_FROM = 500_000
+PENALTIES = {
+    "squares": lambda x: jnp.sum(x * x),
+    "powers": lambda x: jnp.sum(x**2),
+    "absolute": lambda x: jnp.sum(jnp.abs(x)),
+    "norm": lambda x: jnp.sqrt(jnp.sum(x**2) + 0.01),
+}
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -189,6 +197,7 @@ class Drawn:
     called: str = "directly"
     loop: str = "none"
     turns: str = "usual"
+    penalty: str = "none"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -231,6 +240,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         kinds = {"list": 3, "python": 1}
         if seed >= MIXED_FROM:
             kinds = MIXED if seed < TWICE_FROM else kinds | MIXED
+        if seed >= PENALTIES_FROM:
+            found["penalty"] = rng.choice(sorted(PENALTIES))
         found |= {"turns": "least", "scan": one(kinds)}
     found["wrapped"] = one({"inside": 5, "outside": 1})
     table = INSIDE if found["wrapped"] == "inside" else OUTSIDE
@@ -269,7 +280,8 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         found["predicate"] = "finite"
     if seed >= LOOPS_FROM and found["ref"] == "none":
         loops = LOOPS if seed < TURNS_FROM else {"none": 9, **LOOPS}
-        found["loop"] = one(loops) if seed < TWICE_FROM else "twice"
+        twice = TWICE_FROM <= seed < PENALTIES_FROM
+        found["loop"] = "twice" if twice else one(loops)
         # Where a branch leaves what it only hands through is nothing to compare.
         if found["results"] == "old parameters":
             found["results"] = "loss"
@@ -533,6 +545,10 @@ class Program:
                 loss += 0.01 * jnp.sum(jnp.square(first.astype(jnp.float32)))
             else:
                 loss += jnp.mean(jnp.sin(first[0].astype(jnp.float32)))
+        if d.penalty != "none":
+            number = PENALTIES[d.penalty]
+            leaves = jax.tree.leaves(params)
+            loss += 0.01 * sum(number(x.astype(jnp.float32)) for x in leaves)
         if d.effect == "debug in loss":
             jax.debug.callback(self.calls, "loss", loss)
         return loss, aux

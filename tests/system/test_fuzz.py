@@ -8,6 +8,7 @@ from fuzz_programs import (
     CHOICES,
     LOOPS_FROM,
     MIXED_FROM,
+    PENALTIES_FROM,
     TURNS_FROM,
     TWICE_FROM,
     Drawn,
@@ -16,7 +17,7 @@ from fuzz_programs import (
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL, TURNS, MIXED, TWICE = 4, 24, 6, 6, 3
+QUICK, ALL, TURNS, MIXED, TWICE, PENALTIES = 4, 24, 6, 6, 3, 6
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,8 @@ QUICK, ALL, TURNS, MIXED, TWICE = 4, 24, 6, 6, 3
             *range(MIXED_FROM, MIXED_FROM + MIXED),
             # Of the first, noise changes as much as a step does.
             *range(TWICE_FROM + 5, TWICE_FROM + 5 + TWICE),
+            # Of the first, JAX refuses some.
+            *range(PENALTIES_FROM + 10, PENALTIES_FROM + 10 + PENALTIES),
         )
     ],
 )
@@ -80,8 +83,8 @@ def test_a_mistake_is_found(monkeypatch):
 def test_what_is_printed_can_be_run_again():
     """Every choice is a field, and the text of what was drawn has all of it."""
     fields = {field.name for field in dataclasses.fields(Drawn)}
-    others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns"}
+    others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns", "penalty"}
     assert {*CHOICES} | others == fields
-    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM, TWICE_FROM):
+    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM, TWICE_FROM, PENALTIES_FROM):
         for seed in range(first, first + 100):
             assert Drawn.of_text(draw(seed).text()) == draw(seed)

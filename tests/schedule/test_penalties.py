@@ -1,0 +1,124 @@
+"""What is computed of parameters alone is beside the layers that take them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from limited import limited
+
+import optax_offload as oo
+from optax_offload._ground import compat
+
+WIDTH = 16
+WEIGHT = (WIDTH, WIDTH)
+ALL = [oo.Rule(".*", min_bytes=0)]
+
+
+@pytest.fixture(autouse=True)
+def one_layer_to_a_segment(monkeypatch):
+    """However small a layer is; what is as large as one is not a number."""
+    limited(
+        monkeypatch,
+        segment_bytes=WIDTH * WIDTH * 4,
+        least_part=1,
+        least_segments=3,
+        small_bytes=WIDTH * WIDTH * 2,
+    )
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+
+
+def loss(params, x):
+    """The mean square of what layers in a Python loop make."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def with_penalty(penalty):
+    """The same, and a number of all parameters."""
+    return lambda params, x: loss(params, x) + 0.01 * sum(map(penalty, params))
+
+
+def train_step(tx, loss_fn, reduced=optax.tree.norm):
+    """A step that returns its loss, and with it a number of its parameters."""
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(loss_fn)(params, x)
+        number = value + reduced(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, number
+
+    return step
+
+
+def matrices(count=6):
+    """The parameters of so many layers."""
+    return [jnp.full(WEIGHT, 0.1 * (i + 1)) for i in range(count)]
+
+
+def loaded(loss_fn, reduced=len):
+    """What each segment of a step loads for its equations, as numbers of parameters."""
+    tx = oo.offload(optax.adam(1e-3), ALL)
+    params = oo.place(matrices(), ALL)
+    plan = oo.jit(train_step(tx, loss_fn, reduced)).schedule(
+        params, tx.init(params), jnp.ones((4, WIDTH))
+    )
+    assert plan.chain is not None
+    own = plan.step.program.invars[: len(params)]
+    return [
+        [own.index(v) for v in segment.loads if v in own]
+        for segment in plan.chain.segments
+    ]
+
+
+PENALTIES = {
+    "squares": lambda w: jnp.sum(w * w),
+    "powers": lambda w: jnp.sum(w**2),
+    "absolute": lambda w: jnp.sum(jnp.abs(w)),
+    "scaled": lambda w: jnp.sum((2 * w.T) ** 2) / w.size,
+}
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_penalties_load_nothing(name):
+    """Neither their numbers, after the forward pass, nor their gradients, before it.
+
+    But for the first layer's gradient, which takes no parameters without.
+    """
+    expected = loaded(loss)
+    assert expected[-2] == [1]
+    expected[-2] = [1, 0]
+    assert loaded(with_penalty(PENALTIES[name])) == expected
+
+
+def test_norms_load_nothing():
+    """What is logged of parameters is evaluated where the forward pass takes them."""
+    assert loaded(loss, optax.tree.norm) == loaded(loss)
+
+
+def test_what_products_are_in_stays():
+    """A penalty that is no arithmetic is evaluated where it is written."""
+
+    def orthogonal(w):
+        return jnp.sum((w.T @ w - jnp.eye(WIDTH)) ** 2)
+
+    found = loaded(with_penalty(orthogonal))
+    assert len(found) > len(loaded(loss))
+
+
+@pytest.mark.parametrize("name", PENALTIES)
+def test_exact(name):
+    """Three steps give what they give with plain JAX."""
+    loss_fn, x = with_penalty(PENALTIES[name]), jnp.linspace(-1, 1, WIDTH)[None]
+    plain, ours = optax.adam(1e-2), oo.offload(optax.adam(1e-2), ALL)
+    plain_params, params = matrices(), oo.place(matrices(), ALL)
+    plain_state, state = plain.init(plain_params), ours.init(params)
+    plain_step = jax.jit(train_step(plain, loss_fn))
+    step = oo.jit(train_step(ours, loss_fn), donate_argnums=(0, 1))
+    for _ in range(3):
+        plain_params, plain_state, expected = plain_step(plain_params, plain_state, x)
+        params, state, number = step(params, state, x)
+        np.testing.assert_allclose(number, expected, rtol=1e-6)
+    for a, b in zip(params, plain_params, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
