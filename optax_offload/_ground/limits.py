@@ -21,10 +21,12 @@ class Limits:
       least_part: See ``segment_bytes``.
       most_layers: See ``segment_bytes``.
       much_alive_bytes: Where long sequences have more than this in memory, a segment
-        takes up to a share of the rest, 1 / ``alive_share``, and up to ``most_room``
-        times the usual: it computes for longer, and hands on less often.
+        takes up to a share of the rest, 1 / ``alive_share``, up to ``most_room`` times
+        the usual, and up to 1 / ``most_share`` of all that is taken: it computes for
+        longer, and hands on less often.
       alive_share: See ``much_alive_bytes``.
       most_room: See ``much_alive_bytes``.
+      most_share: See ``much_alive_bytes``.
       least_parted_bytes: What one more segment has to take from the peak.
       least_alive_bytes: The least that counts for it.
       rooms_of_updates: How many times what fills a segment may be loaded in it for
@@ -51,7 +53,10 @@ class Limits:
       least_products: The least products of a backward pass in a body that may be cut
         into turns.
       least_taken_bytes: The least that it takes of the step around it: of less all may
-        be on the device.
+        be on the device,
+      least_flops_per_byte: as where its backward pass computes less of each byte, which
+        each iteration of its loop would load,
+      much_taken_bytes: unless it takes so much.
       least_apart_bytes: Leaves of less are loaded together with the others of their
         group: what their stores gain beside those loads is less than the latency, and
         a part is a kernel to compile.
@@ -76,6 +81,7 @@ class Limits:
     much_alive_bytes: int = 2**30
     alive_share: int = 6
     most_room: int = 8
+    most_share: int = 12
     least_parted_bytes: int = 32 * MIB
     least_alive_bytes: int = MIB
     rooms_of_updates: int = 4
@@ -90,7 +96,9 @@ class Limits:
     least_residual_rows_bytes: int = 2**16
     least_stack_bytes: int = MIB
     least_products: int = 16
-    least_taken_bytes: int = 2**29
+    least_taken_bytes: int = 128 * MIB
+    least_flops_per_byte: int = 128
+    much_taken_bytes: int = 512 * MIB
     least_apart_bytes: int = MIB // 2
     least_tied_bytes: int = 2**18
     most_products: int = 2

@@ -75,18 +75,22 @@ def wanted_in_turn(turn: Body) -> Wanted:
 def is_microbatch(turn: Body) -> bool:
     """Returns whether a scan's body has a backward pass of layers that no scan runs.
 
-    Of so much that a turn of it may well be one layer.
+    Of so much that a turn of it may well be one layer; of less only where it computes
+    enough to be worth what is loaded in each iteration.
     """
     if not compat.SEGMENTS_ARE_FREED:
         return False
     consts = turn.split(turn.jaxpr.invars).consts
-    taken = sum(memory.movable_nbytes(v.aval) or 0 for v in consts)
-    if taken < limits.now.least_taken_bytes:
+    taken, now = sum(memory.movable_nbytes(v.aval) or 0 for v in consts), limits.now
+    if taken < now.least_taken_bytes:
         return False
     backward = (
         e for e in turn.jaxpr.eqns if "transpose(" in str(e.source_info.name_stack)
     )
-    return sum(1 for e in backward if flops_of(e)) >= limits.now.least_products
+    products = [n for n in map(flops_of, backward) if n]
+    worth_it = sum(products) >= now.least_flops_per_byte * taken
+    much = taken >= now.much_taken_bytes
+    return len(products) >= now.least_products and (much or worth_it)
 
 
 def row_counts(

@@ -261,7 +261,8 @@ def room(filling: Filling) -> int:
     """The bytes that fill a segment of a step."""
     taken = filling.within(0, len(filling.taken))
     now = limits.now
-    part = filling.size(taken) / now.many_bytes
+    size = filling.size(taken)
+    part = size / now.many_bytes
     usual = now.segment_bytes * max(1 / now.least_part, min(part, part**0.5))
     more = max(0, filling.alive - now.much_alive_bytes)
     share = min(more / now.alive_share, now.most_room * now.segment_bytes)
@@ -269,6 +270,8 @@ def room(filling: Filling) -> int:
     layer = _layer(taken, filling)
     if residual > now.segment_bytes:
         usual = residual + min(layer, usual)
+    else:
+        share = min(share, size / now.most_share)
     layers = max(now.most_layers * layer, layer + residual)
     return round(max(min(usual, now.segment_bytes), min(max(usual, share), layers)))
 

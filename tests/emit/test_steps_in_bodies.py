@@ -285,6 +285,7 @@ def test_microbatches_of_a_python_loop(residuals, of, clip, monkeypatch):
         least_segments=999 if residuals == "uncut" else 3,
         least_residual_bytes=1,
         least_taken_bytes=1,
+        least_flops_per_byte=0,
         least_products=1,
     )
 

@@ -617,7 +617,7 @@ def test_residuals_of_each_backward_pass_rest(layer):
 
 def test_few_layers_are_cut_however_long_a_sequence_is(monkeypatch):
     """Turns are longer only where enough of them are left."""
-    limited(monkeypatch, much_alive_bytes=0, least_segments=8)
+    limited(monkeypatch, much_alive_bytes=0, most_share=1, least_segments=8)
 
     def segments(tokens):
         found, _ = cut(jax.grad(loss), matrices(12), jnp.ones((tokens, WIDTH)))

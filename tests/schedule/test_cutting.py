@@ -144,13 +144,24 @@ def test_what_turns_load():
 
 def test_segments_of_long_sequences_are_longer():
     """By a share of what is alive, up to the layers and the room that they may take."""
-    filling = of_layers(7)
+    filling = of_layers(70)
     usual, *rooms = (
         cutting.room(filling._replace(alive=n * 2**30)) for n in (0, 1, 2, 8)
     )
     assert rooms == [usual, round(2**30 / limits.now.alive_share), 240 * MIB]
-    one = of_layers(1)._replace(alive=2**40)  # No layers are found.
+    one = of_layers(1)  # No layers are found.
+    large = {v: 100 * size for v, size in one.sizes.items()}
+    one = one._replace(alive=2**40, sizes=large)
     assert cutting.room(one) == limits.now.most_room * limits.now.segment_bytes
+
+
+@pytest.mark.parametrize("layers", [7, 14])
+def test_long_segments_are_a_share_of_all(layers):
+    """Few layers are not all on the device, however much else is."""
+    filling = of_layers(layers)._replace(alive=2**40)
+    least = cutting.room(filling._replace(alive=0))
+    share = filling.size(filling.sizes) / limits.now.most_share
+    assert cutting.room(filling) == round(max(least, share)) < 240 * MIB
 
 
 @pytest.mark.parametrize(
