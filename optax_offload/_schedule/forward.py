@@ -65,9 +65,12 @@ def _pass(begin: int, backward: int, end: int, live: Sequence[int]) -> Pass:
 def residuals(
     step: Step, nodes: Sequence[Outer], some: Sequence[Pass]
 ) -> Iterator[jex.Var]:
-    """Yields what forward passes leave in memory where the most is alive."""
+    """Yields what forward passes leave in memory where the most is alive.
+
+    And their backward passes take: what one layer makes for the next is no residual.
+    """
     of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
     for v, made, last in liveness.in_memory(step, nodes):
         large = (memory.movable_nbytes(v.aval) or 0) >= limits.now.least_residual_bytes
-        if large and made in of and of[made].most < last:
+        if large and made in of and max(of[made].most + 1, of[made].backward) <= last:
             yield v

@@ -575,6 +575,28 @@ def test_what_the_last_layer_computes_again_is_no_residual():
     assert {v.aval.shape for v in found.residuals} == {x.shape}
 
 
+def test_what_a_layer_takes_of_its_own_is_no_residual(monkeypatch):
+    """However large it is, where the forward pass has most alive: as probabilities.
+
+    Turns that have room for it would be too few.
+    """
+    limited(monkeypatch, least_segments=LAYERS)
+
+    def layer(x, w):
+        y = (x @ w).reshape(1, len(x), 2, WIDTH // 2)
+        y = jax.nn.dot_product_attention(y, y, y, is_causal=True)
+        return x + y.reshape(x.shape)
+
+    def loss(layers, x):
+        for w in layers:
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.mean(x**2)
+
+    x = jnp.ones((64 * WIDTH, WIDTH))
+    found, _ = cut(jax.grad(loss), matrices(), x, residuals="host")
+    assert {v.aval.shape for v in found.residuals} == {x.shape}
+
+
 def test_residuals_are_stored_by_the_next_turn_if_it_takes_them():
     """Beside its products, and not at the end of the turn that makes them."""
     x = jnp.ones((4, WIDTH))
