@@ -20,6 +20,8 @@ CUTTING = "tests/schedule/test_cutting.py"
 BESIDE = "tests/schedule/test_beside.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
+PENALTIES = "tests/schedule/test_penalties.py"
+WANTED = "tests/program/test_wanted.py"
 SEGMENT = "tests/emit/test_segment.py"
 BODIES = "tests/emit/test_steps_in_bodies.py"
 STACKS = "tests/schedule/test_stacks.py"
@@ -162,6 +164,36 @@ IN_ENGINE = {
         "if _is_updated_twice(beside.nodes):",
         "if False:",
         ("tests/emit/test_segment.py",),
+    ),
+    "penalties where they are written": Mutant(
+        "_schedule/penalties.py",
+        "for k, first in _gradients(step, nodes).items():",
+        "for k, first in {}.items():",
+        (PENALTIES,),
+    ),
+    "norms of parameters after the forward pass": Mutant(
+        "_schedule/penalties.py",
+        "for k, first in _reductions(step, nodes, loaded).items():",
+        "for k, first in {}.items():",
+        (PENALTIES,),
+    ),
+    "what a layer takes of its own is a residual": Mutant(
+        "_schedule/forward.py",
+        "max(of[made].most + 1, of[made].backward) <= last",
+        "of[made].most < last",
+        (CHAIN,),
+    ),
+    "long turns however little rests": Mutant(
+        "_schedule/cutting.py",
+        "share = min(share, size / now.most_share)",
+        "pass",
+        (CUTTING,),
+    ),
+    "microbatches that compute little are cut": Mutant(
+        "_program/wanted.py",
+        "(much or worth_it)",
+        "True",
+        (WANTED,),
     ),
     "turns of what is little as long as of much": Mutant(
         "_schedule/cutting.py",

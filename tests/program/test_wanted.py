@@ -6,10 +6,12 @@ import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from limited import limited
 from small_jaxprs import closed_of, load, on_device, on_host, only, store
 from small_steps import at_rest, offloaded
 
-from optax_offload._program import has_update
+from optax_offload._ground import compat
+from optax_offload._program import entered, has_update, is_microbatch
 from optax_offload._program.wanted import (
     inside,
     loads_itself,
@@ -189,3 +191,33 @@ def test_loads_itself(fn, want):
 def test_loads_of_arguments_at_rest_count():
     """An argument on the host that the step itself loads."""
     assert loads_itself(closed_of(load, on_host(4, 3)).jaxpr)
+
+
+@pytest.mark.parametrize(
+    ("rows", "much", "want"), [(64, 10**9, True), (2, 10**9, False), (2, 1, True)]
+)
+def test_microbatches_are_worth_what_they_load(rows, much, want, monkeypatch):
+    """Unless they take so much that all of it should be on no device."""
+    monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
+    limited(
+        monkeypatch,
+        least_taken_bytes=1,
+        least_flops_per_byte=16,
+        much_taken_bytes=much,
+        least_products=2,
+    )
+
+    def microbatches(w, xs):
+        def loss(w, x):
+            return jnp.sum(jnp.tanh(x @ w) @ w)
+
+        def add(total, x):
+            return total + jax.grad(loss)(w, x), None
+
+        return lax.scan(add, jnp.zeros_like(w), xs)[0]
+
+    w, xs = on_device(8, 8), on_device(3, rows, 8)
+    (e,) = (
+        e for e in closed_of(microbatches, w, xs).eqns if e.primitive.name == "scan"
+    )
+    assert [is_microbatch(body) for body in entered(e)] == [want]
