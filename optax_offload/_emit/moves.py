@@ -73,6 +73,7 @@ def host_buffer(aval: Any, fill: int, zero: Any) -> jax.Array:
 
     A compiler fills it from the device, as large as it is, unless some tiles are stored
     in it first (F87). In Auto mode no type says which would be those of a single shard.
+    A TPU's compiler stores no tile of some positions alone along the other axes.
 
     Args:
       aval: The type.
@@ -81,7 +82,9 @@ def host_buffer(aval: Any, fill: int, zero: Any) -> jax.Array:
     """
     sharding = memory.explicit_sharding(aval)
     sharded = (None,) * aval.ndim if sharding is None else sharding.spec
-    tile = (*[1] * aval.ndim, *TILE)[-aval.ndim :]
+    tile = list(aval.shape)
+    for axis, size in zip(tpu_layout.order(aval)[::-1], TILE[::-1], strict=False):
+        tile[axis] = size
     sizes = zip(aval.shape, tile, sharded, strict=True)
     some = tuple(n if names else min(n, least) for n, least, names in sizes)
     known = sharding is not None or memory.devices_of(aval) == 1

@@ -271,7 +271,7 @@ def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, StackRow]:
 
     A buffer for all of a value is filled over the link where no type says how it is
     sharded, and is there twice (F87). In a stack that is read already no row is stored,
-    or all of it is copied on the host.
+    or all of it is copied on the host. In a loop a compiler takes one for row-major.
 
     Args:
       segments: Those of a chain, in order.
@@ -297,7 +297,8 @@ def in_stacks(segments: Sequence[Segment]) -> dict[jex.Var, StackRow]:
 
 def _may_be_a_stack(some: Sequence[jex.Var]) -> bool:
     of = memory.stack_type(some[0].aval, len(some))
-    return len(some) > 1 and tpu_layout.row_moves(of, 0)
+    axes = tpu_layout.order(of)
+    return len(some) > 1 and axes == tuple(range(len(axes)))
 
 
 def nbytes(some: Iterable[jex.Var]) -> int:

@@ -719,6 +719,38 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.newest
 @pytest.mark.xdist_group("aot")
+def test_residuals_of_several_sequences_rest():
+    """A TPU's compiler ends the process if a buffer's first tile is of one (F90)."""
+    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
+
+    def loss(layers, x):
+        for w in layers:
+            x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return jnp.mean(x**2)
+
+    tx = oo.offload(ADAM)
+
+    def step(layers, state, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        return optax.apply_updates(layers, updates), state
+
+    def struct(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layers = [{"up": struct(1024, 4096), "down": struct(4096, 1024)}] * 6
+    layers = oo.set_memory_kind(layers, ".*", "pinned_host")
+    state = oo.eval_shape(tx.init, layers)
+    jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+    args = layers, state, struct(4, 256, 1024)
+    program = aot.compile(jitted, *args, target=aot.Target("v5e:1x1"))
+    assert aot.peak(program).peak_bytes < 350 * MIB
+
+
+@pytest.mark.aot
+@pytest.mark.slow
+@pytest.mark.newest
+@pytest.mark.xdist_group("aot")
 def test_what_is_read_and_written_in_a_turn_is_not_copied(monkeypatch):
     """As a barrier over what is written would have it; and less is there at once."""
     pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')

@@ -61,3 +61,13 @@ def test_what_has_no_like_rests_alone():
     few = [*residuals(1, 8, 128), *residuals(2, 128)]
     packed = residuals(2, 3, 1, dtype=jnp.int8)
     assert not in_stacks([segment([*few, *packed]), segment(), segment(loads=few)])
+
+
+def test_what_is_laid_out_in_another_order_rests_alone():
+    """In a loop a TPU's compiler takes a stack for row-major, and finds that it is not.
+
+    Of the heads of attention the axis of tokens fills the columns, and not that of 64.
+    """
+    heads = residuals(2, 4, 256, 16, 64)
+    turns = [*map(segment, ([heads[0]], [heads[1]])), segment(), segment(loads=heads)]
+    assert not in_stacks(turns)
