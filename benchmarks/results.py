@@ -63,6 +63,7 @@ TABLES = (
     Table("census", "benchmarks.link.census --bandwidth_gbps=50", 18),
     Table("compile_time", "benchmarks.time.compile_time", 12),
     Table("arithmetic", f"{HOST_UPDATE} --part=arithmetic", 1, writes_json=False),
+    Large("ordinary", "benchmarks.memory.ordinary", 45),
     Large("making", "benchmarks.memory.making", 3),
     Large("picture", "benchmarks.memory.picture", 3, writes_json=False),
     Large("host_update", f"{PEAKS} --modes='on the host'", 20),
