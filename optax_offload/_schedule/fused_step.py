@@ -29,6 +29,7 @@ from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused, FusedScan, Way
 from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
+from optax_offload._schedule.replacements import replacements
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.segments import Chain, nbytes
 from optax_offload._schedule.unfused import gradients, updates_inside
@@ -221,6 +222,12 @@ class FusedStep(Printed):
         # Of microbatches the sums exist.
         inside = (x for x in self.inside.values() if x.holds_update)
         return own + sum(x.gradient_bytes for each in inside for x in each.plans)
+
+    @property
+    def replaced_bytes(self) -> int:
+        """The bytes of arguments at rest whose new values updates make themselves."""
+        made = replacements(self.step, of_gradients=False)
+        return nbytes(x.argument for x in made if memory.on_host(x.argument.aval))
 
     @property
     def residual_bytes(self) -> int:

@@ -382,7 +382,9 @@ def plan_of(
     found = _plan_of_values(closed, asked, types, refs, places)
     if in_any_case is not None:
         other = _plan_of_values(in_any_case, asked, types, refs, places)
-        if other.gradient_bytes > found.gradient_bytes:
+        # In a branch neither gradients nor parameters at rest are taken in parts.
+        made = [(x.gradient_bytes, x.replaced_bytes) for x in (found, other)]
+        if made[1] > made[0]:
             return other
     return found
 

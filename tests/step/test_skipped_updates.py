@@ -92,6 +92,43 @@ def test_it_is_made_in_any_case_and_chosen(decided):
     assert found.gradient_bytes == BYTES
 
 
+def test_parameters_at_rest_are_replaced_as_they_are_loaded():
+    """An update in a branch had all of them on the device, and their updates."""
+    tx = oo.offload(optax.adamw(1e-2), MOMENTS)
+    params = {f"w{i}": w for i, w in enumerate(make_params()["w"])}
+
+    def few(params, x):
+        for w in params.values():
+            x = x + jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def step(params, state, x):
+        value, grads = jax.value_and_grad(few)(params, x)
+        update = lambda p, s: descended(tx, p, s, grads)  # noqa: E731
+        return lax.cond(jnp.isfinite(value), update, lambda *x: x, params, state)
+
+    def descended(tx, params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = tx.init(params)
+    ours = oo.jit(step, donate_argnums=(0, 1))
+    here = ours.schedule(params, state, X)
+    assert "the update is in a cond" in str(here)
+    rests = oo.set_memory_kind(params, ".*", "pinned_host")
+    found = ours.schedule(rests, state, X)
+    assert found.replaced_bytes == BYTES
+    assert "in a cond" not in str(found)
+    want = jax.jit(step)(params, state, X)
+    for scale in (1.0, jnp.nan):
+        rests, state = ours(rests, state, X * scale)
+    assert {memory.memory_kind_of(x) for x in rests.values()} == {"pinned_host"}
+    for a, b in zip(
+        jax.tree.leaves((rests, state)), jax.tree.leaves(want), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+
+
 def test_what_a_count_skips_moves_nothing():
     """Most such steps update nothing: state would cross the link in each of them."""
     tx = oo.offload(optax.adamw(1e-2), MOMENTS)
