@@ -1,6 +1,7 @@
 """The memory of a program, and what does not fit."""
 
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,54 @@ def test_peak_has_the_compilers_figures():
     assert (found.peak_bytes, found.host_peak_bytes) == (1 + 2 + 4 - 8, -16)
 
 
+def test_what_a_heap_has_unused_counts_once():
+    """A TPU's temporaries have it twice: those that all allocations leave (F86)."""
+    said = types.SimpleNamespace(
+        argument_size_in_bytes=8,
+        temp_size_in_bytes=100,
+        output_size_in_bytes=16,
+        alias_size_in_bytes=4,
+        total_allocation_bytes=60,
+        host_argument_size_in_bytes=0,
+        host_temp_size_in_bytes=0,
+        host_output_size_in_bytes=0,
+        host_alias_size_in_bytes=0,
+    )
+    program: Any = types.SimpleNamespace(memory_analysis=lambda: said)
+    assert aot.peak(program).temporary_bytes == 60 - 8 - 16 + 4
+    assert aot.peak(program).peak_bytes == 60
+    said.total_allocation_bytes = 0  # As a CPU's.
+    assert aot.peak(program).temporary_bytes == 100
+
+
+def test_a_tpus_program_compiles_in_its_peak():
+    """Loops with values of their own: in the peak, and what its code takes (F86)."""
+
+    def turn(_, x):
+        a = x @ x
+        b = jnp.tanh(a) @ x
+        c = jnp.sin(b) @ a
+        return (a @ (c @ (b + a))) @ (b @ c)
+
+    def fn(x, count):
+        for _ in range(3):
+            x = jax.lax.fori_loop(0, count, turn, x)
+        return jnp.sum(x)
+
+    def compiled(memory_bytes: int | None):
+        target = aot.Target("v5e:1x1", memory_bytes=memory_bytes)
+        x = struct((8192, 8192))
+        return aot.compile(fn, x, x.update(shape=(), dtype=jnp.int32), target=target)
+
+    found = compiled(None)
+    stats: Any = found.memory_analysis()
+    if not hasattr(stats, "total_allocation_bytes"):
+        pytest.skip("JAX before 0.12 does not say what a program allocates")
+    peak = aot.peak(found)
+    assert peak.temporary_bytes < stats.temp_size_in_bytes - 128 * MIB
+    assert aot.peak(compiled(peak.peak_bytes + 16 * MIB)).peak_bytes <= peak.peak_bytes
+
+
 def test_a_program_for_a_gpu_is_compared_with_its_memory():
     """All that it needs of the device counts, and nothing of the host's."""
     target = aot.Target("h100", memory_bytes=6 * MIB)
@@ -50,8 +99,8 @@ def test_a_program_for_a_gpu_is_compared_with_its_memory():
     assert (raised.value.used_bytes, raised.value.limit_bytes) == (6 * MIB + 1, 6 * MIB)
 
 
-def test_a_tpus_instructions_take_memory():
-    """16 KiB for each of a Python loop, and 1 KiB with an option (F86)."""
+def test_a_tpus_tuples_take_memory():
+    """16 KiB for each of a Python loop, and 1 KiB or less with an option (F86)."""
 
     def temporary(layers: int, kib: int) -> int:
         def fn(x):
@@ -69,8 +118,8 @@ def test_a_tpus_instructions_take_memory():
         return aot.peak(compiled).temporary_bytes
 
     grown, less = (temporary(16, kib) - temporary(8, kib) for kib in (16, 1))
-    assert grown > 8 * 16 * 2**10
-    assert less < grown / 12
+    assert grown >= 8 * 16 * 2**10
+    assert less < grown / 8
 
 
 def test_peak_of_a_platform_that_does_not_say():
