@@ -6,6 +6,7 @@ Of what it moves to the host, the peak loses nine tenths at least.
 import dataclasses
 import functools
 import itertools
+from importlib import metadata
 
 import jax
 import jax.numpy as jnp
@@ -209,7 +210,7 @@ def in_a_branch(step):
     return steps
 
 
-def measured(model, *, offload, jit, clip=False, at_rest="", form=None):
+def measured(model, *, offload, jit, clip=False, at_rest="", form=None, target=TARGET):
     """The figures of a train step; of a function of it where a form is given."""
     tx = oo.offload(ADAMW) if offload else ADAMW
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
@@ -225,7 +226,7 @@ def measured(model, *, offload, jit, clip=False, at_rest="", form=None):
     if at_rest:
         params = oo.set_memory_kind(params, at_rest, "pinned_host")
     args = params, state, model.inputs()
-    return aot.measure(step, *args, target=TARGET, donate_argnums=(0, 1), jit=jit)
+    return aot.measure(step, *args, target=target, donate_argnums=(0, 1), jit=jit)
 
 
 @functools.cache
@@ -480,10 +481,16 @@ class TwoKinds(Decoder):
 
 @pytest.mark.newest
 @pytest.mark.slow
-def test_nine_tenths_of_parameters_of_two_kinds_are_saved():
+@pytest.mark.parametrize("chip", ["h100", "v5e"])
+def test_nine_tenths_of_parameters_of_two_kinds_are_saved(chip):
     """However much else is alive, a turn has a small part of them."""
+    if chip == "v5e" and metadata.version("jaxlib").startswith("0.11."):
+        pytest.skip("JAX before 0.12 does not say what a program allocates (F86)")
     sizes = {"layers": 12, "width": 1024, "vocabulary": 4096, "batch": 4, "length": 256}
     model = TwoKinds(**sizes, remat=False, tied=True, attention=True)
-    plain = measured(model, offload=False, jit=jax.jit)
-    ours = measured(model, offload=True, jit=oo.jit, at_rest=".*layers/.*")
-    assert saved(plain, ours) >= 0.9
+    target = aot.Target(chip)
+    plain = measured(model, offload=False, jit=jax.jit, target=target)
+    found = measured(
+        model, offload=True, jit=oo.jit, at_rest=".*layers/.*", target=target
+    )
+    assert saved(plain, found) >= 0.9
