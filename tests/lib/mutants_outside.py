@@ -253,4 +253,16 @@ OUTSIDE = {
             "test_parameters_that_are_called_as_their_copies",
         ),
     ),
+    "what a heap has unused twice": Mutant(
+        "aot/peak.py",
+        "temporary_bytes = min(temporary_bytes, allocated - others)",
+        "temporary_bytes = max(temporary_bytes, allocated - others)",
+        ("tests/aot/test_peak.py::test_what_a_heap_has_unused_counts_once",),
+    ),
+    "parameters at rest in a branch": Mutant(
+        "_step/streaming.py",
+        "if made[1] > made[0]:",
+        "if made[1][0] > made[0][0]:",
+        ("tests/step/test_skipped_updates.py",),
+    ),
 }
