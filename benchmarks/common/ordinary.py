@@ -503,7 +503,7 @@ def microbatches() -> Ordinary:
     return Ordinary(language(dense(12)), step_of, (tokens(4, 4, 257),))
 
 
-def scanned_microbatches() -> Ordinary:
+def microbatch_scan() -> Ordinary:
     """Gradients of four microbatches, summed in a scan."""
 
     def step_of(tx: Any) -> Step:
@@ -657,7 +657,7 @@ STEPS: dict[str, Callable[[], Ordinary]] = {
         *(vision_transformer, convnext, resnet, u_net, encoder_decoder, experts),
         *(lstm, time_outside, shared, kinds, large_and_tiny, weight_norm, towers),
         *(adapters, distillation, averaged_teacher, microbatches),
-        *(scanned_microbatches, epochs, accumulated, clipped, adafactor, lamb, muon),
+        *(microbatch_scan, epochs, accumulated, clipped, adafactor, lamb, muon),
         *(loss_scaling, decay_in_the_loss, norms, dropout, gradient_penalty),
         two_passes,
     )
