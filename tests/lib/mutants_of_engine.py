@@ -167,8 +167,14 @@ IN_ENGINE = {
     ),
     "penalties where they are written": Mutant(
         "_schedule/penalties.py",
-        "for k, first in _gradients(step, nodes).items():",
-        "for k, first in {}.items():",
+        "for k, place in _gradients(step, nodes).items():",
+        "for k, place in {}.items():",
+        (PENALTIES,),
+    ),
+    "a penalty's gradient where it is written": Mutant(
+        "_schedule/penalties.py",
+        "if waits < at and not nodes[at].left:",
+        "if waits < at < 0:",
         (PENALTIES,),
     ),
     "norms of parameters after the forward pass": Mutant(

@@ -40,6 +40,11 @@ def with_penalty(penalty):
     return lambda params, x: loss(params, x) + 0.01 * sum(map(penalty, params))
 
 
+def after_penalty(penalty):
+    """The same number, which is made first: its gradient is the last one."""
+    return lambda params, x: 0.01 * sum(map(penalty, params)) + loss(params, x)
+
+
 def train_step(tx, loss_fn, reduced=optax.tree.norm):
     """A step that returns its loss, and with it a number of its parameters."""
 
@@ -80,8 +85,9 @@ PENALTIES = {
 }
 
 
+@pytest.mark.parametrize("written", [with_penalty, after_penalty])
 @pytest.mark.parametrize("name", PENALTIES)
-def test_penalties_load_nothing(name):
+def test_penalties_load_nothing(name, written):
     """Neither their numbers, after the forward pass, nor their gradients, before it.
 
     But for the first layer's gradient, which takes no parameters without.
@@ -89,7 +95,7 @@ def test_penalties_load_nothing(name):
     expected = loaded(loss)
     assert expected[-2] == [1]
     expected[-2] = [1, 0]
-    assert loaded(with_penalty(PENALTIES[name])) == expected
+    assert loaded(written(PENALTIES[name])) == expected
 
 
 def test_norms_load_nothing():
@@ -107,10 +113,11 @@ def test_what_products_are_in_stays():
     assert len(found) > len(loaded(loss))
 
 
+@pytest.mark.parametrize("written", [with_penalty, after_penalty])
 @pytest.mark.parametrize("name", PENALTIES)
-def test_exact(name):
+def test_exact(name, written):
     """Three steps give what they give with plain JAX."""
-    loss_fn, x = with_penalty(PENALTIES[name]), jnp.linspace(-1, 1, WIDTH)[None]
+    loss_fn, x = written(PENALTIES[name]), jnp.linspace(-1, 1, WIDTH)[None]
     plain, ours = optax.adam(1e-2), oo.offload(optax.adam(1e-2), ALL)
     plain_params, params = matrices(), oo.place(matrices(), ALL)
     plain_state, state = plain.init(plain_params), ours.init(params)
