@@ -226,7 +226,7 @@ class FusedStep(Printed):
     @property
     def replaced_bytes(self) -> int:
         """The bytes of arguments at rest whose new values updates make themselves."""
-        made = replacements(self.step, of_gradients=False)
+        made = replacements(self.step)
         return nbytes(x.argument for x in made if memory.on_host(x.argument.aval))
 
     @property
