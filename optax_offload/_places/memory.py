@@ -196,9 +196,10 @@ def full(aval: Any, value: Any, memory_kind: str = "device") -> jax.Array:
     # In Auto mode the compiler chooses.
     sharding = explicit_sharding(aval)
     filled = lax.full(aval.shape, value, aval.dtype, sharding=sharding)
-    if sharding is not None and explicit_sharding(type_of(filled)) != sharding:
-        # JAX 0.12 forgets it where no mesh is set.
-        filled = jax.sharding.reshard(filled, sharding)
+    if explicit_sharding(type_of(filled)) != sharding:
+        # JAX 0.12 forgets it where no mesh is set. And within `jax.sharding.auto_axes`,
+        # as where an embedding is looked up, it is one of Auto mode.
+        filled = jax.sharding.reshard(filled, aval.sharding)
     return transfer(filled, memory_kind)
 
 

@@ -362,6 +362,56 @@ def test_residuals_as_rows_of_stacks(model, monkeypatch):
     assert any(rows)
 
 
+@pytest.mark.parametrize("residuals", ["device", "host"])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_types_of_both_modes(devices, residuals):
+    """What is looked up in Explicit mode is of Auto mode until it is resharded."""
+    mesh = jax.make_mesh(
+        (devices,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)
+    )
+    rows = P("x", None)
+
+    def model(params, tokens):
+        x = params["table"].at[tokens].get(out_sharding=rows)
+        for w in params["layers"]:
+            x = x + params["table"].at[tokens + 1].get(out_sharding=rows)
+            x = jnp.tanh(jnp.einsum("bi,io->bo", x, w, out_sharding=rows))
+        return jnp.einsum("bi,vi->bv", x, params["table"], out_sharding=rows)
+
+    def step_with(tx):
+        def step(params, state, tokens):
+            loss = lambda params: jnp.mean(model(params, tokens) ** 2)  # noqa: E731
+            value, grads = jax.value_and_grad(loss)(params)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state, value
+
+        return step
+
+    inner, tokens = optax.adam(1e-2, eps=1e-3), jnp.arange(8)
+    table = jax.random.normal(jax.random.key(0), (12, WIDTH))
+    params = {"layers": [jnp.eye(WIDTH) + i for i in range(5)], "table": table}
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
+        tokens = jax.device_put(tokens, P("x"))
+        state, plain = inner.init(params), jax.jit(step_with(inner))
+        tx = all_of(inner)
+        at_rest = oo.set_memory_kind(params, "layers/.*", "pinned_host")
+        offloaded = tx.init(at_rest)
+        step = oo.jit(step_with(tx), residuals=residuals)
+        found = step.schedule(at_rest, offloaded, tokens).chain
+        assert found is not None
+        assert bool(found.residuals) == (residuals == "host")
+        for _ in range(STEPS):
+            params, state, value = plain(params, state, tokens)
+            at_rest, offloaded, got = step(at_rest, offloaded, tokens)
+            np.testing.assert_allclose(got, value, rtol=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+            (at_rest, offloaded),
+            (params, state),
+        )
+
+
 def test_microbatches_in_a_python_loop():
     """Each has residuals."""
 
