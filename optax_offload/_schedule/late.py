@@ -36,8 +36,9 @@ class Reduced(NamedTuple):
 
     Attributes:
       sums: The equations that reduce gradients to numbers, as positions.
-      early: These, with those that lead to them, and what follows from them alone. They
-        are evaluated as soon as they can be.
+      early: These, with those that lead to them, and what follows from them alone; and
+        those that add or scale gradients, or cast them. They are evaluated as soon as
+        they can be.
       scaled: The equations that make arrays of these numbers and of gradients, as
         positions, by what they make.
     """
@@ -95,6 +96,8 @@ def reduced(step: Step) -> Reduced:
                 sums.add(i)
                 leading.update(before.positions)
                 numbers.update(e.outvars)
+        elif not late and _is_elementwise(e) and gradients.issuperset(e.outvars):
+            leading.add(i)
     early = sums | leading | following
     return Reduced(frozenset(sums), frozenset(early), scaled)
 

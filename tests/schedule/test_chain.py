@@ -80,11 +80,16 @@ def loads(step: Step, segments):
     return [numbers(step, s.loads) for s in segments]
 
 
-def train_step(tx):
+def plain_gradients(layers, x):
+    """Their gradients."""
+    return jax.grad(loss)(layers, x)
+
+
+def train_step(tx, gradients=plain_gradients):
     """A step of these layers."""
 
     def step(layers, state, x):
-        grads = jax.grad(loss)(layers, x)
+        grads = gradients(layers, x)
         updates, state = tx.update(grads, state, layers)
         return optax.apply_updates(layers, updates), state
 
@@ -245,6 +250,47 @@ def test_updates_are_in_the_turn_after():
             places = [v for v in s.replaced.values() if v is not None]
             assert set(places) <= set(s.loads) == set(before.ahead)
     assert not found.segments[-1].positions
+
+
+def of_microbatches(of_each, dtype=jnp.float32):
+    """The mean of three microbatches' gradients; something is made of each before."""
+
+    def gradients(layers, x):
+        low = jax.tree.map(lambda w: w.astype(dtype), layers)
+        parts = jnp.split(x.astype(dtype), 3)
+        grads = [jax.tree.map(of_each, jax.grad(loss)(low, part)) for part in parts]
+        return jax.tree.map(lambda *gs: sum(gs) / len(gs), *grads)
+
+    return gradients
+
+
+MICROBATCHES = {
+    "summed": of_microbatches(lambda g: g),
+    "scaled": of_microbatches(lambda g: g * 0.1),
+    "cast": of_microbatches(lambda g: g.astype(jnp.float32), jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("tx", [adam_at_rest(), clipped("before")], ids=["", "clipped"])
+@pytest.mark.parametrize("gradients", MICROBATCHES.values(), ids=MICROBATCHES)
+def test_gradients_of_microbatches_are_added_where_they_are_made(gradients, tx):
+    """No sum waits for the gradients of the other layers."""
+    args = matrices(), tx.init(matrices()), jnp.ones((12, WIDTH))
+    found, step = cut(train_step(tx, gradients), *args)
+    at: dict[int, int] = {}
+    for n, segment in enumerate(found.segments):
+        for i in segment.positions:
+            at.setdefault(i, n)
+    equations = step.program.equations
+    products = [i for i in at if equations[i].outvars[0].aval.shape == WEIGHT]
+    products = [i for i in products if names(step, [i]) == ["dot_general"]]
+    assert len(products) == 3 * LAYERS
+    for i in products:
+        then = i
+        while names(step, [then]) != ["add"]:
+            (v,) = step.defines(then)
+            then = min(i for i, e in enumerate(equations) if v in e.invars)
+        assert at[then] == at[i]
 
 
 @pytest.mark.parametrize("where", ["before", "inside"])
