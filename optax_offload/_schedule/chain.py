@@ -436,7 +436,8 @@ class _Cut:
         for nodes, piece in zip(self._links, self._pieces, strict=True):
             parts.append([node.position for node in nodes])
             if not piece.is_segment:
-                fixed.update(v for node in nodes for v in node.reads)
+                made = {v for node in nodes for v in node.defines}
+                fixed.update(v for x in nodes for v in x.reads if v not in made)
         crossing = Crossing(self._step, parts, fixed, self._is_given)
         taken = ((v for i in part for v in reads(i)) for part in parts)
         again = (crossing.again(some, n) for n, some in enumerate(taken))

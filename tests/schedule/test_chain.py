@@ -194,6 +194,37 @@ def test_casts_are_made_where_they_are_taken():
         assert not any(v is a for some in taken for a in some for v in segment.names)
 
 
+def test_what_is_made_between_turns_is_computed_again_too():
+    """Of a forward pass without turns only what products make is handed on."""
+
+    def gelus(layers, x):
+        for w in layers:
+            x = jax.nn.gelu(x @ w)
+        return jnp.mean(x**2)
+
+    # Each turn of the backward pass also takes what is at rest, for a norm.
+    tx = adam_at_rest()
+
+    def step(rest, layers, state, x):
+        grads = jax.grad(gelus)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        norm = optax.tree.norm(jax.tree.map(jnp.add, rest, grads))
+        return optax.apply_updates(layers, updates), state, norm
+
+    x = jnp.ones((64 * WIDTH, WIDTH))
+    args = matrices(), matrices(), tx.init(matrices()), x
+    found, of = cut(step, *args)
+    between = [link for link in found.links if not isinstance(link, Segment)]
+    made = {v for link in between for x in link for v in x.defines}
+    taken = {v for s in found.segments for i in s.positions for v in of.reads(i)}
+    inside = {v for s in found.segments for i in s.positions for v in of.defines(i)}
+    large = [v for v in made & (taken - inside) if v.aval.shape == x.shape]
+    # And the cotangent of the last layer.
+    producers = of.program.producers
+    handed = {*names(of, (producers[v] for v in large))}
+    assert handed - {"add_any"} == {"dot_general"}
+
+
 def test_what_comes_between_is_in_the_segment_before():
     """As a head that is on the device; only what comes first and last is outside."""
 
