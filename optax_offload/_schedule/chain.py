@@ -397,7 +397,7 @@ class _Cut:
             names = {v: x for v, x in sources if memory.on_host(x.aval)}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
-            defined = [v for x in nodes for v in equations[x.position].outvars]
+            defined = (v for x in nodes for v in equations[x.position].outvars)
             results = [v for v in defined if v in kept or _is_taken(v, n, used, stored)]
             links.append(
                 Segment(
@@ -410,9 +410,10 @@ class _Cut:
             )
         rooms = limits.now.turn_rooms * cutting.room(self._filling)
         turn_bytes = 0 if on_tpu else min(limits.now.turn_bytes, rooms)
-        placed = placing.Placing(
-            self._step, links, made, turn_bytes=turn_bytes, on_host=waiting
-        )
+        live, pieces = self._staying, zip(self._pieces, self._loads, strict=True)
+        alive = [max(live[x.begin : x.end + 1]) + loads for x, loads in pieces]
+        room = placing.Room(turn_bytes, alive)
+        placed = placing.Placing(self._step, links, made, room=room, on_host=waiting)
         for node in self._updating:
             placed.place(node)
         codes = {x: None for x in self._source.values() if x in self._given}
@@ -482,9 +483,7 @@ class _Cut:
                 if size < limits.now.least_residual_bytes:
                     continue
                 near = self._segment_after(self._store_at(n))
-                if near is None:
-                    continue
-                far = {m for m in used.get(v, ()) if m > near}
+                far = {m for m in used.get(v, ()) if near is not None and m > near}
                 if far and max(far) > fullest and far.issubset(segments):
                     found[v] = far
         return found

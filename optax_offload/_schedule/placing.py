@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
@@ -30,11 +31,25 @@ _Moment = tuple[int, int]
 _BEFORE, _AMONG, _AFTER = range(3)
 
 
+class Room(NamedTuple):
+    """What there is room for in turns.
+
+    Attributes:
+      turn_bytes: The most that the turn before loads for the updates of a turn; 0 for
+        updates that are all between turns.
+      alive: The most bytes that are alive in each link, but for gradients.
+    """
+
+    turn_bytes: int
+    alive: Sequence[int]
+
+
 class Placing:
     """What is left of updates, each in the turn after the one that completes it.
 
-    What takes more than a turn has room for, what moves its state in some steps only,
-    and what is reduced over state, is between the turns.
+    What takes a large part of the memory waits for the turn in which least is alive.
+    What takes more than a turn has products for, what moves its state in some steps
+    only, and what is reduced over state, is between the turns.
     """
 
     def __init__(
@@ -43,7 +58,7 @@ class Placing:
         links: Sequence[Link],
         made: Mapping[jex.Var, int],
         *,
-        turn_bytes: int,
+        room: Room,
         on_host: Collection[jex.Var],
     ):
         """A chain whose updates have no place yet.
@@ -52,12 +67,12 @@ class Placing:
           step: The step.
           links: Its links, with their equations alone.
           made: The link that makes each variable.
-          turn_bytes: The most that the turn before loads for the updates of a turn; 0
-            for updates that are all between turns.
+          room: What there is room for in each.
           on_host: The gradients that are on the host where they wait for others.
         """
-        self._step, self._links, self._turn_bytes = step, list(links), turn_bytes
-        self._on_host = on_host
+        self._step, self._links, self._turn_bytes = step, list(links), room.turn_bytes
+        self._on_host, self._alive = on_host, [*room.alive]
+        self._much = int(limits.now.least_freed_part * max(room.alive))
         self._known = {v: (n, _AMONG) for v, n in made.items()}
         # Gradients that wait, and where they do.
         self._waiting: dict[jex.Var, jex.Var] = {}
@@ -95,8 +110,9 @@ class Placing:
             taken = variables(left.operands[i] for i in each.inputs)
             resting = [v for v in dict.fromkeys(taken) if memory.on_host(v.aval)]
             wait = [i for i in each.inputs if self._waits(left.operands[i], at)]
+            made = nbytes(left.results[k] for k in each.outputs)
             at = (
-                self._turn(at, nbytes(resting), asked)
+                self._turn(at, nbytes(resting), made, asked)
                 if in_turns and not wait and any(map(shape, resting))
                 else (at[0], _AFTER)
             )
@@ -182,29 +198,49 @@ class Placing:
         where.setdefault(at[0], []).append(node)
         self._known |= dict.fromkeys(node.defines, at)
 
-    def _turn(self, at: _Moment, size: int = 0, asked: int | None = None) -> _Moment:
+    def _turn(
+        self, at: _Moment, size: int = 0, made: int = 0, asked: int | None = None
+    ) -> _Moment:
         """The moment at which what is complete is updated.
 
         Args:
           at: When all that it takes is there.
           size: The bytes that it loads.
+          made: The bytes that it makes.
           asked: The most that are loaded for the updates of a turn, if that was asked.
         """
         n, when = at
         if when != _BEFORE:
             later = [m for m in self._segments if m > n] or [len(self._links)]
             n = next((m for m in later if self._products(m)), later[0])
-        first = n == self._segments[0]  # Nothing has loaded for it.
-        taken = self._taken.get(n, [])
-        full = sum(taken) + size > (asked or self._turn_bytes)
-        beside = asked is None and len(taken) + 1 < self._products(n)
-        if first or (full and not beside):
+        if n == self._segments[0]:  # Nothing has loaded for it.
+            return at[0], _AFTER
+        if asked is None:
+            n = self._emptiest(n, size, made)
+        if not self._has_room(n, size, asked):
             return at[0], _AFTER
         if n == len(self._links):
             self._links.append(Segment((), {}))
             self._segments.append(n)
-        self._taken[n] = [*taken, size]
+            self._alive.append(0)
+        self._taken.setdefault(n, []).append(size)
+        self._alive[n] += size + made
         return n, _BEFORE
+
+    def _has_room(self, n: int, size: int, asked: int | None) -> bool:
+        """Whether the turn before loads so much more, or a product is beside it."""
+        taken = self._taken.get(n, [])
+        full = sum(taken) + size > (asked or self._turn_bytes)
+        return not full or (asked is None and len(taken) + 1 < self._products(n))
+
+    def _emptiest(self, n: int, size: int, made: int) -> int:
+        """The turn in which least is alive, if that is less by what is large."""
+        if size + made <= self._much or n == len(self._links):
+            return n
+        later = (m for m in self._segments if m > n and self._products(m))
+        roomy = (m for m in later if self._has_room(m, size, None))
+        m = min(roomy, key=self._alive.__getitem__, default=n)
+        return m if self._alive[m] + size + made <= self._alive[n] else n
 
     def _products(self, n: int) -> int:
         """How many products a link has; none if it is not there yet."""

@@ -499,6 +499,33 @@ def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
     assert most_ahead(1) < most_ahead(100)
 
 
+def test_what_takes_much_is_updated_where_little_is_alive(monkeypatch):
+    """A head, if the turn after it is where residuals are, and if those are many."""
+    limited(monkeypatch, least_freed_part=1 / 20, turn_rooms=64)
+    tx, head = adam_at_rest(), jnp.ones((WIDTH, 4 * WIDTH))
+
+    def head_loss(params, x):
+        for w in params[:-1]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x @ params[-1]) ** 2)
+
+    def turns_between(tokens):
+        params = [*matrices(24), head]
+        step = train_step(tx, jax.grad(head_loss))
+        found, of = cut(step, params, tx.init(params), jnp.ones((tokens, WIDTH)))
+        made, updated = [], []
+        for n, s in enumerate(found.segments):
+            own = [v for i in s.positions for v in of.defines(i)]
+            new = [v for x in s.updates for v in x.defines]
+            made += [n for v in own if v.aval.shape == head.shape]
+            updated += [n for v in new if v.aval.shape == head.shape]
+        assert len(updated) == 3
+        return min(updated) - max(made)
+
+    assert turns_between(4) <= 2
+    assert turns_between(5 * WIDTH) > 8
+
+
 def test_what_is_moved_beside_which_product():
     """In proportion to their work: the large with the long."""
     v = [jax.extend.core.Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(20)]
