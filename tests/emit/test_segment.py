@@ -358,7 +358,7 @@ def test_residuals_as_rows_of_stacks(model, monkeypatch):
 
     monkeypatch.setattr(chain._Cut, "chain", stacked)
     inner = optax.adamw(1e-2, eps=1e-3)
-    check(model, inner, residuals="host", params=parameters(8))
+    check(model, inner, residuals="host", params=parameters(6))
     assert any(rows)
 
 
@@ -435,7 +435,8 @@ def test_microbatches_in_a_python_loop():
     jitted = oo.jit(step, residuals="host")
     found = jitted.schedule(*args).chain
     assert found is not None
-    assert len(found.residuals) == 4
+    # Two of each, and what the second takes.
+    assert len(found.residuals) == 5
     want = jax.jit(step)(oo.set_memory_kind(params, ".*", "device"), *args[1:])
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
