@@ -263,8 +263,8 @@ IN_ENGINE = {
     ),
     "a residual that is taken before it rests": Mutant(
         "_schedule/chain.py",
-        "if m > near}",
-        "if m > at}",
+        "if near is not None and m > near}",
+        "if near is not None and m >= near}",
         (CHAIN, SEGMENT),
     ),
     "casts that are kept from one segment to the next": Mutant(
@@ -350,6 +350,30 @@ IN_ENGINE = {
         "if node.position in reduced.early:",
         "if node.position in reduced.early and not node.reads:",
         (CHAIN,),
+    ),
+    "gradients added where they stood": Mutant(
+        "_schedule/late.py",
+        "elif not late and _is_elementwise(e) and gradients.issuperset(e.outvars):",
+        "elif not late and _is_elementwise(e) and not gradients:",
+        (CHAIN,),
+    ),
+    "what is made between turns handed on": Mutant(
+        "_schedule/chain.py",
+        "fixed.update(v for x in nodes for v in x.reads if v not in made)",
+        "fixed.update(v for x in nodes for v in x.reads)",
+        (CHAIN,),
+    ),
+    "large updates where much is alive": Mutant(
+        "_schedule/placing.py",
+        "return m if self._alive[m] + size + made <= self._alive[n] else n",
+        "return n",
+        (CHAIN,),
+    ),
+    "types of Auto mode forgotten": Mutant(
+        "_places/memory.py",
+        "if explicit_sharding(type_of(filled)) != sharding:",
+        "if sharding and explicit_sharding(type_of(filled)) != sharding:",
+        (SEGMENT,),
     ),
     "residuals of what is computed again": Mutant(
         "_schedule/chain.py",

@@ -380,6 +380,30 @@ def test_microbatches_of_scanned_layers():
 
 @pytest.mark.slow
 @pytest.mark.newest
+def test_microbatches_in_a_python_loop():
+    """A gradient is added where it is made: of four no more wait than of two."""
+    model, tx = Decoder(layers=8, width=512), oo.offload(ADAMW)
+    params = oo.set_memory_kind(model.parameters(), ".*layers/.*", "pinned_host")
+
+    def used_bytes(count):
+        def step(params, state, microbatches):
+            grads = [jax.grad(model.loss)(params, x) for x in microbatches]
+            grads = jax.tree.map(lambda *gs: sum(gs) / count, *grads)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        x = model.inputs()
+        microbatches = struct(count, *x.shape, dtype=x.dtype)
+        args = params, oo.eval_shape(tx.init, params), microbatches
+        options = {"target": TARGET, "donate_argnums": (0, 1), "jit": oo.jit}
+        return aot.measure(step, *args, **options).used_bytes
+
+    layers = sum(4 * x.size for x in jax.tree.leaves(params["layers"]))
+    assert used_bytes(4) < used_bytes(2) + 0.3 * layers
+
+
+@pytest.mark.slow
+@pytest.mark.newest
 @pytest.mark.parametrize("form", [in_a_scan, in_a_branch])
 def test_steps_in_bodies_with_parameters_of_a_loop_at_rest(form):
     """Each turn is cut into segments, and makes its buffers one by one (F82)."""
