@@ -540,6 +540,23 @@ def accumulated() -> Ordinary:
     return dataclasses.replace(plain_layers(), optimizer=tx)
 
 
+def logged_accumulation() -> Ordinary:
+    """The norm of what is accumulated is logged, of layers with attention."""
+    tx = optax.MultiSteps(optax.adamw(1e-3), 4).gradient_transformation()
+
+    def step_of(tx: Any) -> Step:
+        def step(params: Any, state: Any, batch: Array) -> Any:
+            value, grads = jax.value_and_grad(language_loss(apply_block))(params, batch)
+            count = state.mini_step + 1
+            mean = lambda a, g: a + (g - a) / count  # noqa: E731
+            norm = optax.tree.norm(jax.tree.map(mean, state.acc_grads, grads))
+            return *descended(tx, params, state, grads), value, norm
+
+        return step
+
+    return Ordinary(language(blocks(12)), step_of, (BATCH,), optimizer=tx)
+
+
 def clipped() -> Ordinary:
     """Gradients that wait for their norm."""
     outer = lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx)  # noqa: E731
@@ -559,6 +576,33 @@ def lamb() -> Ordinary:
 def muon() -> Ordinary:
     """Orthogonal updates of matrices."""
     return dataclasses.replace(plain_layers(), optimizer=optax.contrib.muon(1e-3))
+
+
+def cast_gradients() -> Ordinary:
+    """Gradients in bfloat16, cast after the backward pass."""
+
+    def step_of(tx: Any) -> Step:
+        def step(params: Any, state: Any, batch: Array) -> Any:
+            low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            value, grads = jax.value_and_grad(language_loss())(low, batch)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            return *descended(tx, params, state, grads), value
+
+        return step
+
+    return dataclasses.replace(plain_layers(), step=step_of)
+
+
+def large_head() -> Ordinary:
+    """A head of its own for a large vocabulary, and many tokens."""
+    ends = {"embedding": floats(32768, WIDTH), "head": floats(WIDTH, 32768)}
+
+    def loss(params: Any, batch: Array) -> Array:
+        low = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        x = apply_all(low["embedding"][batch[:, :-1]], low["layers"], apply_block)
+        return cross_entropy(normed(x) @ low["head"], batch[:, 1:])
+
+    return Ordinary(ends | {"layers": blocks(6)}, usual(loss), (tokens(32, 129),))
 
 
 def loss_scaling() -> Ordinary:
@@ -659,6 +703,6 @@ STEPS: dict[str, Callable[[], Ordinary]] = {
         *(adapters, distillation, averaged_teacher, microbatches),
         *(microbatch_scan, epochs, accumulated, clipped, adafactor, lamb, muon),
         *(loss_scaling, decay_in_the_loss, norms, dropout, gradient_penalty),
-        two_passes,
+        *(two_passes, logged_accumulation, cast_gradients, large_head),
     )
 }
