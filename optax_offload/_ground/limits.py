@@ -37,7 +37,8 @@ class Limits:
         the device: a scheduler that overlaps transfers keeps some 100 MiB more of a
         large model.
       least_freed_part: And so large a part of the peak: what waits crosses the link
-        twice more, when nothing is computed.
+        twice more, when nothing is computed. An update that takes as much of both waits
+        for the turn in which least is alive.
       small_bytes: What is less may be loaded again for what is computed again.
       reduced_bytes: What an update is reduced to, as by a norm, costs nothing to keep
         until the end of a step if it is no more.

@@ -72,7 +72,8 @@ class Placing:
         """
         self._step, self._links, self._turn_bytes = step, list(links), room.turn_bytes
         self._on_host, self._alive = on_host, [*room.alive]
-        self._much = int(limits.now.least_freed_part * max(room.alive))
+        part = int(limits.now.least_freed_part * max(room.alive))
+        self._much = max(limits.now.least_freed_bytes, part)
         self._known = {v: (n, _AMONG) for v, n in made.items()}
         # Gradients that wait, and where they do.
         self._waiting: dict[jex.Var, jex.Var] = {}

@@ -501,7 +501,7 @@ def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
 
 def test_what_takes_much_is_updated_where_little_is_alive(monkeypatch):
     """A head, if the turn after it is where residuals are, and if those are many."""
-    limited(monkeypatch, least_freed_part=1 / 20, turn_rooms=64)
+    limited(monkeypatch, least_freed_bytes=0, least_freed_part=1 / 20, turn_rooms=64)
     tx, head = adam_at_rest(), jnp.ones((WIDTH, 4 * WIDTH))
 
     def head_loss(params, x):
