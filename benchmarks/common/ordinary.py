@@ -540,7 +540,7 @@ def accumulated() -> Ordinary:
     return dataclasses.replace(plain_layers(), optimizer=tx)
 
 
-def logged_accumulation() -> Ordinary:
+def accumulated_norm() -> Ordinary:
     """The norm of what is accumulated is logged, of layers with attention."""
     tx = optax.MultiSteps(optax.adamw(1e-3), 4).gradient_transformation()
 
@@ -703,6 +703,6 @@ STEPS: dict[str, Callable[[], Ordinary]] = {
         *(adapters, distillation, averaged_teacher, microbatches),
         *(microbatch_scan, epochs, accumulated, clipped, adafactor, lamb, muon),
         *(loss_scaling, decay_in_the_loss, norms, dropout, gradient_penalty),
-        *(two_passes, logged_accumulation, cast_gradients, large_head),
+        *(two_passes, accumulated_norm, cast_gradients, large_head),
     )
 }
