@@ -18,7 +18,7 @@ from optax_offload._emit import step as emit_step
 from optax_offload._ground import compat, limits
 from optax_offload._ground.units import MIB
 from optax_offload._places import memory, tpu_layout
-from optax_offload._schedule import chain, cutting
+from optax_offload._schedule import chain, cutting, placing
 from optax_offload._schedule.segments import in_stacks
 
 pytestmark = pytest.mark.skipif(
@@ -410,6 +410,21 @@ def test_types_of_both_modes(devices, residuals):
             (at_rest, offloaded),
             (params, state),
         )
+
+
+@pytest.mark.parametrize("model", [plain, shared])
+def test_updates_that_wait(model, monkeypatch):
+    """Each in the last turn that has a product, or where it would be anyway."""
+
+    def last(self, n, size, made):
+        later = [m for m in self._segments if m > n and self._products(m)]
+        waiting.extend(later[-1:])
+        return max(later, default=n)
+
+    waiting = []
+    monkeypatch.setattr(placing.Placing, "_emptiest", last)
+    check(model, optax.adamw(1e-2, eps=1e-3))
+    assert waiting
 
 
 def test_microbatches_in_a_python_loop():
