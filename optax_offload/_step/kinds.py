@@ -58,10 +58,18 @@ class MadeFor(NamedTuple):
 
 
 class OtherVariant(Exception):  # noqa: N818 (it is caught where it belongs)
-    """A call has other memories than its variant, or a compiler to be told more."""
+    """A call has other memories than its variant, or a compiler to be told more.
+
+    Who catches it makes that variant. A user sees it only where JAX takes other memory
+    kinds than it was given: on devices of `aot.Target`, of which it has none.
+    """
 
     def __init__(self, wanted: MadeFor):
-        super().__init__(wanted)
+        super().__init__(
+            "JAX traces the step with other memory kinds than `in_shardings` have, as "
+            "on devices that are only compiled for. Give shardings on the mesh of "
+            "optax_offload.aot.Target(...).mesh(...), which has no devices"
+        )
         self.wanted = wanted
 
 

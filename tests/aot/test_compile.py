@@ -3,12 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_programs import BOTH, BOTH_FOUR_DEVICES, DEVICE, HOST, descend, struct
 
+import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground.units import MIB
 from optax_offload.aot.compile import _output, mesh_of
@@ -32,6 +34,27 @@ def test_sharding(name):
     assert usage.argument_bytes == 5 * MIB
     assert usage.output_bytes == MIB
     assert "all-to-all" in str(compiled.as_text())
+
+
+@pytest.mark.aot
+def test_shardings_of_a_step_on_devices_of_a_target():
+    """Of which JAX takes no memory kinds; on its mesh it does."""
+    target = aot.Target("h100")
+    tx = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=0))
+    state = oo.eval_shape(tx.init, struct((64, 64)))
+    devices = jax.sharding.Mesh(np.array(target.devices), ("x",))
+
+    def compiled(mesh):
+        kinds = jax.tree.map(lambda x: "pinned_host" if x.shape else "device", state)
+        shardings = jax.tree.map(
+            lambda kind: NamedSharding(mesh, P(), memory_kind=kind), kinds
+        )
+        step = oo.jit(tx.update, in_shardings=(None, shardings), donate_argnums=(1,))
+        return aot.compile(step, struct((64, 64)), state, target=target)
+
+    assert aot.peak(compiled(target.mesh())).host_argument_bytes
+    with pytest.raises(Exception, match="Give shardings on the mesh of"):
+        compiled(devices)
 
 
 @pytest.mark.aot
