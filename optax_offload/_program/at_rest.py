@@ -261,8 +261,13 @@ class _Walk:
         for x, keep in zip(xs, kept, strict=True):
             for one in x.sources if isinstance(x, RowValue) else (x,):
                 sources.setdefault((id(one), keep or not rests(one)), one)
-        length = e.params["length"]
+        params, length = e.params, e.params["length"]
         taken = [x for (_, as_is), x in sources.items() if not as_is]
+        made_here = any(self._account.of(x) is None for x in taken)
+        if (stored or made_here) and 2 * params["unroll"] >= length:
+            # Compilers write out a loop of two iterations, and without one there are no
+            # turns.
+            params = params | {"unroll": 1}
         self._account.note_rows(taken, length)
         for x in xs:
             of_rows = x.sources if isinstance(x, RowValue) else ()
@@ -287,7 +292,7 @@ class _Walk:
             left = (y for v, y in zip(turn.stacked, ys, strict=True) if v not in made)
             return memory.transfer_all(after, kinds), list(left)
 
-        params, around = e.params, self._account.times
+        around = self._account.times
         after, stacked = scan_at_rest(
             body,
             carry,

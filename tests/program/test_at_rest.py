@@ -97,6 +97,7 @@ LOSSES = {
     ),
     "reverse": loss_of(lambda h, w: lax.scan(layer, h, w, reverse=True)[0]),
     "unrolled by two": loss_of(lambda h, w: lax.scan(layer, h, w, unroll=2)[0]),
+    "written out": loss_of(lambda h, w: lax.scan(layer, h, w, unroll=True)[0]),
     "casts": loss_of(lambda h, w: lax.scan(as_bfloat16, h, w)[0]),
     "shared": loss_of(twice),
     "outside too": decayed,
@@ -105,7 +106,7 @@ LOSSES = {
 
 
 # Followed as "scanned" and "checkpointed stack" are.
-ALIKE = {"checkpointed whole", "unrolled by two", "casts"}
+ALIKE = {"checkpointed whole", "unrolled by two", "written out", "casts"}
 
 
 def params_of(name):

@@ -479,6 +479,35 @@ def test_residuals_of_a_loop_without_checkpoints_at_rest():
 
 @pytest.mark.newest
 @pytest.mark.slow
+@pytest.mark.parametrize("unroll", [True, 4])
+def test_residuals_of_a_scan_that_is_written_out_at_rest(unroll):
+    """As of one that is a loop: compilers write out one of two iterations, too."""
+    params = {"up": struct(8, 512, 2048), "down": struct(8, 2048, 512)}
+    tx = oo.offload(ADAMW)
+    state = oo.eval_shape(tx.init, params)
+    params = oo.place(params, ".*")
+
+    def layer(x, w):
+        return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
+
+    def peak_with(unroll):
+        def step(params, state, x):
+            def loss(params):
+                x_out, _ = jax.lax.scan(layer, x, params, unroll=unroll)
+                return jnp.mean(x_out**2)
+
+            updates, state = tx.update(jax.grad(loss)(params), state, params)
+            return optax.apply_updates(params, updates), state
+
+        jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
+        args = params, state, struct(8192, 512)
+        return aot.peak(aot.compile(jitted, *args, target=TARGET)).peak_bytes
+
+    assert peak_with(unroll) <= 1.05 * peak_with(1)
+
+
+@pytest.mark.newest
+@pytest.mark.slow
 def test_parameters_of_long_sequences_at_rest():
     """What is as large as all probabilities is there twice, in turns as without."""
     model = Decoder(layers=8, width=512, batch=1, length=4096, attention=True)
