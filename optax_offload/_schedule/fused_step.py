@@ -248,13 +248,6 @@ class FusedStep(Printed):
         return frozenset(rows.union(i for i, v in enumerate(invars) if v in small))
 
     @property
-    def stored_bytes(self) -> int:
-        """The bytes of those that wait in host memory, on each device."""
-        scans = (each for x in self.steps for each in x.scans)
-        stored = (each for each in scans if each.way == "host")
-        return sum(f.gradient_bytes for each in stored for f in each.late)
-
-    @property
     def flops_again(self) -> float:
         """The operations of backward passes that run again, on each device."""
         again = [x for x in self.scans if x.late and x.way == "recompute"]
