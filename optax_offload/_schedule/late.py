@@ -37,8 +37,8 @@ class Reduced(NamedTuple):
     Attributes:
       sums: The equations that reduce gradients to numbers, as positions.
       early: These, with those that lead to them, and what follows from them alone; and
-        those that add or scale gradients, or cast them. They are evaluated as soon as
-        they can be.
+        those that add, scale or cast gradients, or reduce them with what rests. They
+        are evaluated as soon as they can be.
       scaled: The equations that make arrays of these numbers and of gradients, as
         positions, by what they make.
     """
@@ -92,14 +92,31 @@ def reduced(step: Step) -> Reduced:
             scaled |= dict.fromkeys(e.outvars, i)
         elif not late and _reduces(e):
             before = _before(program, taken, gradients)
-            if all(v in gradients or _is_known(v, numbers) for v in before.takes):
+            others = {v for v in before.takes if not _is_known(v, numbers)} - gradients
+            if not others:
                 sums.add(i)
                 leading.update(before.positions)
                 numbers.update(e.outvars)
+            elif others.isdisjoint(program.producers) and others < {*before.takes}:
+                leading.update((*before.positions, i))
         elif not late and _is_elementwise(e) and gradients.issuperset(e.outvars):
             leading.add(i)
     early = sums | leading | following
+    early |= _numbers_for(step, early)
     return Reduced(frozenset(sums), frozenset(early), scaled)
+
+
+def _numbers_for(step: Step, positions: set[int]) -> set[int]:
+    """The equations that make the numbers which others take of numbers."""
+    equations, found = step.program.equations, set[int]()
+    wanted = {v for i in positions for v in variables(equations[i].invars)}
+    for i in sorted(step.live, reverse=True):
+        e = equations[i]
+        numbers = not any(map(shape, (*variables(e.invars), *e.outvars)))
+        if numbers and is_arithmetic(e) and not wanted.isdisjoint(e.outvars):
+            found.add(i)
+            wanted.update(variables(e.invars))
+    return found
 
 
 def _is_known(v: jex.Var, numbers: set[jex.Var]) -> bool:

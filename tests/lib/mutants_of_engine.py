@@ -357,6 +357,12 @@ IN_ENGINE = {
         "elif not late and _is_elementwise(e) and not gradients:",
         (CHAIN,),
     ),
+    "numbers that gradients are scaled by where they stood": Mutant(
+        "_schedule/late.py",
+        "early |= _numbers_for(step, early)",
+        "early |= _numbers_for(step, set())",
+        (CHAIN,),
+    ),
     "what is made between turns handed on": Mutant(
         "_schedule/chain.py",
         "fixed.update(v for x in nodes for v in x.reads if v not in made)",

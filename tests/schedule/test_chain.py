@@ -324,6 +324,26 @@ def test_gradients_of_microbatches_are_added_where_they_are_made(gradients, tx):
         assert at[then] == at[i]
 
 
+def test_norms_of_what_is_accumulated_are_summed_where_gradients_are_made():
+    """Of gradients and of what rests; a number for them is made before."""
+    tx = adam_at_rest()
+
+    def step(layers, kept, state, count, x):
+        grads = jax.grad(loss)(layers, x)
+        updates, state = tx.update(grads, state, layers)
+        mean = jax.tree.map(lambda a, g: a + (g - a) / (count + 1), kept, grads)
+        return optax.apply_updates(layers, updates), state, optax.tree.norm(mean)
+
+    kept = oo.set_memory_kind(matrices(), ".*", "pinned_host")
+    args = matrices(), kept, tx.init(matrices()), jnp.zeros(()), jnp.ones((4, WIDTH))
+    found, of = cut(step, *args)
+    sums = [names(of, s.positions).count("reduce_sum") for s in found.segments]
+    # Each is beside the product, the last one after the last turn of equations.
+    assert sums == [*[0] * LAYERS, *[1, 0] * (LAYERS - 1), 0, 0]
+    products = [names(of, s.positions).count("dot_general") for s in found.segments]
+    assert products == [*[1] * (3 * LAYERS - 1), 0]
+
+
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_gradients_wait_on_the_host(where):
     """Those whose update needs all of them, stored by the turn after."""
