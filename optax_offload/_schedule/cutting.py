@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -266,14 +267,20 @@ def room(filling: Filling) -> int:
     usual = now.segment_bytes * max(1 / now.least_part, min(part, part**0.5))
     more = max(0, filling.alive - now.much_alive_bytes)
     share = min(more / now.alive_share, now.most_room * now.segment_bytes)
-    residual = max((filling.sizes[v] for v in filling.residuals), default=0)
-    layer = _layer(taken, filling)
+    layer, residual = _layer(taken, filling), _residual(filling)
     if residual > now.segment_bytes:
         usual = residual + min(layer, usual)
     else:
         share = min(share, size / now.most_share)
     layers = max(now.most_layers * layer, layer + residual)
     return round(max(min(usual, now.segment_bytes), min(max(usual, share), layers)))
+
+
+def _residual(filling: Filling) -> int:
+    """The bytes of the largest residuals, if there are as many as turns: no logits."""
+    least = limits.now.least_segments
+    sizes = heapq.nlargest(least, (filling.sizes[v] for v in filling.residuals))
+    return sizes[-1] if len(sizes) == least else 0
 
 
 def _layer(taken: Iterable[jex.Var], filling: Filling) -> float:

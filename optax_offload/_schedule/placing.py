@@ -48,8 +48,9 @@ class Placing:
     """What is left of updates, each in the turn after the one that completes it.
 
     What takes a large part of the memory waits for the turn in which least is alive.
-    What takes more than a turn has products for, what moves its state in some steps
-    only, and what is reduced over state, is between the turns.
+    What would make that the fullest one, what takes more than a turn has products for,
+    what moves its state in some steps only, and what is reduced over state, is between
+    the turns.
     """
 
     def __init__(
@@ -218,7 +219,8 @@ class Placing:
             return at[0], _AFTER
         if asked is None:
             n = self._emptiest(n, size, made)
-        if not self._has_room(n, size, asked):
+        full = asked is None and self._is_too_much(n, size, made)
+        if full or not self._has_room(n, size, asked):
             return at[0], _AFTER
         if n == len(self._links):
             self._links.append(Segment((), {}))
@@ -242,6 +244,15 @@ class Placing:
         roomy = (m for m in later if self._has_room(m, size, None))
         m = min(roomy, key=self._alive.__getitem__, default=n)
         return m if self._alive[m] + size + made <= self._alive[n] else n
+
+    def _is_too_much(self, n: int, size: int, made: int) -> bool:
+        """Whether a turn would be the one in which most is alive, by what is large.
+
+        Between turns it takes slices of it.
+        """
+        more = size + made
+        alive = self._alive[n] if n < len(self._alive) else 0
+        return more > self._much and alive + more > max(self._alive)
 
     def _products(self, n: int) -> int:
         """How many products a link has; none if it is not there yet."""

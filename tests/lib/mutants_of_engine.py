@@ -375,6 +375,18 @@ IN_ENGINE = {
         "return n",
         (CHAIN,),
     ),
+    "large updates in turns that they fill": Mutant(
+        "_schedule/placing.py",
+        "full = asked is None and self._is_too_much(n, size, made)",
+        "full = False",
+        (CHAIN,),
+    ),
+    "turns as large as logits": Mutant(
+        "_schedule/cutting.py",
+        "return sizes[-1] if len(sizes) == least else 0",
+        "return max(sizes, default=0)",
+        ("tests/schedule/test_cutting.py",),
+    ),
     "types of Auto mode forgotten": Mutant(
         "_places/memory.py",
         "if explicit_sharding(type_of(filled)) != sharding:",

@@ -520,7 +520,7 @@ def test_little_is_loaded_ahead_for_a_turn_that_little_fills(monkeypatch):
 
 
 def test_what_takes_much_is_updated_where_little_is_alive(monkeypatch):
-    """A head, if the turn after it is where residuals are, and if those are many."""
+    """A head, if residuals are many; between turns, in slices, if they are few."""
     limited(monkeypatch, least_freed_bytes=0, least_freed_part=1 / 20, turn_rooms=64)
     tx, head = adam_at_rest(), jnp.ones((WIDTH, 4 * WIDTH))
 
@@ -539,11 +539,12 @@ def test_what_takes_much_is_updated_where_little_is_alive(monkeypatch):
             new = [v for x in s.updates for v in x.defines]
             made += [n for v in own if v.aval.shape == head.shape]
             updated += [n for v in new if v.aval.shape == head.shape]
-        assert len(updated) == 3
-        return min(updated) - max(made)
+        return min(updated) - max(made) if updated else None
 
-    assert turns_between(4) <= 2
+    # It is little of what residuals take, and as much as a few of them.
+    assert turns_between(10 * WIDTH) <= 2
     assert turns_between(5 * WIDTH) > 8
+    assert turns_between(4) is None
 
 
 def test_what_is_moved_beside_which_product():

@@ -175,23 +175,31 @@ def test_segments_of_what_is_little_are_short(layers, part):
     )
 
 
+def with_residuals(filling, size, count=8):
+    """The same with so many residuals."""
+    some = [
+        jex.Var(jax.core.ShapedArray((size * MIB,), jnp.int8)) for _ in range(count)
+    ]
+    sizes = {**filling.sizes, **dict.fromkeys(some, size * MIB)}
+    return filling._replace(residuals=frozenset(some), sizes=sizes)
+
+
 def test_segments_have_room_for_each_residual():
     """And a layer's gradients: or every equation that takes it would be one."""
+    filling = of_layers(8)._replace(alive=2**40)
+    assert cutting.room(with_residuals(filling, 300)) == 120 * MIB + 300 * MIB
+
+
+def test_few_large_residuals_need_no_room():
+    """As logits, and their gradients: layers have none as large."""
     filling = of_layers(8)
-    v = jex.Var(jax.core.ShapedArray((300 * MIB,), jnp.int8))
-    with_residual = filling._replace(
-        residuals=frozenset([v]), sizes={**filling.sizes, v: 300 * MIB}, alive=2**40
-    )
-    assert cutting.room(with_residual) == 120 * MIB + 300 * MIB
+    logits = with_residuals(filling, 300, limits.now.least_segments - 1)
+    assert cutting.room(logits) == cutting.room(filling)
 
 
 def test_a_large_residual_shares_its_turn_with_what_makes_it():
     """One that fills a turn would be alone, and its layer two more."""
     filling = of_layers(1)
-    v = jex.Var(jax.core.ShapedArray((100 * MIB,), jnp.int8))
     usual = cutting.room(filling)
-    sizes = {**filling.sizes, v: 100 * MIB}
-    large = filling._replace(residuals=frozenset([v]), sizes=sizes)
-    assert cutting.room(large) == 100 * MIB + usual
-    small = large._replace(sizes={**sizes, v: 64 * MIB})
-    assert cutting.room(small) == usual
+    assert cutting.room(with_residuals(filling, 100)) == 100 * MIB + usual
+    assert cutting.room(with_residuals(filling, 64)) == usual
