@@ -39,6 +39,7 @@ _SHARDING = "sdy.sharding"
 _MEMORY_KIND = "mhlo.memory_kind"
 _ALIAS = "tf.aliasing_output"  # This argument's buffer is that result's.
 _NAME = "jax.result_info"
+_SHOWN = 5  # Of pairs, in a message.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +228,8 @@ def check_pairs(ctx: mlir.LoweringRuleContext) -> None:
             "jax.jit writes results into donated arguments of another memory, which "
             "ends the process on a CPU and leaves the result in the wrong memory on a "
             "GPU. It pairs them by shape and dtype alone, in their order:\n- "
-            + "\n- ".join(pair.text for pair in crossing)
+            + "\n- ".join(pair.text for pair in crossing[:_SHOWN])
+            + f"\nand {len(crossing) - _SHOWN} more" * (len(crossing) > _SHOWN)
             + "\nJit the step with optax_offload.jit, which pairs within a memory. If "
             f"jax.jit has to stay: {fix}"
         )

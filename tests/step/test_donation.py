@@ -123,6 +123,19 @@ def test_names_of_a_pair_that_is_refused(fused):
         jitted(params, state, jnp.ones((4, 8)))
 
 
+def test_of_many_pairs_that_are_refused_some_are_named():
+    """What to do is at the end of the message."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
+    params = [jnp.ones((8, 8)) for _ in range(7)]
+
+    def step(state, params):
+        updates, state = tx.update(params, state, params)
+        return optax.apply_updates(params, updates), state
+
+    with pytest.raises(oo.MemoryKindError, match=r"mu\[4\] .*\nand 2 more\nJit"):
+        jax.jit(step, donate_argnums=0)(tx.init(params), params)
+
+
 def test_out_shardings_that_move_new_state():
     """The order is right already: what is missing are memory kinds."""
     tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
