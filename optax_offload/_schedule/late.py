@@ -107,9 +107,10 @@ def reduced(step: Step) -> Reduced:
 
 
 def _numbers_for(step: Step, positions: set[int]) -> set[int]:
-    """The equations that make the numbers which others take of numbers."""
+    """The equations that make of numbers what others, and updates, take."""
     equations, found = step.program.equations, set[int]()
     wanted = {v for i in positions for v in variables(equations[i].invars)}
+    wanted.update(v for x in step.inlined_updates for v in variables(x.operands))
     for i in sorted(step.live, reverse=True):
         e = equations[i]
         numbers = not any(map(shape, (*variables(e.invars), *e.outvars)))

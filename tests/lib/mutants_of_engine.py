@@ -375,6 +375,12 @@ IN_ENGINE = {
         "return n",
         (CHAIN,),
     ),
+    "updates that wait for what is known": Mutant(
+        "_schedule/late.py",
+        "wanted.update(v for x in step.inlined_updates for v in variables(x.operands))",
+        "wanted.update(())",
+        (CHAIN,),
+    ),
     "large updates in turns that they fill": Mutant(
         "_schedule/placing.py",
         "full = asked is None and self._is_too_much(n, size, made)",

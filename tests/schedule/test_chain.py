@@ -344,6 +344,31 @@ def test_norms_of_what_is_accumulated_are_summed_where_gradients_are_made():
     assert products == [*[1] * (3 * LAYERS - 1), 0]
 
 
+def test_an_update_in_a_cond_is_where_its_gradient_is():
+    """What it depends on, as whether the loss is finite, is known before."""
+    tx = adam_at_rest()
+
+    def step(layers, state, x):
+        value, grads = jax.value_and_grad(loss)(layers, x)
+
+        def update(layers, state):
+            updates, state = tx.update(grads, state, layers)
+            return optax.apply_updates(layers, updates), state
+
+        skip = lambda *args: args  # noqa: E731
+        return jax.lax.cond(jnp.isnan(value), skip, update, layers, state), value
+
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    found, _ = cut(step, *args)
+    each = [
+        sum(len(x.left.results) for x in link if x.left)
+        for link in found.links
+        if isinstance(link, tuple)
+    ]
+    # Parameter, mu and nu of each layer; the count of steps is with the first.
+    assert [n for n in each if n] == [4, *[3] * (LAYERS - 1)]
+
+
 @pytest.mark.parametrize("where", ["before", "inside"])
 def test_gradients_wait_on_the_host(where):
     """Those whose update needs all of them, stored by the turn after."""
