@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
+from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._program import (
     Atom,
@@ -114,7 +115,7 @@ def _numbers_for(step: Step, positions: set[int]) -> set[int]:
     for i in sorted(step.live, reverse=True):
         e = equations[i]
         numbers = not any(map(shape, (*variables(e.invars), *e.outvars)))
-        if numbers and is_arithmetic(e) and not wanted.isdisjoint(e.outvars):
+        if numbers and not (compat.has_effects(e) or wanted.isdisjoint(e.outvars)):
             found.add(i)
             wanted.update(variables(e.invars))
     return found

@@ -344,7 +344,10 @@ def test_norms_of_what_is_accumulated_are_summed_where_gradients_are_made():
     assert products == [*[1] * (3 * LAYERS - 1), 0]
 
 
-def test_an_update_in_a_cond_is_where_its_gradient_is():
+@pytest.mark.parametrize(
+    "is_bad", [jnp.isnan, lambda x: jax.lax.cond(x > 9, jnp.isnan, jnp.isinf, x)]
+)
+def test_an_update_in_a_cond_is_where_its_gradient_is(is_bad):
     """What it depends on, as whether the loss is finite, is known before."""
     tx = adam_at_rest()
 
@@ -356,7 +359,7 @@ def test_an_update_in_a_cond_is_where_its_gradient_is():
             return optax.apply_updates(layers, updates), state
 
         skip = lambda *args: args  # noqa: E731
-        return jax.lax.cond(jnp.isnan(value), skip, update, layers, state), value
+        return jax.lax.cond(is_bad(value), skip, update, layers, state), value
 
     args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
     found, _ = cut(step, *args)
