@@ -117,7 +117,7 @@ def _gradients(step: Step, nodes: Sequence[Outer]) -> dict[int, tuple[int, int]]
         )
         if not others:
             light[k], known[k] = has_parameters, waits
-        elif len(others) == 1 and has_parameters:
+        elif len(others) == 1 and has_parameters and _is_sum(step, node):
             (at,) = others
             if waits < at and not nodes[at].left:
                 found[k] = (found.get(at, (at, 0))[0], 2)
@@ -133,6 +133,10 @@ def _is_light(step: Step, node: Outer) -> bool:
     e = step.program.equations[node.position]
     cheap = is_arithmetic(e) or facts(e).again or e.primitive.name == "add_any"
     return cheap and any(map(_is_large, e.outvars)) and _may_move(step, node)
+
+
+def _is_sum(step: Step, node: Outer) -> bool:
+    return facts(step.program.equations[node.position]).leads == "adds"
 
 
 def _may_move(step: Step, node: Outer) -> bool:

@@ -24,6 +24,7 @@ def one_layer_to_a_segment(monkeypatch):
         least_part=1,
         least_segments=3,
         small_bytes=WIDTH * WIDTH * 2,
+        least_residual_bytes=WIDTH * WIDTH * 4,
     )
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
 
@@ -111,6 +112,30 @@ def test_what_products_are_in_stays():
 
     found = loaded(with_penalty(orthogonal))
     assert len(found) > len(loaded(loss))
+
+
+def test_a_backward_pass_begins_after_the_loss():
+    """Also where that is a mean of squares, whose gradient takes no number of it.
+
+    So what layers compute again there is not taken for a second forward pass, and what
+    they compute inside is not stored.
+    """
+
+    def remat(params, x):
+        layer = jax.checkpoint(lambda x, w: x + jax.nn.gelu(x @ w["up"]) @ w["down"])
+        for w in params:
+            x = layer(x, w)
+        return jnp.mean(x**2)
+
+    up, down = jnp.ones((WIDTH, 4 * WIDTH)), jnp.ones((4 * WIDTH, WIDTH))
+    params = oo.place([{"up": up, "down": down} for _ in range(6)], ALL)
+    tx, x = oo.offload(optax.adam(1e-3), ALL), jnp.ones((8 * WIDTH, WIDTH))
+    step = oo.jit(train_step(tx, remat, len), residuals="host")
+    plan = step.schedule(params, tx.init(params), x)
+    assert plan.chain is not None
+    stored = [v for segment in plan.chain.segments for v in segment.stores]
+    assert [v.aval.shape for v in stored] == [x.shape] * len(stored)
+    assert 0 < len(stored) < len(params)
 
 
 @pytest.mark.parametrize("written", [with_penalty, after_penalty])
