@@ -27,6 +27,8 @@ class Limits:
       alive_share: See ``much_alive_bytes``.
       most_room: See ``much_alive_bytes``.
       most_share: See ``much_alive_bytes``.
+      rooms: How many times as much is tried, where that lowers the peak: long sequences
+        make more inside a layer than it takes, which turns that end there hand on.
       least_parted_bytes: What one more segment has to take from the peak.
       least_alive_bytes: The least that counts for it.
       rooms_of_updates: How many times what fills a segment may be loaded in it for
@@ -83,6 +85,7 @@ class Limits:
     alive_share: int = 6
     most_room: int = 8
     most_share: int = 12
+    rooms: tuple[int, ...] = (2, 4)
     least_parted_bytes: int = 32 * MIB
     least_alive_bytes: int = MIB
     rooms_of_updates: int = 4

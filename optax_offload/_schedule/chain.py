@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -341,11 +341,37 @@ class _Cut:
             filling = longer
         else:
             pieces = [*cutting.pieces(filling, apart, passing)]
-        spans = liveness.in_memory(self._step, nodes)
-        handed = gradients.union(variables(self._program.outvars))
-        alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
+        alive = [*self._in_memory()]
         found = cutting.parted(pieces, filling, alive)
+        for times in limits.now.rooms:
+            wider = filling._replace(times=times)
+            if cutting.room(wider) == cutting.room(filling):
+                break
+            others = cutting.parted(
+                cutting.pieces(wider, apart, passing), wider, alive
+            )
+            if sum(x.is_segment for x in others) < limits.now.least_segments:
+                break
+            if cutting.peak(others, wider, alive) < cutting.peak(found, filling, alive):
+                filling, found = wider, others
         return filling, found, cutting.loaded(found, filling)
+
+    def _in_memory(self) -> Iterator[cutting.Alive]:
+        """What is in memory; residuals that rest are where layers take them."""
+        handed = {*self._gradients, *variables(self._program.outvars)}
+        most = [x.most for x in self._passes]
+        taken: dict[jex.Var, list[int]] = {}
+        for k, node in enumerate(self._nodes):
+            for v in self.residuals.intersection(node.reads):
+                taken.setdefault(v, []).append(k)
+        for span in liveness.in_memory(self._step, self._nodes):
+            v, made, last, _ = span
+            if v in self.residuals:
+                full = next(k for k in most if k >= made)
+                before = max((k for k in taken[v] if k <= full), default=made)
+                yield cutting.Alive.of(span._replace(last=before, over=False), False)
+                made = min((k for k in taken[v] if k > full), default=last)
+            yield cutting.Alive.of(span._replace(made=made), v in handed)
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""

@@ -40,18 +40,20 @@ class Alive(NamedTuple):
       last: The last one that takes it.
       nbytes: Its bytes, on each device.
       handed: Whether it is taken after all of them, and then used up.
+      over: Whether the last one may write over it.
     """
 
     made: int
     last: int
     nbytes: int
     handed: bool
+    over: bool = False
 
     @classmethod
     def of(cls, span: Span, handed: bool) -> Alive:
         """What a variable is."""
         size = memory.nbytes_on_each_device(span.var.aval)
-        return cls(span.made, span.last, size, handed)
+        return cls(span.made, span.last, size, handed, span.over)
 
 
 class Filling(NamedTuple):
@@ -62,12 +64,14 @@ class Filling(NamedTuple):
       sizes: The bytes of each where it is used, on each device: codes are decoded.
       residuals: Those that are residuals.
       alive: The most bytes that are alive at an equation, but for gradients.
+      times: How many times as much as usual fills a segment.
     """
 
     taken: Sequence[set[jex.Var]]
     sizes: Mapping[jex.Var, int]
     residuals: frozenset[jex.Var] = frozenset()
     alive: int = 0
+    times: int = 1
 
     def within(self, begin: int, end: int) -> set[jex.Var]:
         """What some equations load and make."""
@@ -168,6 +172,15 @@ def parted(
             found[n : n + 1] = least[1]
 
 
+def peak(some: Iterable[Piece], filling: Filling, alive: Iterable[Alive]) -> int:
+    """The most bytes that are in memory in a segment, also what is for its updates."""
+    large = [x for x in alive if x.nbytes >= limits.now.least_alive_bytes]
+    segments = [x for x in some if x.is_segment]
+    pairs = itertools.pairwise((*segments, None))
+    sizes = (_peak(x, large) + _loaded(x, after, filling) for x, after in pairs)
+    return max(sizes, default=0) + limits.now.rooms_of_updates * room(filling)
+
+
 def loaded(pieces: Sequence[Piece], filling: Filling) -> list[int]:
     """The bytes at rest that are on the device in each, with those of the next one."""
     found = [0] * len(pieces)
@@ -216,13 +229,16 @@ def _peak(piece: Piece, alive: Iterable[Alive]) -> int:
     begin, end = piece.begin, piece.end
     near = [x for x in alive if x.made < end and max(x.made, x.last) >= begin]
     handed = [x for x in near if _is_handed(x, piece)]
+    # Nothing is in the place of what is handed on where that is computed.
+    own = {x.made for x in handed}
+    near = [x._replace(over=x.over and x.last not in own) for x in near]
     # The changes before each equation of what is there, and of what is waited for.
     there, waits = [0] * (end - begin + 1), [0] * (end - begin + 1)
     for x in near:
         there[max(x.made - begin, 0)] += x.nbytes
         # What a loop takes is there until its end.
         if x.made >= begin and not _is_handed(x, piece):
-            there[x.last + 1 - begin] -= x.nbytes
+            there[_after(x) - begin] -= x.nbytes
     for x in handed:
         waits[0] += x.nbytes
         waits[x.made - begin] -= x.nbytes
@@ -235,9 +251,14 @@ def _peak(piece: Piece, alive: Iterable[Alive]) -> int:
         if now + later <= most:
             break
         inside = [x for x in near if begin <= x.made <= k]
-        inside = [x.nbytes for x in inside if x.last >= k or _is_handed(x, piece)]
+        inside = [x.nbytes for x in inside if _after(x) > k or _is_handed(x, piece)]
         most = max(most, now + _left([x for x in handed if x.made > k], inside))
     return most
+
+
+def _after(x: Alive) -> int:
+    """The first equation that may have something else in its place."""
+    return max(x.last + 1 - x.over, x.made + 1)
 
 
 def _is_handed(x: Alive, piece: Piece) -> bool:
@@ -273,7 +294,8 @@ def room(filling: Filling) -> int:
     else:
         share = min(share, size / now.most_share)
     layers = max(now.most_layers * layer, layer + residual)
-    return round(max(min(usual, now.segment_bytes), min(max(usual, share), layers)))
+    most = min(filling.times * max(usual, share), layers)
+    return round(max(min(usual, now.segment_bytes), most))
 
 
 def _residual(filling: Filling) -> int:

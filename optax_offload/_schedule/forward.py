@@ -70,7 +70,7 @@ def residuals(
     And their backward passes take: what one layer makes for the next is no residual.
     """
     of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
-    for v, made, last in liveness.in_memory(step, nodes):
+    for v, made, last, over in liveness.in_memory(step, nodes):
         large = (memory.movable_nbytes(v.aval) or 0) >= limits.now.least_residual_bytes
-        if large and made in of and max(of[made].most + 1, of[made].backward) <= last:
+        if large and made in of and max(of[made].most + 1, of[made].backward) <= last - over:
             yield v

@@ -21,11 +21,13 @@ class Span(NamedTuple):
       var: The variable.
       made: The node that makes it.
       last: The last node that takes it, or the one that makes it.
+      over: Whether that may write over it.
     """
 
     var: jex.Var
     made: int
     last: int
+    over: bool = False
 
 
 def passing(some: Iterable[Span], nodes: int) -> list[int]:
@@ -36,7 +38,7 @@ def passing(some: Iterable[Span], nodes: int) -> list[int]:
       nodes: The number of nodes.
     """
     changes = [0] * (nodes + 2)
-    for v, made, last in some:
+    for v, made, last, _ in some:
         if last > made:
             changes[made + 1] += memory.nbytes_on_each_device(v.aval)
             changes[last + 1] -= memory.nbytes_on_each_device(v.aval)
@@ -79,18 +81,47 @@ def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
         if is_product
         for v in (*node.reads, *node.defines)
     }
-    return {
+    found = {
         v
-        for v, made, last in spans(nodes)
+        for v, made, last, _ in spans(nodes)
         if (v in of_products or before[last] > before[made + 1])
         and not _only_laid_out(equations[nodes[made].position])
     }
+    return found - _made_again(step, nodes, found, of_products)
+
+
+def _made_again(
+    step: Step, nodes: Sequence[Outer], kept: Set[jex.Var], fixed: Set[jex.Var]
+) -> set[jex.Var]:
+    """What is kept past a product, and arithmetic of what is there as long anyway."""
+    makers = {v: node for node in nodes for v in node.defines}
+    last = {span.var: span.last for span in spans(nodes, kept)}
+    left: set[jex.Var] = set()
+    for v in last:
+        waiting, until = [v] * (v not in fixed), last[v]
+        seen = {v}
+        while waiting:
+            x = waiting.pop()
+            e = step.program.equations[makers[x].position]
+            if not _is_fused(e):
+                break
+            new = [y for y in variables(e.invars) if y in makers and y not in seen]
+            seen.update(new)
+            there = [y for y in new if y in kept and y not in left]
+            if any(last[y] < until for y in there):
+                break
+            waiting += [y for y in new if y not in there]
+        else:
+            if v not in fixed:
+                left.add(v)
+    return left
 
 
 def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
     """Yields how long each variable is there that is in memory.
 
-    Arithmetic is written over an operand of its size that nothing takes later.
+    Arithmetic is written over an operand of its size that nothing takes later, unless
+    a loop takes that.
     """
     there = kept(step, nodes)
     sizes = {v: memory.nbytes_on_each_device(v.aval) for v in there}
@@ -105,7 +136,7 @@ def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:
             and _is_fused(step.program.equations[last.position])
         ):
             written.add(span.last)
-            span = span._replace(last=span.last - 1)
+            span = span._replace(over=True)
         yield span
 
 
