@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend import core as jex
@@ -332,46 +332,16 @@ class _Cut:
             | self.residuals.intersection(node.reads)
             for node in nodes
         ]
-        filling = cutting.Filling(taken, self._sizes(filled), frozenset(self.residuals))
+        sizes, most = self._sizes(filled), max(self._staying)
+        filling = cutting.Filling(taken, sizes, frozenset(self.residuals), most)
         passing = liveness.passing(liveness.spans(nodes), len(nodes))
         apart = [self._is_apart(node) for node in nodes]
-        longer = filling._replace(alive=max(self._staying))
-        pieces = [*cutting.pieces(longer, apart, passing)]
-        if sum(x.is_segment for x in pieces) >= limits.now.least_segments:
-            filling = longer
-        else:
-            pieces = [*cutting.pieces(filling, apart, passing)]
-        alive = [*self._in_memory()]
-        found = cutting.parted(pieces, filling, alive)
-        for times in limits.now.rooms:
-            wider = filling._replace(times=times)
-            if cutting.room(wider) == cutting.room(filling):
-                break
-            others = cutting.parted(
-                cutting.pieces(wider, apart, passing), wider, alive
-            )
-            if sum(x.is_segment for x in others) < limits.now.least_segments:
-                break
-            if cutting.peak(others, wider, alive) < cutting.peak(found, filling, alive):
-                filling, found = wider, others
+        handed = gradients.union(variables(self._program.outvars))
+        there = liveness.in_memory(self._step, nodes)
+        spans = forward.near_layers(there, nodes, self._passes, self.residuals)
+        alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
+        filling, found = cutting.cut(filling, apart, passing, alive)
         return filling, found, cutting.loaded(found, filling)
-
-    def _in_memory(self) -> Iterator[cutting.Alive]:
-        """What is in memory; residuals that rest are where layers take them."""
-        handed = {*self._gradients, *variables(self._program.outvars)}
-        most = [x.most for x in self._passes]
-        taken: dict[jex.Var, list[int]] = {}
-        for k, node in enumerate(self._nodes):
-            for v in self.residuals.intersection(node.reads):
-                taken.setdefault(v, []).append(k)
-        for span in liveness.in_memory(self._step, self._nodes):
-            v, made, last, _ = span
-            if v in self.residuals:
-                full = next(k for k in most if k >= made)
-                before = max((k for k in taken[v] if k <= full), default=made)
-                yield cutting.Alive.of(span._replace(last=before, over=False), False)
-                made = min((k for k in taken[v] if k > full), default=last)
-            yield cutting.Alive.of(span._replace(made=made), v in handed)
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""

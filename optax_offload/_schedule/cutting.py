@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
@@ -88,6 +89,46 @@ class Filling(NamedTuple):
         return max(loads, made)
 
 
+def cut(
+    filling: Filling,
+    apart: Sequence[bool],
+    passing: Sequence[int],
+    alive: Sequence[Alive],
+) -> tuple[Filling, list[Piece]]:
+    """The segments of a step, and what is between them, with the least in memory.
+
+    Long segments are worth it where there are as many as are worth cutting at all.
+
+    Args:
+      filling: What fills them.
+      apart: Whether each equation is in no segment.
+      passing: The bytes that go on at each equation to this one or later ones.
+      alive: What is in memory in the step.
+
+    Returns:
+      What fills these segments, as they are chosen, and them.
+    """
+    some = [*pieces(filling, apart, passing)]
+    if not _are_enough(some):
+        filling = filling._replace(alive=0)
+        some = [*pieces(filling, apart, passing)]
+    found = parted(some, filling, alive)
+    for times in limits.now.rooms:
+        wider = filling._replace(times=times)
+        if room(wider) == room(filling):
+            break
+        others = parted(pieces(wider, apart, passing), wider, alive)
+        if not _are_enough(others):
+            break
+        if peak(others, wider, alive) < peak(found, filling, alive):
+            filling, found = wider, others
+    return filling, found
+
+
+def _are_enough(some: Iterable[Piece]) -> bool:
+    return sum(x.is_segment for x in some) >= limits.now.least_segments
+
+
 def pieces(
     filling: Filling, apart: Sequence[bool], passing: Sequence[int]
 ) -> Iterator[Piece]:
@@ -138,6 +179,7 @@ def parted(
     found = [*some]
     large = [x for x in alive if x.nbytes >= limits.now.least_alive_bytes]
 
+    @functools.cache
     def peak(piece: Piece, after: Piece | None) -> int:
         return _peak(piece, large) + _loaded(piece, after, filling)
 

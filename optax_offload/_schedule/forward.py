@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import NamedTuple
 
 from jax.extend import core as jex
@@ -72,5 +72,35 @@ def residuals(
     of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
     for v, made, last, over in liveness.in_memory(step, nodes):
         large = (memory.movable_nbytes(v.aval) or 0) >= limits.now.least_residual_bytes
-        if large and made in of and max(of[made].most + 1, of[made].backward) <= last - over:
+        after = last - over
+        if large and made in of and max(of[made].most + 1, of[made].backward) <= after:
             yield v
+
+
+def near_layers(
+    spans: Iterable[liveness.Span],
+    nodes: Sequence[Outer],
+    some: Sequence[Pass],
+    resting: Set[jex.Var],
+) -> Iterator[liveness.Span]:
+    """Yields spans, but of what rests only those near the layers that take it.
+
+    Args:
+      spans: How long each variable is there.
+      nodes: What the step evaluates, in order.
+      some: The passes.
+      resting: The residuals of these that rest.
+    """
+    taken: dict[jex.Var, list[int]] = {}
+    for k, node in enumerate(nodes):
+        for v in resting.intersection(node.reads):
+            taken.setdefault(v, []).append(k)
+    for span in spans:
+        if span.var not in resting:
+            yield span
+            continue
+        full = next(x.most for x in some if x.most >= span.made)
+        before = [span.made, *(k for k in taken[span.var] if k <= full)]
+        after = [*(k for k in taken[span.var] if k > full), span.last]
+        yield span._replace(last=max(before), over=False)
+        yield span._replace(made=min(after))

@@ -69,8 +69,9 @@ def spans(
 def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
     """The variables that a compiler has in memory, and fuses with no reader.
 
-    These are what products make and take, and whatever is taken after a later product;
-    but for what only lays out another one.
+    These are what products make and take, sums, and whatever is taken after a later
+    product; but for what only lays out another one, and for what is made, without
+    products, of what is there as long anyway.
     """
     equations = step.program.equations
     opaque = [not _is_fused(equations[node.position]) for node in nodes]
@@ -81,40 +82,22 @@ def kept(step: Step, nodes: Sequence[Outer]) -> set[jex.Var]:
         if is_product
         for v in (*node.reads, *node.defines)
     }
+    summed = (x for x in nodes if facts(equations[x.position]).summed_by)
+    sums = {v for node in summed for v in node.defines}
     found = {
         v
         for v, made, last, _ in spans(nodes)
-        if (v in of_products or before[last] > before[made + 1])
+        if (v in of_products or before[last] > before[made + 1] or v in sums)
         and not _only_laid_out(equations[nodes[made].position])
     }
-    return found - _made_again(step, nodes, found, of_products)
-
-
-def _made_again(
-    step: Step, nodes: Sequence[Outer], kept: Set[jex.Var], fixed: Set[jex.Var]
-) -> set[jex.Var]:
-    """What is kept past a product, and arithmetic of what is there as long anyway."""
-    makers = {v: node for node in nodes for v in node.defines}
-    last = {span.var: span.last for span in spans(nodes, kept)}
-    left: set[jex.Var] = set()
-    for v in last:
-        waiting, until = [v] * (v not in fixed), last[v]
-        seen = {v}
-        while waiting:
-            x = waiting.pop()
-            e = step.program.equations[makers[x].position]
-            if not _is_fused(e):
-                break
-            new = [y for y in variables(e.invars) if y in makers and y not in seen]
-            seen.update(new)
-            there = [y for y in new if y in kept and y not in left]
-            if any(last[y] < until for y in there):
-                break
-            waiting += [y for y in new if y not in there]
-        else:
-            if v not in fixed:
-                left.add(v)
-    return left
+    until = {span.var: span.last for span in spans(nodes, found)}
+    for v, last in until.items():
+        if v not in of_products and v not in sums:
+            found.remove(v)
+            made_of = step.program.made_of([v], lambda _, x: x not in found)
+            if any(until.get(x, last) < last for x in made_of.takes):
+                found.add(v)
+    return found
 
 
 def in_memory(step: Step, nodes: Sequence[Outer]) -> Iterator[Span]:

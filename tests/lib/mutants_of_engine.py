@@ -21,6 +21,8 @@ BESIDE = "tests/schedule/test_beside.py"
 CHAIN = "tests/schedule/test_chain.py"
 CROSSING = "tests/schedule/test_crossing.py"
 PENALTIES = "tests/schedule/test_penalties.py"
+LIVENESS = "tests/schedule/test_liveness.py"
+FORWARD = "tests/schedule/test_forward.py"
 WANTED = "tests/program/test_wanted.py"
 SEGMENT = "tests/emit/test_segment.py"
 BODIES = "tests/emit/test_steps_in_bodies.py"
@@ -177,6 +179,48 @@ IN_ENGINE = {
         "if waits < at < 0:",
         (PENALTIES,),
     ),
+    "what is multiplied by an array is where that is made": Mutant(
+        "_schedule/penalties.py",
+        "elif len(others) == 1 and has_parameters and _is_sum(step, node):",
+        "elif len(others) == 1 and has_parameters:",
+        (PENALTIES,),
+    ),
+    "a derivative's arithmetic is in memory beside its product": Mutant(
+        "_schedule/liveness.py",
+        "if any(until.get(x, last) < last for x in made_of.takes):",
+        "if True:",
+        (LIVENESS,),
+    ),
+    "arithmetic of what is gone is never in memory": Mutant(
+        "_schedule/liveness.py",
+        "if any(until.get(x, last) < last for x in made_of.takes):",
+        "if False:",
+        (LIVENESS,),
+    ),
+    "what is handed on is written over what it is made of": Mutant(
+        "_schedule/cutting.py",
+        "near = [x._replace(over=x.over and x.last not in own) for x in near]",
+        "pass",
+        (CUTTING,),
+    ),
+    "turns are as large as usual, whatever they hand on": Mutant(
+        "_schedule/cutting.py",
+        "if peak(others, wider, alive) < peak(found, filling, alive):",
+        "if False:",
+        (CUTTING,),
+    ),
+    "turns are as large as they may be": Mutant(
+        "_schedule/cutting.py",
+        "if peak(others, wider, alive) < peak(found, filling, alive):",
+        "if True:",
+        (CUTTING,),
+    ),
+    "residuals at rest are on the device all the time": Mutant(
+        "_schedule/forward.py",
+        "if span.var not in resting:",
+        "if True:",
+        (FORWARD,),
+    ),
     "norms of parameters after the forward pass": Mutant(
         "_schedule/penalties.py",
         "for k, first in _reductions(step, nodes, loaded).items():",
@@ -185,9 +229,9 @@ IN_ENGINE = {
     ),
     "what a layer takes of its own is a residual": Mutant(
         "_schedule/forward.py",
-        "max(of[made].most + 1, of[made].backward) <= last",
-        "of[made].most < last",
-        (CHAIN,),
+        "max(of[made].most + 1, of[made].backward) <= after",
+        "of[made].most < after",
+        (FORWARD,),
     ),
     "long turns however little rests": Mutant(
         "_schedule/cutting.py",

@@ -106,6 +106,47 @@ def test_buffers_that_wait_are_used():
     assert cutting._left(waiting, [3, 9]) == 9
 
 
+def test_what_is_written_over_is_there_in_a_segment_that_only_takes_it():
+    """What a loop takes has its place until that ends."""
+    taken, made = Alive(10, 60, LOGITS, False, over=True), Alive(60, 61, LOGITS, False)
+    assert cutting._peak(Piece(0, 70, True), [taken, made]) == LOGITS
+    assert cutting._peak(Piece(50, 70, True), [taken, made]) == 2 * LOGITS
+
+
+def test_what_is_handed_on_is_written_over_nothing():
+    """It has its place from the beginning of the segment."""
+    over, made = Alive(10, 20, LOGITS, False, over=True), Alive(20, 90, LOGITS, False)
+    assert cutting._peak(Piece(0, 50, True), [over, made]) == 2 * LOGITS
+    assert cutting._peak(Piece(0, 95, True), [over, made]) == LOGITS
+
+
+def test_the_peak_of_segments_has_what_updates_load():
+    """And what is loaded for the segment, and for the next one."""
+    filling = with_parameters(10, 60)
+    room = limits.now.rooms_of_updates * cutting.room(filling)
+    alive = [Alive(55, 58, LOGITS, False), Alive(70, 80, HEAD, False)]
+    some = [*pieces(50), Piece(50, 60, False), Piece(60, END, True)]
+    assert cutting.peak(some, filling, alive) == HEAD + 60 * MIB + room
+    assert cutting.peak(pieces(END), filling, alive) == LOGITS + 60 * MIB + room
+
+
+@pytest.mark.parametrize("inside", [MIB, LOGITS])
+def test_turns_do_not_hand_on_what_layers_make_inside(inside):
+    """They take more than usual, if that is less than what they would hand on."""
+    layers, each = range(0, 80, 8), 12 * MIB
+    x = jax.eval_shape(lambda: jnp.zeros((each,), jnp.int8))
+    host = memory.host_type(memory.type_of(x))
+    some = {k: jex.Var(host) for layer in layers for k in (layer, layer + 4)}
+    taken = [{some[k]} if k in some else set() for k in range(80)]
+    filling = Filling(taken, dict.fromkeys(some.values(), each))
+    alive = [Alive(k, k + 5, inside, False, over=True) for k in layers]
+    alive += [Alive(k + 5, k + 6, inside, False) for k in layers]
+    passing = [inside if 0 < k % 8 < 7 else 8 * MIB for k in range(81)]
+    found, some = cutting.cut(filling, [False] * 80, passing, alive)
+    cuts = [x for x in some if x.is_segment]
+    assert (found.times, len(cuts)) == ((1, 20) if inside == MIB else (2, 10))
+
+
 def of_layers(count):
     """What fills segments: layers of 120 MiB, an embedding, and a scale of 1 KiB."""
     some: list[jex.Var] = []
@@ -153,6 +194,14 @@ def test_segments_of_long_sequences_are_longer():
     large = {v: 100 * size for v, size in one.sizes.items()}
     one = one._replace(alive=2**40, sizes=large)
     assert cutting.room(one) == limits.now.most_room * limits.now.segment_bytes
+
+
+def test_as_many_times_as_much_fills_a_segment():
+    """Up to two layers."""
+    filling = of_layers(8)
+    usual = cutting.room(filling)
+    assert cutting.room(filling._replace(times=2)) == 2 * usual < 240 * MIB
+    assert cutting.room(filling._replace(times=20)) == 240 * MIB
 
 
 @pytest.mark.parametrize("layers", [7, 14])

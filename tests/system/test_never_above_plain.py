@@ -515,6 +515,36 @@ def test_parameters_of_long_sequences_at_rest():
     assert peak(model, offload=True, jit=oo.jit, at_rest=".*layers/.*") < state
 
 
+@pytest.mark.newest
+@pytest.mark.slow
+@pytest.mark.parametrize("residuals", ["device", "host"])
+def test_few_layers_of_very_long_sequences(residuals):
+    """What a layer makes inside is more than all that rests: no turn hands it on."""
+    params = [{"up": struct(512, 2048), "down": struct(2048, 512)} for _ in range(6)]
+
+    def step(tx, params, state, x):
+        @jax.checkpoint
+        def layer(x, w):
+            return x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+
+        def loss(params):
+            return jnp.mean(functools.reduce(layer, params, x) ** 2)
+
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def peak_of(jit, tx, params, **options):
+        step_of = functools.partial(step, tx)
+        jitted = jit(step_of, donate_argnums=(0, 1), **options)
+        args = params, oo.eval_shape(tx.init, params), struct(65536, 512)
+        return aot.peak(aot.compile(jitted, *args, target=TARGET)).peak_bytes
+
+    ours = oo.place(params, ".*")
+    plain = peak_of(jax.jit, ADAMW, params)
+    found = peak_of(oo.jit, oo.offload(ADAMW), ours, residuals=residuals)
+    assert found < plain
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoKinds(Decoder):
     """Layers of two kinds in turn, the one with attention, and all values kept."""
