@@ -81,10 +81,10 @@ class Limits:
     many_bytes: int = 2**31
     least_part: int = 4
     most_layers: int = 2
-    much_alive_bytes: int = 2**30
+    much_alive_bytes: int = 384 * MIB
     alive_share: int = 6
     most_room: int = 8
-    most_share: int = 12
+    most_share: int = 16
     rooms: tuple[int, ...] = (2, 4)
     least_parted_bytes: int = 32 * MIB
     least_alive_bytes: int = MIB

@@ -186,8 +186,9 @@ def test_what_turns_load():
 def test_segments_of_long_sequences_are_longer():
     """By a share of what is alive, up to the layers and the room that they may take."""
     filling = of_layers(70)
+    much = limits.now.much_alive_bytes
     usual, *rooms = (
-        cutting.room(filling._replace(alive=n * 2**30)) for n in (0, 1, 2, 8)
+        cutting.room(filling._replace(alive=n)) for n in (0, much, much + 2**30, 2**40)
     )
     assert rooms == [usual, round(2**30 / limits.now.alive_share), 240 * MIB]
     one = of_layers(1)  # No layers are found.
