@@ -334,7 +334,9 @@ class _Cut:
         ]
         sizes, most = self._sizes(filled), max(self._staying)
         filling = cutting.Filling(taken, sizes, frozenset(self.residuals), most)
-        passing = liveness.passing(liveness.spans(nodes), len(nodes))
+        # What is fused is not handed on, but made again (`crossing.py`).
+        kept = liveness.spans(nodes, liveness.kept(self._step, nodes))
+        passing = liveness.passing(kept, len(nodes))
         apart = [self._is_apart(node) for node in nodes]
         handed = gradients.union(variables(self._program.outvars))
         there = liveness.in_memory(self._step, nodes)
