@@ -29,7 +29,8 @@ class Limits:
       most_share: See ``much_alive_bytes``.
       rooms: How many times as much is tried, where that lowers the peak: long sequences
         make more inside a layer than it takes, which turns that end there hand on.
-      least_parted_bytes: What one more segment has to take from the peak.
+      least_parted_bytes: What one more segment has to take from the peak,
+      least_parted_part: and what part of all that is taken: it costs a turn's time.
       least_alive_bytes: The least that counts for it.
       rooms_of_updates: How many times what fills a segment may be loaded in it for
         updates: two moments, of its own and of the next one.
@@ -87,6 +88,7 @@ class Limits:
     most_share: int = 16
     rooms: tuple[int, ...] = (2, 4)
     least_parted_bytes: int = 32 * MIB
+    least_parted_part: float = 1 / 12
     least_alive_bytes: int = MIB
     rooms_of_updates: int = 4
     least_segments: int = 8

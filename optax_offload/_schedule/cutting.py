@@ -183,7 +183,9 @@ def parted(
     def peak(piece: Piece, after: Piece | None) -> int:
         return _peak(piece, large) + _loaded(piece, after, filling)
 
-    margin = limits.now.rooms_of_updates * room(filling)
+    now, taken = limits.now, filling.within(0, len(filling.taken))
+    margin = now.rooms_of_updates * room(filling)
+    least = max(now.least_parted_bytes, now.least_parted_part * filling.size(taken))
     tried: set[Piece] = set()
     while True:
         segments = [n for n, piece in enumerate(found) if piece.is_segment]
@@ -208,10 +210,10 @@ def parted(
             )
             for way in _ways(found[n], large)
         ]
-        least = min(ways, default=None, key=lambda way: way[0])
-        gain = limits.now.least_parted_bytes if peaks[n] == most else margin
-        if least is not None and least[0] <= peaks[n] - gain:
-            found[n : n + 1] = least[1]
+        best = min(ways, default=None, key=lambda way: way[0])
+        gain = least if peaks[n] == most else margin
+        if best is not None and best[0] <= peaks[n] - gain:
+            found[n : n + 1] = best[1]
 
 
 def peak(some: Iterable[Piece], filling: Filling, alive: Iterable[Alive]) -> int:

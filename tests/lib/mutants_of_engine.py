@@ -203,6 +203,12 @@ IN_ENGINE = {
         "pass",
         (CUTTING,),
     ),
+    "turns are cut for a little of all that is taken": Mutant(
+        "_schedule/cutting.py",
+        "max(now.least_parted_bytes, now.least_parted_part * filling.size(taken))",
+        "now.least_parted_bytes",
+        (CUTTING,),
+    ),
     "turns are as large as usual, whatever they hand on": Mutant(
         "_schedule/cutting.py",
         "if peak(others, wider, alive) < peak(found, filling, alive):",
@@ -343,7 +349,7 @@ IN_ENGINE = {
     ),
     "a segment cut where as much is in memory": Mutant(
         "_schedule/cutting.py",
-        "least[0] <= peaks[n] - gain",
+        "best[0] <= peaks[n] - gain",
         "least[0] <= peaks[n]",
         (CUTTING,),
     ),

@@ -52,6 +52,21 @@ def test_little_is_handed_on(size):
     assert cut(alive) == [50, END]
 
 
+@pytest.mark.parametrize(("layers", "ends"), [(11, [30, 50, END]), (13, [50, END])])
+def test_what_is_much_less_than_all_that_is_taken_is_little(layers, ends):
+    """Each segment more costs the time of a turn."""
+    gradients = [jex.Var(jax.typeof(jnp.zeros(1))) for _ in range(layers)]
+    taken = [{*gradients[k - 60 : k - 59]} for k in range(END)]
+    filling = Filling(taken, dict.fromkeys(gradients, HEAD))
+    alive = [
+        Alive(10, 20, LOGITS, False),
+        Alive(20, 31, ERRORS, False),
+        Alive(30, END, HEAD, True),
+    ]
+    found = parted(pieces(50, END), filling, alive)
+    assert [piece.end for piece in found] == ends
+
+
 def test_only_the_fullest_is_cut():
     """Elsewhere nothing is gained, whatever is handed on."""
     alive = [
