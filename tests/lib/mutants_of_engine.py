@@ -367,7 +367,7 @@ IN_ENGINE = {
     ),
     "turns of more layers, the more there are": Mutant(
         "_schedule/cutting.py",
-        "min(max(usual, share), layers)",
+        "min(filling.times * max(usual, share), layers)",
         "usual",
         (CUTTING,),
     ),
@@ -535,7 +535,7 @@ IN_ENGINE = {
     ),
     "short turns however long a sequence is": Mutant(
         "_schedule/cutting.py",
-        "min(max(usual, share), layers)",
+        "min(filling.times * max(usual, share), layers)",
         "min(usual, layers)",
         (CUTTING,),
     ),
