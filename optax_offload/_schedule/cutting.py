@@ -220,7 +220,7 @@ def peak(some: Iterable[Piece], filling: Filling, alive: Iterable[Alive]) -> int
     """The most bytes that are in memory in a segment, also what is for its updates."""
     large = [x for x in alive if x.nbytes >= limits.now.least_alive_bytes]
     segments = [x for x in some if x.is_segment]
-    pairs = itertools.pairwise((*segments, None))
+    pairs = zip(segments, (*segments[1:], None), strict=True)
     sizes = (_peak(x, large) + _loaded(x, after, filling) for x, after in pairs)
     return max(sizes, default=0) + limits.now.rooms_of_updates * room(filling)
 

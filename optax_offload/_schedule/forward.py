@@ -93,7 +93,7 @@ def near_layers(
     """
     taken: dict[jex.Var, list[int]] = {}
     for k, node in enumerate(nodes):
-        for v in resting.intersection(node.reads):
+        for v in (x for x in node.reads if x in resting):
             taken.setdefault(v, []).append(k)
     for span in spans:
         if span.var not in resting:
