@@ -48,7 +48,7 @@ def listed_step(offload, target):
         updates, state = tx.update(jax.grad(loss)(params), state, params)
         return optax.apply_updates(params, updates), state
 
-    x = jax.ShapeDtypeStruct((1024, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
     args = params, oo.eval_shape(tx.init, params), x
     return oo.Step(step, args, donate_argnums=(0, 1))
 

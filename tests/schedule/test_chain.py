@@ -570,7 +570,7 @@ def test_what_takes_much_is_updated_where_little_is_alive(monkeypatch):
         return {n - max(made) for n in updated}
 
     # It is little of what residuals take, and as much as a few of them.
-    assert max(turns_between(10 * WIDTH)) <= 2
+    assert max(turns_between(20 * WIDTH)) <= 2
     assert min(turns_between(5 * WIDTH)) > 8
     assert not turns_between(4)
 
