@@ -47,8 +47,11 @@ class Crossing:
         candidates = [v for v in self.handed if v not in fixed and self._is_cheap(v)]
         position = step.program.producers
         candidates.sort(key=position.__getitem__, reverse=True)
-        self._drop_singly(candidates)
-        self._drop_together([v for v in candidates if v in self.handed])
+        # What is dropped may leave others that are made of what goes on anyway.
+        left = candidates
+        while self._drop_singly(left):
+            left = [v for v in left if v in self.handed]
+        self._drop_together(left)
 
     def again(self, taken: Iterable[jex.Var], part: int) -> set[int]:
         """The equations that a part evaluates again for what it takes."""
@@ -81,7 +84,8 @@ class Crossing:
                 seen.add(y)
                 if y not in self._made:
                     return None
-                if self._made[y] < part or stop(y) or not self._is_cheap(y):
+                before = self._made[y] < part and y in self.handed
+                if before or stop(y) or not self._is_cheap(y):
                     found.add(y)
                 else:
                     waiting.append(y)
@@ -105,14 +109,20 @@ class Crossing:
                 self._last[y] = max(self._last.get(y, 0), self._last[v])
             self.handed.update(y for y in leaves if self._last[y] > self._made[y])
 
-    def _drop_singly(self, candidates: Iterable[jex.Var]) -> None:
-        """Drops what costs less to have of what is handed on anyway, the last first."""
+    def _drop_singly(self, candidates: Iterable[jex.Var]) -> bool:
+        """Drops what costs less to have of what is handed on anyway, the last first.
+
+        Returns:
+          Whether it dropped anything.
+        """
+        before = len(self.handed)
         for v in candidates:
             leaves = self._leaves(v, self.handed.__contains__)
             if leaves is not None and self._cost(leaves, self._last[v]) < self._saved(
                 v
             ):
                 self._drop({v: leaves})
+        return len(self.handed) < before
 
     def _drop_together(self, candidates: Sequence[jex.Var]) -> None:
         """Drops what one value would be handed on for, that is not yet."""

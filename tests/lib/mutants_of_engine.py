@@ -379,14 +379,20 @@ IN_ENGINE = {
     ),
     "many arrays handed on for one product": Mutant(
         "_schedule/crossing.py",
-        "self._drop_together([v for v in candidates if v in self.handed])",
+        "self._drop_together(left)",
         "self._drop_together([])",
         (CROSSING,),
     ),
     "arithmetic handed on beside what it is made of": Mutant(
         "_schedule/crossing.py",
-        "self._drop_singly(candidates)",
-        "self._drop_singly([])",
+        "while self._drop_singly(left):",
+        "while self._drop_singly([]):",
+        (CROSSING,),
+    ),
+    "arithmetic handed on that parts before made again": Mutant(
+        "_schedule/crossing.py",
+        "self._made[y] < part and y in self.handed",
+        "self._made[y] < part",
         (CROSSING,),
     ),
     "gradients that wait on the device": Mutant(

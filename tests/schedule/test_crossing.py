@@ -83,6 +83,32 @@ def test_a_narrower_dtype_alone_goes_on():
     assert crossing(fn, "sort")[0] == ["convert_element_type", "sort"]
 
 
+def test_what_is_made_in_two_parts_of_what_goes_on_anyway():
+    """It is computed again of that, and what is made of it in between too."""
+
+    def fn(x, w):
+        h = x @ w
+        a = jnp.tanh(h)
+        b = jnp.sort(a) + jnp.sin(a)
+        c = jnp.cos(a)
+        return jnp.sort(b, axis=0) * c + h
+
+    step = taken_apart(fn, X, X)
+    names = [e.primitive.name for e in step.program.equations]
+    first = names.index("tanh") + 1
+    second = first + names[first:].index("sort") + 1
+    cos = names.index("cos") + 1
+    assert second < cos
+    parts = [range(first), range(first, cos), range(cos, len(names))]
+    found = Crossing(step, parts, (), step.program.invars.__contains__)
+    producers = step.program.producers
+    handed = {names[producers[v]] for v in found.handed}
+    assert handed == {"dot_general", "add"}
+    taken = [v for i in parts[2] for v in step.reads(i)]
+    again = [names[i] for i in sorted(found.again(taken, 2))]
+    assert again == ["tanh", "cos"]
+
+
 def test_what_was_asked_for_goes_on():
     """As gradients that updates take."""
     handed, again = crossing(derivative, "sort", fixed=("tanh",))
