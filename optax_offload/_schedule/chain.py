@@ -152,13 +152,14 @@ class _Cut:
             ordinary = self._with_sums_early(ordinary, reduced)
         ordinary = beside_layers(step, ordinary, self._loaded)
         self._nodes = ordinary
+        self._there = [*liveness.in_memory(step, ordinary)]
         # In the order in which they are complete.
         self._gradients = [] if reduced is None else list(self._taken_by_updates())
         made = {*self._gradients}
         passes = forward.passes(step, ordinary, made, self._live) if residuals else []
         self._passes = passes
         # What may rest between a forward and a backward pass.
-        self.residuals = {*forward.residuals(step, ordinary, passes)}
+        self.residuals = {*forward.residuals(self._there, passes)}
         self._filling, self._pieces, self._loads = self._cut()
 
     @functools.cached_property
@@ -335,12 +336,11 @@ class _Cut:
         sizes, most = self._sizes(filled), max(self._staying)
         filling = cutting.Filling(taken, sizes, frozenset(self.residuals), most)
         # What is fused is not handed on, but made again (`crossing.py`).
-        kept = liveness.spans(nodes, liveness.kept(self._step, nodes))
-        passing = liveness.passing(kept, len(nodes))
+        passing = liveness.passing(self._there, len(nodes))
         apart = [self._is_apart(node) for node in nodes]
         handed = gradients.union(variables(self._program.outvars))
-        there = liveness.in_memory(self._step, nodes)
-        spans = forward.near_layers(there, nodes, self._passes, self.residuals)
+        there, resting = self._there, self.residuals
+        spans = forward.near_layers(there, nodes, self._passes, resting)
         alive = [cutting.Alive.of(span, span.var in handed) for span in spans]
         filling, found = cutting.cut(filling, apart, passing, alive)
         return filling, found, cutting.loaded(found, filling)

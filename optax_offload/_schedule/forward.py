@@ -63,14 +63,18 @@ def _pass(begin: int, backward: int, end: int, live: Sequence[int]) -> Pass:
 
 
 def residuals(
-    step: Step, nodes: Sequence[Outer], some: Sequence[Pass]
+    spans: Iterable[liveness.Span], some: Sequence[Pass]
 ) -> Iterator[jex.Var]:
     """Yields what forward passes leave in memory where the most is alive.
 
     And their backward passes take: what one layer makes for the next is no residual.
+
+    Args:
+      spans: How long each variable is there that is in memory.
+      some: The passes.
     """
     of = {k: x for x in some for k in range(x.begin, min(x.most, x.backward))}
-    for v, made, last, over in liveness.in_memory(step, nodes):
+    for v, made, last, over in spans:
         large = (memory.movable_nbytes(v.aval) or 0) >= limits.now.least_residual_bytes
         after = last - over
         if large and made in of and max(of[made].most + 1, of[made].backward) <= after:
