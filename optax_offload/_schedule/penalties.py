@@ -2,18 +2,20 @@
 
 A loss that has the squares of all parameters in it takes each of them after the forward
 pass, and makes an array as large of each before the backward pass: both where there is
-no layer.
+no layer. One that has a gradient in it has two backward passes, and makes in the first
+one half of each parameter's gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jax.extend import core as jex
 
 from optax_offload._ground import limits
 from optax_offload._places import memory
-from optax_offload._program import Step, facts, flops_of, shape
+from optax_offload._program import Step, facts, flops_of, shape, variables
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.rest import Outer
 from optax_offload._schedule.segments import nbytes
@@ -29,7 +31,8 @@ def beside_layers(
     What reduces parameters is evaluated before what else takes the first of them, also
     if it was long before, with what that makes of numbers. Arithmetic of parameters and
     of numbers, as their gradient, is evaluated before what takes it, and added to
-    another one where that is made.
+    another one where that is made. A product that is larger than what it is made of is
+    evaluated before what adds it to another array.
 
     Args:
       step: The step.
@@ -41,6 +44,8 @@ def beside_layers(
         places[k] = (first, 0)
     for k, place in _gradients(step, nodes).items():
         places[k] = place
+    for k, last in _products(step, nodes, loaded).items():
+        places[k] = (last, 0)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
     for k, node in enumerate(nodes):
         before = [places[made[v]] for v in node.reads if v in made]
@@ -126,6 +131,65 @@ def _gradients(step: Step, nodes: Sequence[Outer]) -> dict[int, tuple[int, int]]
         if takers[k] and (has_parameters or all(i in found for i in takers[k])):
             found[k] = min(found.get(i, (i, 0)) for i in takers[k])
     return found
+
+
+def _products(
+    step: Step,
+    nodes: Sequence[Outer],
+    loaded: Callable[[Sequence[jex.Var]], Collection[jex.Var]],
+) -> dict[int, int]:
+    """Products larger than what they are made of, with what adds them to another array.
+
+    If there are others in between. What lays a product out goes with it.
+    """
+    equations = step.program.equations
+    are_products = [bool(flops_of(equations[node.position])) for node in nodes]
+    before = [0, *itertools.accumulate(are_products)]
+    made = {v for node in nodes for v in node.defines}
+    takers = _takers(step, nodes)
+    found: dict[int, int] = {}
+    for k, node in enumerate(nodes):
+        if not (are_products[k] and _may_move(step, node)) or loaded(node.reads):
+            continue
+        *some, at = _until_added(step, nodes, takers, k)
+        if before[at] <= before[k + 1]:
+            continue
+        reads = {v for i in some for v in nodes[i].reads if v in made}
+        reads.difference_update(v for i in some for v in nodes[i].defines)
+        longer = nbytes(v for v in reads if takers[v][-1] < at)
+        if longer < nbytes(node.defines) and any(map(_is_large, node.defines)):
+            found |= dict.fromkeys(some, at)
+    return found
+
+
+def _takers(step: Step, nodes: Sequence[Outer]) -> dict[jex.Var, list[int]]:
+    """The nodes that take each variable; what is no node does so after all of them."""
+    found: dict[jex.Var, list[int]] = {}
+    for k, node in enumerate(nodes):
+        for v in node.reads:
+            found.setdefault(v, []).append(k)
+    others = step.live.difference(node.position for node in nodes)
+    taken = (v for i in others for v in step.reads(i))
+    for v in (*taken, *variables(step.program.outvars)):
+        found.setdefault(v, []).append(len(nodes))
+    return found
+
+
+def _until_added(
+    step: Step, nodes: Sequence[Outer], takers: Mapping[jex.Var, Sequence[int]], k: int
+) -> list[int]:
+    """A product, what alone takes it and so on, up to what takes another array too."""
+    found = [k]
+    while True:
+        taken = [i for v in nodes[found[-1]].defines for i in takers.get(v, ())]
+        if len(taken) != 1 or taken[0] == len(nodes):
+            return [k]
+        node = nodes[taken[0]]
+        if not _is_light(step, node):
+            return [k]
+        found += taken
+        if sum(map(_is_large, node.reads)) > 1:
+            return found
 
 
 def _is_light(step: Step, node: Outer) -> bool:

@@ -185,6 +185,24 @@ IN_ENGINE = {
         "elif len(others) == 1 and has_parameters:",
         (PENALTIES,),
     ),
+    "half of a gradient where it is written": Mutant(
+        "_schedule/penalties.py",
+        "for k, last in _products(step, nodes, loaded).items():",
+        "for k, last in {}.items():",
+        (PENALTIES,),
+    ),
+    "products wait that take more than they are": Mutant(
+        "_schedule/penalties.py",
+        "if longer < nbytes(node.defines) and",
+        "if",
+        (PENALTIES,),
+    ),
+    "products that others take too wait": Mutant(
+        "_schedule/penalties.py",
+        "if len(taken) != 1 or taken[0] == len(nodes):",
+        "if not taken or taken[0] == len(nodes):",
+        (PENALTIES,),
+    ),
     "a derivative's arithmetic is in memory beside its product": Mutant(
         "_schedule/liveness.py",
         "if any(until.get(x, last) < last for x in made_of.takes):",

@@ -104,7 +104,7 @@ def test_a_jitted_step_with_shardings(folder):
     pytest.importorskip("jax_plugins")
     make_step = functools.partial(sharded_step, jitted=jax.jit)
     target = aot.Target("h100:4")
-    budget = 9 * STACK // 2 // target.device_count
+    budget = 21 * STACK // 4 // target.device_count
     found = oo.plan(make_step, target=target, budget_bytes=budget, folder=folder)
     assert found.moved
     assert "or jit it with oo.jit" in found.outside[0]

@@ -6,9 +6,12 @@ import numpy as np
 import optax
 import pytest
 from limited import limited
+from small_steps import taken_apart
 
 import optax_offload as oo
 from optax_offload._ground import compat
+from optax_offload._schedule.penalties import beside_layers
+from optax_offload._schedule.rest import rest
 
 WIDTH = 16
 WEIGHT = (WIDTH, WIDTH)
@@ -112,6 +115,63 @@ def test_what_products_are_in_stays():
 
     found = loaded(with_penalty(orthogonal))
     assert len(found) > len(loaded(loss))
+
+
+def order(fn, rows, at_rest=False):
+    """The primitives of a function as they are evaluated, of so many rows and a matrix.
+
+    Args:
+      fn: What makes the product in question first.
+      rows: The rows of its arrays.
+      at_rest: Whether the product takes what is loaded.
+    """
+    x, w = jnp.ones((rows, WIDTH)), jnp.ones(WEIGHT)
+    step = taken_apart(fn, x, x, w)
+    nodes = rest(step, ())
+    first = next(x for x in nodes if name_of(step, x) == "dot_general")
+    loaded = {*first.reads} if at_rest else set()
+    nodes = beside_layers(step, nodes, loaded.intersection)
+    return [name_of(step, node) for node in nodes]
+
+
+def name_of(step, node):
+    """The primitive that a node is an equation of."""
+    return step.program.equations[node.position].primitive.name
+
+
+def half_gradients(x, y, w):
+    """The sum of two products of rows, and what is in between."""
+    x, y = jnp.sin(x), jnp.sin(y)
+    half = 2 * (x.T @ y)
+    between = jnp.tanh(jnp.tanh(x @ w) @ w)
+    return half + between.T @ between, x, y
+
+
+def twice(x, y, w):
+    """The same, and what else takes the first product."""
+    product = jnp.sin(x).T @ y
+    between = jnp.tanh(jnp.tanh(x @ w) @ w)
+    return product + between.T @ between, product
+
+
+def test_half_of_a_gradient_waits_for_the_other():
+    """It is as large as the parameter, and what it is made of are some rows."""
+    found = order(half_gradients, 4)
+    dots = [k for k, name in enumerate(found) if name == "dot_general"]
+    assert found.index("tanh") == dots[0] + 1
+    assert found[-3:] == ["dot_general", "mul", "add"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "rows", "at_rest"),
+    [(half_gradients, 64, False), (twice, 4, False), (half_gradients, 4, True)],
+)
+def test_products_that_stay(fn, rows, at_rest):
+    """Those that take more than they are, or what is loaded, or are taken twice."""
+    found = order(fn, rows, at_rest)
+    assert found.count("dot_general") == 4
+    dots = [k for k, name in enumerate(found) if name == "dot_general"]
+    assert found.index("tanh") == dots[1] + 1
 
 
 def test_a_backward_pass_begins_after_the_loss():
