@@ -1,9 +1,10 @@
-"""What is computed of parameters alone: evaluated beside the layers that take these.
+"""What is computed of parameters or layers alone: evaluated beside these layers.
 
 A loss that has the squares of all parameters in it takes each of them after the forward
 pass, and makes an array as large of each before the backward pass: both where there is
-no layer. One that has a gradient in it has two backward passes, and makes in the first
-one half of each parameter's gradient.
+no layer. So does one with a number of what each layer makes. One that has a gradient in
+it has two backward passes, and makes in the first one half of each parameter's
+gradient.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ def beside_layers(
     nodes: Sequence[Outer],
     loaded: Callable[[Sequence[jex.Var]], Collection[jex.Var]],
 ) -> list[Outer]:
-    """Equations in order, but those of parameters and numbers where layers take them.
+    """Equations in order, but those of layers or parameters alone beside these layers.
 
-    What reduces parameters is evaluated before what else takes the first of them, also
-    if it was long before, with what that makes of numbers. Arithmetic of parameters and
-    of numbers, as their gradient, is evaluated before what takes it, and added to
-    another one where that is made. A product that is larger than what it is made of is
-    evaluated before what adds it to another array.
+    Numbers of what layers make are evaluated as soon as that is made; those of
+    parameters before what else takes the first of them, also if it was long before,
+    with what is made of them. Arithmetic of parameters and of numbers, as their
+    gradient, is evaluated before what takes it, and added to another one where that is
+    made. So are arithmetic of what layers made long before, and products that are
+    larger than what they are made of, before what takes them.
 
     Args:
       step: The step.
@@ -44,12 +46,21 @@ def beside_layers(
         places[k] = (first, 0)
     for k, place in _gradients(step, nodes).items():
         places[k] = place
-    for k, last in _products(step, nodes, loaded).items():
+    takers = _takers(step, nodes)
+    for k, last in _products(step, nodes, takers, loaded).items():
         places[k] = (last, 0)
+    for k, first in _of_layers(step, nodes, takers).items():
+        places[k] = (first, 0)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
-    for k, node in enumerate(nodes):
-        before = [places[made[v]] for v in node.reads if v in made]
-        places[k] = max(places[k], *before) if before else places[k]
+    numbers = _numbers(step, nodes, takers)
+    for k in range(len(nodes)):
+        own = numbers.get(k, {k})
+        reads = (v for i in own for v in nodes[i].reads if v in made)
+        before = [places[made[v]] for v in reads if made[v] not in own]
+        if k not in numbers:
+            before.append(places[k])
+        for i in own if before else ():
+            places[i] = max(before)
     return [nodes[k] for k in sorted(range(len(nodes)), key=places.__getitem__)]
 
 
@@ -136,20 +147,19 @@ def _gradients(step: Step, nodes: Sequence[Outer]) -> dict[int, tuple[int, int]]
 def _products(
     step: Step,
     nodes: Sequence[Outer],
+    takers: Mapping[jex.Var, Sequence[int]],
     loaded: Callable[[Sequence[jex.Var]], Collection[jex.Var]],
 ) -> dict[int, int]:
     """Products larger than what they are made of, with what adds them to another array.
 
     If there are others in between. What lays a product out goes with it.
     """
-    equations = step.program.equations
-    are_products = [bool(flops_of(equations[node.position])) for node in nodes]
-    before = [0, *itertools.accumulate(are_products)]
+    before = _products_before(step, nodes)
     made = {v for node in nodes for v in node.defines}
-    takers = _takers(step, nodes)
     found: dict[int, int] = {}
     for k, node in enumerate(nodes):
-        if not (are_products[k] and _may_move(step, node)) or loaded(node.reads):
+        is_product = before[k] < before[k + 1]
+        if not (is_product and _may_move(step, node)) or loaded(node.reads):
             continue
         *some, at = _until_added(step, nodes, takers, k)
         if before[at] <= before[k + 1]:
@@ -159,6 +169,70 @@ def _products(
         longer = nbytes(v for v in reads if takers[v][-1] < at)
         if longer < nbytes(node.defines) and any(map(_is_large, node.defines)):
             found |= dict.fromkeys(some, at)
+    return found
+
+
+def _products_before(step: Step, nodes: Sequence[Outer]) -> list[int]:
+    """How many products there are before each node, and in all."""
+    equations = step.program.equations
+    are = (bool(flops_of(equations[node.position])) for node in nodes)
+    return [0, *itertools.accumulate(are)]
+
+
+def _numbers(
+    step: Step, nodes: Sequence[Outer], takers: Mapping[jex.Var, Sequence[int]]
+) -> dict[int, set[int]]:
+    """What makes numbers of arrays, each with the arithmetic that it alone takes."""
+    found: dict[int, set[int]] = {}
+    of: dict[int, int] = {}
+    for k in reversed(range(len(nodes))):
+        node = nodes[k]
+        if not any(map(shape, node.defines)):
+            if any(map(_is_large, node.reads)) and _may_move(step, node):
+                of[k] = k
+        elif _is_light(step, node):
+            taken = {of.get(i) for v in node.defines for i in takers.get(v, ())}
+            (number,) = taken if len(taken) == 1 else (None,)
+            if number is not None:
+                of[k] = number
+        if k in of:
+            found.setdefault(of[k], set()).add(k)
+    return found
+
+
+def _of_layers(
+    step: Step, nodes: Sequence[Outer], takers: Mapping[jex.Var, Sequence[int]]
+) -> dict[int, int]:
+    """Arithmetic of what was made long before, with what takes it long after.
+
+    If that is taken later too: as for the gradient of each layer's mean square, which
+    is written where the last one is known.
+    """
+    before = _products_before(step, nodes)
+    made = {v: k for k, node in enumerate(nodes) for v in node.defines}
+    # Where a variable was made, or taken by other than arithmetic, last.
+    latest: dict[jex.Var, int] = {}
+    # What was made long before of what such arithmetic is computed of.
+    old: dict[int, set[jex.Var]] = {}
+    for k, node in enumerate(nodes):
+        if _is_light(step, node):
+            large = [v for v in node.reads if _is_large(v) and v in made]
+            new = {v for v in large if made[v] not in old}
+            if all(before[k] > before[latest[v] + 1] for v in new):
+                old[k] = new.union(*(old.get(made[v], ()) for v in large))
+        else:
+            latest |= dict.fromkeys(node.reads, k)
+        latest |= dict.fromkeys(node.defines, k)
+    found: dict[int, int] = {}
+    for k in sorted(old, reverse=True):
+        taken = {i for v in nodes[k].defines for i in takers.get(v, ())}
+        at = min((found.get(i, i) for i in taken), default=k)
+        longer = nbytes(v for v in old[k] if takers[v][-1] < at)
+        near = before[at] == before[k + 1]
+        if near or len(nodes) in taken or any(takers[v][-1] == k for v in old[k]):
+            continue
+        if longer <= nbytes(nodes[k].defines) if old[k] else found.keys() >= taken:
+            found[k] = at
     return found
 
 

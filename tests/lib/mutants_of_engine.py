@@ -185,9 +185,21 @@ IN_ENGINE = {
         "elif len(others) == 1 and has_parameters:",
         (PENALTIES,),
     ),
+    "numbers of layers after the last of these": Mutant(
+        "_schedule/penalties.py",
+        "found.setdefault(of[k], set()).add(k)",
+        "pass",
+        (PENALTIES,),
+    ),
+    "gradients of layers' numbers before the backward pass": Mutant(
+        "_schedule/penalties.py",
+        "for k, first in _of_layers(step, nodes, takers).items():",
+        "for k, first in {}.items():",
+        (PENALTIES,),
+    ),
     "half of a gradient where it is written": Mutant(
         "_schedule/penalties.py",
-        "for k, last in _products(step, nodes, loaded).items():",
+        "for k, last in _products(step, nodes, takers, loaded).items():",
         "for k, last in {}.items():",
         (PENALTIES,),
     ),

@@ -10,6 +10,7 @@ from small_steps import taken_apart
 
 import optax_offload as oo
 from optax_offload._ground import compat
+from optax_offload._schedule.liveness import spans
 from optax_offload._schedule.penalties import beside_layers
 from optax_offload._schedule.rest import rest
 
@@ -115,6 +116,50 @@ def test_what_products_are_in_stays():
 
     found = loaded(with_penalty(orthogonal))
     assert len(found) > len(loaded(loss))
+
+
+def hidden(params, x):
+    """The mean square of what each layer makes, all of which the last line takes."""
+    found = []
+    for w in params:
+        found.append(x := jnp.tanh(x @ w))
+    return sum(jnp.mean(x**2) for x in found)
+
+
+def ordered(fn, *args):
+    """A function as a step, and its equations in the order in which they are."""
+    step = taken_apart(fn, *args)
+    nodes = beside_layers(step, rest(step, ()), lambda taken: ())
+    return nodes, [name_of(step, node) for node in nodes]
+
+
+def test_numbers_of_layers_are_beside_these():
+    """Each is reduced where its layer ends, and not where the last one does."""
+    _, names = ordered(hidden, matrices(), jnp.ones((64, WIDTH)))
+    some = [name for name in names if name in ("dot_general", "reduce_sum")]
+    assert some == ["dot_general", "reduce_sum"] * 6
+
+
+def test_numbers_wait_for_what_else_they_are_made_of():
+    """As the one around which a spread is."""
+
+    def spread(params, x):
+        value = hidden(params, x)
+        return jnp.mean((x - value) ** 2)
+
+    _, names = ordered(spread, matrices(), jnp.ones((64, WIDTH)))
+    some = [name for name in names if name in ("dot_general", "reduce_sum")]
+    assert some == [*["dot_general", "reduce_sum"] * 6, "reduce_sum"]
+
+
+def test_gradients_of_numbers_of_layers():
+    """They are made where layers take them, and not all of them first."""
+    y = jnp.ones((64, WIDTH))
+    nodes, names = ordered(jax.grad(hidden), matrices(), y)
+    products = [k for k, name in enumerate(names) if name == "dot_general"]
+    forward, backward = products[5:7]
+    new = [x for x in spans(nodes) if forward < x.made < backward <= x.last]
+    assert len([x for x in new if x.var.aval.shape == y.shape]) <= 2
 
 
 def order(fn, rows, at_rest=False):
