@@ -142,6 +142,10 @@ PENALTIES = {
     "absolute": lambda x: jnp.sum(jnp.abs(x)),
     "norm": lambda x: jnp.sqrt(jnp.sum(x**2) + 0.01),
 }
+# A loss with a number of what each layer makes in it, written after the last one, or
+# with a gradient: from here on.
+ADDED_FROM = 700_000
+ADDED = {"none": 1, "outputs": 2, "slopes": 2}
 MODES = {
     "jit": 2,
     "auto": 8,
@@ -198,6 +202,7 @@ class Drawn:
     loop: str = "none"
     turns: str = "usual"
     penalty: str = "none"
+    added: str = "none"
 
     def text(self) -> str:
         """What is not the default, as the command takes it."""
@@ -285,6 +290,10 @@ def draw(seed: int, modes: int = 2) -> Drawn:
         # Where a branch leaves what it only hands through is nothing to compare.
         if found["results"] == "old parameters":
             found["results"] = "loss"
+    if seed >= ADDED_FROM:
+        found["added"] = one(ADDED)
+        if found["added"] == "slopes":  # Layers are evaluated twice.
+            found |= {"effect": "none", "ref": "none", "shard_map": False}
     return Drawn(seed=seed, modes=tuple(taken), **found)
 
 
@@ -491,7 +500,7 @@ class Program:
             in_list = isinstance(layers, list)
             odd = d.scan == "pairs" and d.layers % 2
             if in_list or d.scan == "python" or odd:
-                aux = []
+                aux, outputs = [], []
                 for i in range(d.layers):
                     if in_list:
                         x = (xs[0][i], xs[1][i])
@@ -499,6 +508,9 @@ class Program:
                         x = jax.tree.map(lambda x, i=i: x[i], xs)
                     h, a = body(h, x)
                     aux.append(a)
+                    outputs.append(h)
+                if d.added == "outputs":
+                    aux = [jnp.mean(jnp.abs(x)) for x in outputs]
                 return h, jnp.stack(aux)
             if d.scan == "fori":
                 step = lambda i, h: body(h, jax.tree.map(lambda x: x[i], xs))[0]  # noqa: E731
@@ -527,9 +539,11 @@ class Program:
         h = given @ rest["embedding"].astype(jnp.float32)
         shape = (d.layers, 2) if d.scan == "nested" else (d.layers,)
         key = jax.random.fold_in(jax.random.key(d.seed), jnp.sum(tokens))
-        h, aux = self._stack(h, params["layers"], jax.random.split(key, shape))
+        keys = jax.random.split(key, shape)
+        first = h
+        h, aux = self._stack(first, params["layers"], keys)
         if "more" in params:
-            h, more = self._stack(h, params["more"], jax.random.split(key, shape))
+            h, more = self._stack(h, params["more"], keys)
             aux = aux + more
         if d.outside == "tied":
             logits = h @ rest["embedding"].astype(jnp.float32).T
@@ -540,15 +554,20 @@ class Program:
             jnp.sum(jax.nn.log_softmax(logits) * jnp.roll(given, 1, axis=0), axis=1)
         )
         if d.outside in ("norm", "row"):
-            first = self._whole(params["layers"]["out"])
+            out = self._whole(params["layers"]["out"])
             if d.outside == "norm":
-                loss += 0.01 * jnp.sum(jnp.square(first.astype(jnp.float32)))
+                loss += 0.01 * jnp.sum(jnp.square(out.astype(jnp.float32)))
             else:
-                loss += jnp.mean(jnp.sin(first[0].astype(jnp.float32)))
+                loss += jnp.mean(jnp.sin(out[0].astype(jnp.float32)))
         if d.penalty != "none":
             number = PENALTIES[d.penalty]
             leaves = jax.tree.leaves(params)
             loss += 0.01 * sum(number(x.astype(jnp.float32)) for x in leaves)
+        if d.added == "outputs":
+            loss += 0.01 * jnp.sum(aux)
+        elif d.added == "slopes":
+            total = lambda x: jnp.sum(self._stack(x, params["layers"], keys)[0])  # noqa: E731
+            loss += 0.01 * jnp.mean(jax.grad(total)(first) ** 2)
         if d.effect == "debug in loss":
             jax.debug.callback(self.calls, "loss", loss)
         return loss, aux

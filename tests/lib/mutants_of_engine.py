@@ -197,6 +197,12 @@ IN_ENGINE = {
         "for k, first in {}.items():",
         (PENALTIES,),
     ),
+    "arithmetic waits in place of what it is made of": Mutant(
+        "_schedule/penalties.py",
+        "if near or len(nodes) in taken or any(takers[v][-1] == k for v in old[k]):",
+        "if near or len(nodes) in taken:",
+        (PENALTIES,),
+    ),
     "half of a gradient where it is written": Mutant(
         "_schedule/penalties.py",
         "for k, last in _products(step, nodes, takers, loaded).items():",

@@ -162,6 +162,22 @@ def test_gradients_of_numbers_of_layers():
     assert len([x for x in new if x.var.aval.shape == y.shape]) <= 2
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_arithmetic_of_what_was_made_long_before(kept):
+    """It waits for what takes it where that is there as long anyway."""
+
+    def fn(x, w):
+        a = x.T @ x
+        between = jnp.tanh(x @ w)
+        b = jnp.sin(a)
+        more = jnp.tanh(between @ w)
+        return b + more.T @ more, a if kept else x
+
+    _, names = ordered(fn, jnp.ones((64, WIDTH)), jnp.ones(WEIGHT))
+    dots = [k for k, name in enumerate(names) if name == "dot_general"]
+    assert (names.index("sin") > dots[-1]) == kept
+
+
 def order(fn, rows, at_rest=False):
     """The primitives of a function as they are evaluated, of so many rows and a matrix.
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from fuzz_compare import run
 from fuzz_programs import (
+    ADDED_FROM,
     CHOICES,
     LOOPS_FROM,
     MIXED_FROM,
@@ -17,7 +18,7 @@ from fuzz_programs import (
 
 from optax_offload._emit import scan as body
 
-QUICK, ALL, TURNS, MIXED, TWICE, PENALTIES = 4, 24, 6, 6, 3, 6
+QUICK, ALL, TURNS, MIXED, TWICE, PENALTIES, ADDED = 4, 24, 6, 6, 3, 6, 6
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,7 @@ QUICK, ALL, TURNS, MIXED, TWICE, PENALTIES = 4, 24, 6, 6, 3, 6
             *range(TWICE_FROM + 5, TWICE_FROM + 5 + TWICE),
             # Of the first, JAX refuses some.
             *range(PENALTIES_FROM + 10, PENALTIES_FROM + 10 + PENALTIES),
+            *range(ADDED_FROM, ADDED_FROM + ADDED),
         )
     ],
 )
@@ -83,8 +85,10 @@ def test_a_mistake_is_found(monkeypatch):
 def test_what_is_printed_can_be_run_again():
     """Every choice is a field, and the text of what was drawn has all of it."""
     fields = {field.name for field in dataclasses.fields(Drawn)}
-    others = {"seed", "modes", "optimizer", "wrapped", "loop", "turns", "penalty"}
+    others = {"seed", "modes", "optimizer", "wrapped"}
+    others |= {"loop", "turns", "penalty", "added"}
     assert {*CHOICES} | others == fields
-    for first in (0, LOOPS_FROM, TURNS_FROM, MIXED_FROM, TWICE_FROM, PENALTIES_FROM):
+    known = LOOPS_FROM, TURNS_FROM, MIXED_FROM, TWICE_FROM, PENALTIES_FROM, ADDED_FROM
+    for first in (0, *known):
         for seed in range(first, first + 100):
             assert Drawn.of_text(draw(seed).text()) == draw(seed)
