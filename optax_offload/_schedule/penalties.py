@@ -44,12 +44,10 @@ def beside_layers(
     places = [(k, 1) for k in range(len(nodes))]
     for k, first in _reductions(step, nodes, loaded).items():
         places[k] = (first, 0)
-    for k, place in _gradients(step, nodes).items():
-        places[k] = place
     takers = _takers(step, nodes)
     for k, last in _products(step, nodes, takers, loaded).items():
         places[k] = (last, 0)
-    for k, first in _of_layers(step, nodes, takers).items():
+    for k, first in _arithmetic(step, nodes, takers).items():
         places[k] = (first, 0)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
     numbers = _numbers(step, nodes, takers)
@@ -103,45 +101,6 @@ def _may_wait(step: Step, nodes: Sequence[Outer], k: int, at: int) -> bool:
 def _is_number(step: Step, node: Outer) -> bool:
     """Returns whether it makes nothing large, and may move."""
     return not any(map(_is_large, node.defines)) and _may_move(step, node)
-
-
-def _gradients(step: Step, nodes: Sequence[Outer]) -> dict[int, tuple[int, int]]:
-    """Arithmetic of what is given and of numbers, with the first that takes it.
-
-    What adds it to something else, as to the gradient of a layer, follows that.
-    """
-    made = {v: k for k, node in enumerate(nodes) for v in node.defines}
-    takers: list[list[int]] = [[] for _ in nodes]
-    for k, node in enumerate(nodes):
-        for i in {made[v] for v in node.reads if v in made}:
-            takers[i].append(k)
-    # Those that are arithmetic, and whether parameters are in it.
-    light: dict[int, bool] = {}
-    # The last number that these wait for.
-    known: dict[int, int] = {}
-    found: dict[int, tuple[int, int]] = {}
-    for k, node in enumerate(nodes):
-        if not _is_light(step, node):
-            continue
-        large = [v for v in node.reads if _is_large(v)]
-        own = {made[v] for v in large if v in made}
-        numbers = {made[v] for v in node.reads if v in made} - own
-        others = own - light.keys()
-        waits = max([*numbers, *(known[i] for i in own - others)], default=-1)
-        has_parameters = any(v not in made for v in large) or any(
-            light[i] for i in own - others
-        )
-        if not others:
-            light[k], known[k] = has_parameters, waits
-        elif len(others) == 1 and has_parameters and _is_sum(step, node):
-            (at,) = others
-            if waits < at and not nodes[at].left:
-                found[k] = (found.get(at, (at, 0))[0], 2)
-    for k, has_parameters in reversed(light.items()):
-        # What only they take, as a number spread out, is beside them.
-        if takers[k] and (has_parameters or all(i in found for i in takers[k])):
-            found[k] = min(found.get(i, (i, 0)) for i in takers[k])
-    return found
 
 
 def _products(
@@ -200,13 +159,13 @@ def _numbers(
     return found
 
 
-def _of_layers(
+def _arithmetic(
     step: Step, nodes: Sequence[Outer], takers: Mapping[jex.Var, Sequence[int]]
 ) -> dict[int, int]:
-    """Arithmetic of what was made long before, with what takes it long after.
+    """Arithmetic of parameters or of what was made long before, with what takes it.
 
-    If that is taken later too: as for the gradient of each layer's mean square, which
-    is written where the last one is known.
+    If that is long after, and what has to be there longer for it is no larger: as the
+    gradient of each layer's mean square, which is written where the last one is known.
     """
     before = _products_before(step, nodes)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
@@ -214,12 +173,16 @@ def _of_layers(
     latest: dict[jex.Var, int] = {}
     # What was made long before of what such arithmetic is computed of.
     old: dict[int, set[jex.Var]] = {}
+    of_parameters: set[int] = set()
     for k, node in enumerate(nodes):
         if _is_light(step, node):
-            large = [v for v in node.reads if _is_large(v) and v in made]
-            new = {v for v in large if made[v] not in old}
+            large = [v for v in node.reads if _is_large(v)]
+            own = [v for v in large if v in made]
+            new = {v for v in own if made[v] not in old}
             if all(before[k] > before[latest[v] + 1] for v in new):
-                old[k] = new.union(*(old.get(made[v], ()) for v in large))
+                old[k] = new.union(*(old.get(made[v], ()) for v in own))
+                if len(own) < len(large) or any(made[v] in of_parameters for v in own):
+                    of_parameters.add(k)
         else:
             latest |= dict.fromkeys(node.reads, k)
         latest |= dict.fromkeys(node.defines, k)
@@ -227,11 +190,16 @@ def _of_layers(
     for k in sorted(old, reverse=True):
         taken = {i for v in nodes[k].defines for i in takers.get(v, ())}
         at = min((found.get(i, i) for i in taken), default=k)
-        longer = nbytes(v for v in old[k] if takers[v][-1] < at)
-        near = before[at] == before[k + 1]
-        if near or len(nodes) in taken or any(takers[v][-1] == k for v in old[k]):
+        if before[at] == before[k + 1] or len(nodes) in taken:
             continue
-        if longer <= nbytes(nodes[k].defines) if old[k] else found.keys() >= taken:
+        # A product is laid out as it is made.
+        laid_out = facts(step.program.equations[nodes[k].position]).layout
+        if laid_out and any(takers[v][-1] == k for v in old[k]):
+            continue
+        longer = nbytes(v for v in old[k] if takers[v][-1] < at)
+        # What only such arithmetic takes, as a number spread out, is beside it.
+        alone = not old[k] and k not in of_parameters
+        if found.keys() >= taken if alone else longer <= nbytes(nodes[k].defines):
             found[k] = at
     return found
 
@@ -271,10 +239,6 @@ def _is_light(step: Step, node: Outer) -> bool:
     e = step.program.equations[node.position]
     cheap = is_arithmetic(e) or facts(e).again or e.primitive.name == "add_any"
     return cheap and any(map(_is_large, e.outvars)) and _may_move(step, node)
-
-
-def _is_sum(step: Step, node: Outer) -> bool:
-    return facts(step.program.equations[node.position]).leads == "adds"
 
 
 def _may_move(step: Step, node: Outer) -> bool:

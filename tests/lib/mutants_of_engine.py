@@ -169,20 +169,8 @@ IN_ENGINE = {
     ),
     "penalties where they are written": Mutant(
         "_schedule/penalties.py",
-        "for k, place in _gradients(step, nodes).items():",
-        "for k, place in {}.items():",
-        (PENALTIES,),
-    ),
-    "a penalty's gradient where it is written": Mutant(
-        "_schedule/penalties.py",
-        "if waits < at and not nodes[at].left:",
-        "if waits < at < 0:",
-        (PENALTIES,),
-    ),
-    "what is multiplied by an array is where that is made": Mutant(
-        "_schedule/penalties.py",
-        "elif len(others) == 1 and has_parameters and _is_sum(step, node):",
-        "elif len(others) == 1 and has_parameters:",
+        "longer <= nbytes(nodes[k].defines)",
+        "bool(old[k])",
         (PENALTIES,),
     ),
     "numbers of layers after the last of these": Mutant(
@@ -193,14 +181,14 @@ IN_ENGINE = {
     ),
     "gradients of layers' numbers before the backward pass": Mutant(
         "_schedule/penalties.py",
-        "for k, first in _of_layers(step, nodes, takers).items():",
+        "for k, first in _arithmetic(step, nodes, takers).items():",
         "for k, first in {}.items():",
         (PENALTIES,),
     ),
-    "arithmetic waits in place of what it is made of": Mutant(
+    "a product waits to be laid out": Mutant(
         "_schedule/penalties.py",
-        "if near or len(nodes) in taken or any(takers[v][-1] == k for v in old[k]):",
-        "if near or len(nodes) in taken:",
+        "if laid_out and any(takers[v][-1] == k for v in old[k]):",
+        "if laid_out and not taken:",
         (PENALTIES,),
     ),
     "half of a gradient where it is written": Mutant(

@@ -103,6 +103,12 @@ def test_penalties_load_nothing(name, written):
     assert loaded(written(PENALTIES[name])) == expected
 
 
+def test_penalties_whose_gradient_has_a_number_load_nothing():
+    """Arithmetic of parameters and of that number is made where layers take it."""
+    penalty = with_penalty(lambda w: jnp.sqrt(jnp.sum(w * w)))
+    assert loaded(penalty)[:-2] == loaded(loss)[:-2]
+
+
 def test_norms_load_nothing():
     """What is logged of parameters is evaluated where the forward pass takes them."""
     assert loaded(loss, optax.tree.norm) == loaded(loss)
@@ -162,20 +168,31 @@ def test_gradients_of_numbers_of_layers():
     assert len([x for x in new if x.var.aval.shape == y.shape]) <= 2
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_arithmetic_of_what_was_made_long_before(kept):
-    """It waits for what takes it where that is there as long anyway."""
+@pytest.mark.parametrize(
+    ("made", "name", "kept", "waits"),
+    [
+        (jnp.sin, "sin", False, True),
+        (jnp.transpose, "transpose", False, False),
+        (jnp.transpose, "transpose", True, True),
+    ],
+)
+def test_arithmetic_of_what_was_made_long_before(made, name, kept, waits):
+    """It is made where it is taken; but a product is laid out as it is made."""
 
     def fn(x, w):
-        a = x.T @ x
+        x = jnp.cos(x)
+        a = square(x)
         between = jnp.tanh(x @ w)
-        b = jnp.sin(a)
-        more = jnp.tanh(between @ w)
-        return b + more.T @ more, a if kept else x
+        b = made(a)
+        return b + square(jnp.tanh(between @ w)), a if kept else 0
+
+    def square(x):
+        return jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())))
 
     _, names = ordered(fn, jnp.ones((64, WIDTH)), jnp.ones(WEIGHT))
     dots = [k for k, name in enumerate(names) if name == "dot_general"]
-    assert (names.index("sin") > dots[-1]) == kept
+    assert len(dots) == 4
+    assert (names.index(name) > dots[-1]) == waits
 
 
 def order(fn, rows, at_rest=False):
