@@ -41,24 +41,22 @@ def beside_layers(
       nodes: Its equations.
       loaded: What is loaded for variables that an equation takes.
     """
-    places = [(k, 1) for k in range(len(nodes))]
-    for k, first in _reductions(step, nodes, loaded).items():
-        places[k] = (first, 0)
-    takers = _takers(step, nodes)
-    for k, last in _products(step, nodes, takers, loaded).items():
-        places[k] = (last, 0)
-    for k, first in _arithmetic(step, nodes, takers).items():
+    takers, before = _takers(step, nodes), _products_before(step, nodes)
+    later = _products(step, nodes, takers, before, loaded)
+    later |= _arithmetic(step, nodes, takers, before)
+    places = [(later[k], 0) if k in later else (k, 1) for k in range(len(nodes))]
+    for k, first in _reductions(step, nodes, loaded, later).items():
         places[k] = (first, 0)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
     numbers = _numbers(step, nodes, takers)
     for k in range(len(nodes)):
         own = numbers.get(k, {k})
         reads = (v for i in own for v in nodes[i].reads if v in made)
-        before = [places[made[v]] for v in reads if made[v] not in own]
+        known = [places[made[v]] for v in reads if made[v] not in own]
         if k not in numbers:
-            before.append(places[k])
-        for i in own if before else ():
-            places[i] = max(before)
+            known.append(places[k])
+        for i in own if known else ():
+            places[i] = max(known)
     return [nodes[k] for k in sorted(range(len(nodes)), key=places.__getitem__)]
 
 
@@ -66,8 +64,12 @@ def _reductions(
     step: Step,
     nodes: Sequence[Outer],
     loaded: Callable[[Sequence[jex.Var]], Collection[jex.Var]],
+    later: Mapping[int, int],
 ) -> dict[int, int]:
-    """What is reduced of parameters alone, with what else takes the first of them."""
+    """What is reduced of parameters alone, with what else takes the first of them.
+
+    If nothing is made of that earlier, but for what is evaluated later.
+    """
     made = {v for node in nodes for v in node.defines}
     takes = [() if node.in_turns else loaded(node.reads) for node in nodes]
     reduces = {
@@ -80,18 +82,20 @@ def _reductions(
     }
     first: dict[jex.Var, int] = {}
     for some in ({*range(len(nodes))} - reduces, reduces):
-        for k in sorted(some):
+        for k in sorted(some, key=lambda k: later.get(k, k)):
             for v in takes[k]:
-                first.setdefault(v, k)
+                first.setdefault(v, later.get(k, k))
     found = {k: min(first[v] for v in takes[k]) for k in sorted(reduces)}
-    return {k: at for k, at in found.items() if _may_wait(step, nodes, k, at)}
+    return {k: at for k, at in found.items() if _may_wait(step, nodes, k, at, later)}
 
 
-def _may_wait(step: Step, nodes: Sequence[Outer], k: int, at: int) -> bool:
+def _may_wait(
+    step: Step, nodes: Sequence[Outer], k: int, at: int, later: Mapping[int, int]
+) -> bool:
     """Returns whether nothing but numbers is made of a number before a position."""
     waits = {*nodes[k].defines}
-    for node in nodes[k + 1 : at]:
-        if not waits.isdisjoint(node.reads):
+    for i, node in enumerate(nodes[k + 1 : at], k + 1):
+        if later.get(i, i) < at and not waits.isdisjoint(node.reads):
             if not _is_number(step, node):
                 return False
             waits.update(node.defines)
@@ -107,13 +111,13 @@ def _products(
     step: Step,
     nodes: Sequence[Outer],
     takers: Mapping[jex.Var, Sequence[int]],
+    before: Sequence[int],
     loaded: Callable[[Sequence[jex.Var]], Collection[jex.Var]],
 ) -> dict[int, int]:
     """Products larger than what they are made of, with what adds them to another array.
 
     If there are others in between. What lays a product out goes with it.
     """
-    before = _products_before(step, nodes)
     made = {v for node in nodes for v in node.defines}
     found: dict[int, int] = {}
     for k, node in enumerate(nodes):
@@ -160,14 +164,16 @@ def _numbers(
 
 
 def _arithmetic(
-    step: Step, nodes: Sequence[Outer], takers: Mapping[jex.Var, Sequence[int]]
+    step: Step,
+    nodes: Sequence[Outer],
+    takers: Mapping[jex.Var, Sequence[int]],
+    before: Sequence[int],
 ) -> dict[int, int]:
     """Arithmetic of parameters or of what was made long before, with what takes it.
 
     If that is long after, and what has to be there longer for it is no larger: as the
     gradient of each layer's mean square, which is written where the last one is known.
     """
-    before = _products_before(step, nodes)
     made = {v: k for k, node in enumerate(nodes) for v in node.defines}
     # Where a variable was made, or taken by other than arithmetic, last.
     latest: dict[jex.Var, int] = {}

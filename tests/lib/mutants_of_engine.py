@@ -181,8 +181,8 @@ IN_ENGINE = {
     ),
     "gradients of layers' numbers before the backward pass": Mutant(
         "_schedule/penalties.py",
-        "for k, first in _arithmetic(step, nodes, takers).items():",
-        "for k, first in {}.items():",
+        "later |= _arithmetic(step, nodes, takers, before)",
+        "pass",
         (PENALTIES,),
     ),
     "a product waits to be laid out": Mutant(
@@ -193,8 +193,8 @@ IN_ENGINE = {
     ),
     "half of a gradient where it is written": Mutant(
         "_schedule/penalties.py",
-        "for k, last in _products(step, nodes, takers, loaded).items():",
-        "for k, last in {}.items():",
+        "later = _products(step, nodes, takers, before, loaded)",
+        "later: dict[int, int] = {}",
         (PENALTIES,),
     ),
     "products wait that take more than they are": Mutant(
@@ -253,7 +253,7 @@ IN_ENGINE = {
     ),
     "norms of parameters after the forward pass": Mutant(
         "_schedule/penalties.py",
-        "for k, first in _reductions(step, nodes, loaded).items():",
+        "for k, first in _reductions(step, nodes, loaded, later).items():",
         "for k, first in {}.items():",
         (PENALTIES,),
     ),
