@@ -243,6 +243,11 @@ def decoder(
     return Workload(loss, variables["params"], tokens, tx)
 
 
+def gpt2(*, clipped: bool) -> Workload:
+    """A decoder of GPT-2's size, whose layers are a Python loop: logits of 1.5 GiB."""
+    return decoder(False, 12, 768, 12, 50257, batch=16, clipped=clipped)
+
+
 WORKLOADS: dict[str, Callable[..., Workload]] = {
     "leaves": leaves,
     "tutorial": tutorial,
@@ -250,12 +255,14 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "unequal": unequal,
     "decoder_scanned": functools.partial(decoder, scan=True),
     "decoder_unrolled": functools.partial(decoder, scan=False),
+    "decoder_unrolled_48": lambda: decoder(scan=False, layers=48),
     "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
     "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
-    # Of GPT-2's size, whose layers are a Python loop: logits of 1.5 GiB.
-    "gpt2": lambda: decoder(False, 12, 768, 12, 50257, batch=16, clipped=False),
+    "gpt2": lambda: gpt2(clipped=False),
+    "gpt2_clipped": lambda: gpt2(clipped=True),
     "gated": gated,
     "gated_16k": lambda: gated(tokens=16384),
+    "gated_unrolled": lambda: gated(layers=8, scan=False),
     "gated_unrolled_16k": lambda: gated(tokens=16384, scan=False),
 }
 # The other ones are for what is fused; the large of them take a TPU's compiler a minute

@@ -2,8 +2,10 @@ r"""Peaks of whole steps, and what fits, by compiling for chips that need not be
 
 What is compiled is in the ways of `common/steps.py`, which `--modes` names. `--find`:
 
-- `peak`: the memory of each workload. `saved` is the share of the moved state by which
-  the peak is lower than that of "no offload".
+- `peak`: the memory of each workload, in MiB. `saved` is the share of what moved by
+  which the peak is lower than that of "no offload"; `ms` the modeled time of a step;
+  `floor` its ratio to the longer of its computation and the busier direction of the
+  link; `CPU s` what tracing, lowering and compiling took.
 - `least`: the least device memory that it compiles for, by bisection. Short of memory a
   compiler trades time for it, so the peak on a roomy chip says less about what fits.
 - `layers`: how many layers of the scanned decoder fit a target, of width 2048.
@@ -28,8 +30,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import math
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ from benchmarks.common.steps import (
     digest,
     step_in_mode,
 )
+from benchmarks.common.turns import clocked
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from benchmarks.memory.search import largest
 from examples import models
@@ -81,9 +84,8 @@ class Prober:
         of = (name, target.name, target.memory_bytes, mode, sizes)
         key = json.dumps([jax.__version__, digest(mode), *of])
         if key not in self.known:
-            started = time.perf_counter()
-            found = compiled(name, target, mode, sizes)
-            self.known[key] = found | {"seconds": time.perf_counter() - started}
+            found, seconds, _ = clocked(compiled, name, target, mode, sizes)
+            self.known[key] = found | {"seconds": seconds}
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(self.known, indent=1) + "\n")
         found = self.known[key]
@@ -110,10 +112,13 @@ def compiled(name: str, target: aot.Target, mode: str, sizes: dict[str, int]) ->
             least = least_bytes(step, gradients=MODES[mode].streamed is None)
             if budget is not None and least > budget:
                 return {"compiled": False, "fits": False, "used_bytes": least}
-            program = _plan.compile_step(step, target)
-            found["step_seconds"] = aot.step_time(program, target).seconds
+            making = functools.partial(_plan.compile_step, step, target)
         else:
-            program = compile_step(WORKLOADS[name](**sizes), target, MODES[mode])
+            of = (WORKLOADS[name](**sizes), target, MODES[mode])
+            making = functools.partial(compile_step, *of)
+        program, _, found["cpu_seconds"] = clocked(making)
+        took = aot.step_time(program, target)
+        found |= {"step_seconds": took.seconds, "over_floor": took.over_floor}
         peak: aot.Peak | None = aot.peak(program)
         used = peak.peak_bytes
     except aot.DoesNotFitError as error:
@@ -148,8 +153,8 @@ def named_targets() -> list[aot.Target]:
 
 def find_peaks(prober: Prober) -> Iterator[dict[str, Any]]:
     """The peaks of each workload and target, in MiB."""
-    texts = ("workload", "target", "mode")
-    command.print_header(texts, ("peak", "host", "host temp", "saved", "seconds"))
+    figures = ("peak", "host", "host temp", "saved", "ms", "floor", "CPU s")
+    command.print_header(("workload", "target", "mode"), figures)
     for name, target in itertools.product(FLAGS.workloads, named_targets()):
         plain = None
         for mode in FLAGS.modes:
@@ -161,9 +166,9 @@ def find_peaks(prober: Prober) -> Iterator[dict[str, Any]]:
                 saved = (plain - found["used_bytes"]) / moved
             host = [found.get(f"host_{x}_bytes") for x in ("argument", "temporary")]
             mib = [None if n is None else n / MIB for n in (found["used_bytes"], *host)]
-            command.print_row(
-                (name, target.name, mode), (*mib, saved, found["seconds"])
-            )
+            ms = found.get("step_seconds", math.nan) * 1e3
+            took = (ms, found.get("over_floor"), found.get("cpu_seconds"))
+            command.print_row((name, target.name, mode), (*mib, saved, *took))
             row = {"workload": name, "target": target.name, "mode": mode}
             yield row | found | {"saved": saved}
 
