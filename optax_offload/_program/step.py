@@ -30,6 +30,7 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
+from optax_offload._program.merged import merged
 from optax_offload._program.primitives import (
     facts,
     handed_on,
@@ -267,7 +268,7 @@ def in_equations(
       checkpoints: Whether those of all `jax.checkpoint` are among them, and not only
         those around scans.
     """
-    outer = flatten(closed, once=True)
+    outer = merged(flatten(closed, once=True))
     taken = _Taken(outer, checkpoints)
     for e in outer.equations:
         taken.take(e)
