@@ -127,12 +127,17 @@ def language(layers: list[Any], width: int = WIDTH) -> dict[str, Any]:
     return {"embedding": floats(VOCABULARY, width), "layers": layers}
 
 
+def logits_of(params: Any, batch: Array, layer: Any = apply_dense) -> Array:
+    """Those of the tokens after the first one."""
+    x = apply_all(params["embedding"][batch[:, :-1]], params["layers"], layer)
+    return normed(x) @ params["embedding"].T
+
+
 def language_loss(layer: Any = apply_dense) -> Callable[[Any, Array], Array]:
     """The loss of the next token."""
 
     def loss(params: Any, batch: Array) -> Array:
-        x = apply_all(params["embedding"][batch[:, :-1]], params["layers"], layer)
-        return cross_entropy(normed(x) @ params["embedding"].T, batch[:, 1:])
+        return cross_entropy(logits_of(params, batch, layer), batch[:, 1:])
 
     return loss
 
@@ -694,6 +699,21 @@ def two_passes() -> Ordinary:
     return dataclasses.replace(plain_layers(), step=step_of)
 
 
+def accuracy() -> Ordinary:
+    """It evaluates the model again, as the loss has no other result."""
+
+    def step_of(tx: Any) -> Step:
+        def step(params: Any, state: Any, batch: Array) -> Any:
+            value, grads = jax.value_and_grad(language_loss())(params, batch)
+            found = jnp.argmax(logits_of(params, batch), -1)
+            right = jnp.mean(found == batch[:, 1:])
+            return *descended(tx, params, state, grads), value, right
+
+        return step
+
+    return dataclasses.replace(plain_layers(), step=step_of)
+
+
 STEPS: dict[str, Callable[[], Ordinary]] = {
     make.__name__: make
     for make in (
@@ -703,6 +723,6 @@ STEPS: dict[str, Callable[[], Ordinary]] = {
         *(adapters, distillation, averaged_teacher, microbatches),
         *(microbatch_scan, epochs, accumulated, clipped, adafactor, lamb, muon),
         *(loss_scaling, decay_in_the_loss, norms, dropout, gradient_penalty),
-        *(two_passes, accumulated_norm, cast_gradients, large_head),
+        *(two_passes, accumulated_norm, cast_gradients, large_head, accuracy),
     )
 }

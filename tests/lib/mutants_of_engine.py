@@ -30,6 +30,7 @@ STACKS = "tests/schedule/test_stacks.py"
 INSIDE = "tests/schedule/test_inside.py"
 OWN = "tests/schedule/test_own_updates.py"
 REPLACED = "tests/program/test_replaced.py"
+MERGED = "tests/program/test_merged.py"
 
 IN_ENGINE = {
     # Rows in the scan.
@@ -68,6 +69,36 @@ IN_ENGINE = {
         "if last is not None:",
         "if False:",
         (f"{LATE}::test_a_tpu_moves_rows_in_turn",),
+    ),
+    "equal but for parameters": Mutant(
+        "_program/merged.py",
+        "tuple(map(self._value, e.invars)), params, e.ctx",
+        "tuple(map(self._value, e.invars)), e.ctx",
+        (f"{MERGED}::test_other_operands_parameters_or_literals",),
+    ),
+    "what follows from equal equations not equal": Mutant(
+        "_program/merged.py",
+        "return self._first.get(a, a)",
+        "return a",
+        (f"{MERGED}::test_what_is_evaluated_twice_is_once",),
+    ),
+    "equal loads merged": Mutant(
+        "_program/merged.py",
+        "if again or is_load(e) or are_codes(e):",
+        "if again or are_codes(e):",
+        (f"{MERGED}::test_loads_stay_where_they_are_taken",),
+    ),
+    "equal results merged": Mutant(
+        "_program/merged.py",
+        "self._is_loaded(e) or not self._results.isdisjoint(e.outvars)",
+        "self._is_loaded(e)",
+        (f"{MERGED}::test_results_stay",),
+    ),
+    "bodies equal that close over other arrays": Mutant(
+        "_program/merged.py",
+        "tuple(map(id, x.consts))",
+        "len(x.consts)",
+        (f"{MERGED}::test_bodies_traced_apart_are_equal",),
     ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
