@@ -255,7 +255,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "unequal": unequal,
     "decoder_scanned": functools.partial(decoder, scan=True),
     "decoder_unrolled": functools.partial(decoder, scan=False),
-    "decoder_unrolled_48": lambda: decoder(scan=False, layers=48),
+    "decoder_48_layers": lambda: decoder(scan=False, layers=48),
     "decoder_accumulating": lambda: decoder(scan=True, every=4, clipped=False),
     "decoder_accumulating_clipped": lambda: decoder(scan=True, every=4),
     "gpt2": lambda: gpt2(clipped=False),
