@@ -21,8 +21,9 @@ from optax_offload._program.flops import flops_of
 from optax_offload._program.graph import Atom, Program, bound, signature, variables
 from optax_offload._program.primitives import are_codes, facts, is_load
 
-# Loops too: what their turns take row by row is known of each.
-_OTHERS = {"cond", "optimization_barrier", "scan", "shard_map", "while"}
+# Each barrier keeps apart what is equal, and each generator without a key makes other
+# numbers. Of loops it is known what their turns take row by row.
+_OTHERS = {"optimization_barrier", "rng_uniform", "cond", "scan", "shard_map", "while"}
 
 
 def merged(program: Program) -> Program:

@@ -117,6 +117,18 @@ def test_barriers_loops_and_effects_stay():
     ] * 3
 
 
+def test_what_makes_other_numbers_each_time_stays():
+    """A generator without a key."""
+
+    def fn(w, x):
+        made = [lax.rng_uniform(0.0, 1.0, (4, 4)) @ w for _ in range(2)]
+        return [jnp.sum(y) for y in (*made, jnp.sin(x @ w), jnp.cos(x @ w))]
+
+    found = merged(program_of(fn, X, X))
+    assert names(found.equations).count("rng_uniform") == 2
+    assert products(found) == 3
+
+
 @pytest.mark.parametrize("prevent_cse", [True, False])
 def test_what_a_checkpoint_computes_again_stays(prevent_cse):
     """The forward passes of two evaluations are one, their backward passes are not."""
