@@ -18,12 +18,18 @@ from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._program.call import called
 from optax_offload._program.flops import flops_of
-from optax_offload._program.graph import Atom, Program, bound, signature, variables
+from optax_offload._program.graph import (
+    Atom,
+    Program,
+    bound,
+    signature,
+    variables,
+    within,
+)
 from optax_offload._program.primitives import are_codes, facts, is_load
 
-# Each barrier keeps apart what is equal, and each generator without a key makes other
-# numbers. Of loops it is known what their turns take row by row.
-_OTHERS = {"optimization_barrier", "rng_uniform", "cond", "scan", "shard_map", "while"}
+# Each barrier keeps apart what is equal. Of loops it is known what turns take.
+_OTHERS = {"optimization_barrier", "cond", "scan", "shard_map", "while"}
 
 
 def merged(program: Program) -> Program:
@@ -96,7 +102,9 @@ class _Equal:
         dropped = any(isinstance(v, jex.DropVar) for v in e.outvars)
         if hosted or dropped or compat.has_effects(e) or called(e) is not None:
             return None
-        if e.primitive.name in _OTHERS:
+        # A generator without a key makes other numbers each time.
+        inside = (x.primitive.name for x in (e, *within(e)))
+        if e.primitive.name in _OTHERS or "rng_uniform" in inside:
             return None
         params = tuple((name, _written(x)) for name, x in e.params.items())
         key = e.primitive, tuple(map(self._value, e.invars)), params, e.ctx

@@ -127,6 +127,9 @@ def test_what_makes_other_numbers_each_time_stays():
     found = merged(program_of(fn, X, X))
     assert names(found.equations).count("rng_uniform") == 2
     assert products(found) == 3
+    again = jax.checkpoint(lambda w: jnp.sum(lax.rng_uniform(0.0, 1.0, (4, 4)) @ w))
+    found = merged(program_of(lambda w: (again(w) + 1, again(w) + 2), X))
+    assert names(found.equations).count("remat2") == 2
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])
