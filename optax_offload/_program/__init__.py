@@ -50,6 +50,7 @@ from optax_offload._program.graph import (
     within,
 )
 from optax_offload._program.keys import Places, key_data
+from optax_offload._program.loaded import Loaded
 from optax_offload._program.lowered import (
     Argument,
     Sharded,
@@ -103,6 +104,7 @@ __all__ = [
     "Given",
     "InlinedUpdate",
     "Input",
+    "Loaded",
     "MadeOf",
     "Output",
     "Places",

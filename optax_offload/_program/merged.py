@@ -26,7 +26,7 @@ from optax_offload._program.graph import (
     variables,
     within,
 )
-from optax_offload._program.primitives import are_codes, facts, is_load
+from optax_offload._program.loaded import Loaded
 
 # Each barrier keeps apart what is equal. Of loops it is known what turns take.
 _OTHERS = {"optimization_barrier", "cond", "scan", "shard_map", "while"}
@@ -57,9 +57,7 @@ class _Equal:
     def __init__(self, program: Program):
         self.flops = 0
         self._results = program.results
-        self._given = {*program.invars, *program.constants}
-        # What is loaded, or made of that alone.
-        self._loaded: set[jex.Var] = set()
+        self._loaded = Loaded({*program.invars, *program.constants})
         self._before: dict[Hashable, jex.JaxprEqn] = {}
         constants: dict[int, jex.Var] = {}
         # The first variable with a variable's value, and the one that takes its place.
@@ -72,7 +70,8 @@ class _Equal:
         """An equation, of what is kept; None if it is equal to one before."""
         key = self._key(e)
         before = e if key is None else self._before.setdefault(key, e)
-        stays = self._is_loaded(e) or not self._results.isdisjoint(e.outvars)
+        self._loaded.add(e)
+        stays = any(v in self._loaded or v in self._results for v in e.outvars)
         if before is not e:
             self._first |= bound(e.outvars, map(self._value, before.outvars))
             if not stays:
@@ -85,16 +84,6 @@ class _Equal:
         known = self._names
         operands = [known.get(a, a) if isinstance(a, jex.Var) else a for a in e.invars]
         return e.replace(invars=operands)
-
-    def _is_loaded(self, e: jex.JaxprEqn) -> bool:
-        """Returns whether an equation loads, or computes of what is loaded alone."""
-        taken = {*variables(e.invars)}
-        made = taken & self._loaded
-        again = made and facts(e).again and taken - made <= self._given
-        if again or is_load(e) or are_codes(e):
-            self._loaded.update(e.outvars)
-            return True
-        return False
 
     def _key(self, e: jex.JaxprEqn) -> Hashable:
         """Equal for equations of one value; None for what is always evaluated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ def scans(e: jex.JaxprEqn) -> bool:
 
 
 def opened(
-    e: jex.JaxprEqn, operands: Sequence[Atom], loaded: Collection[Atom] = ()
+    e: jex.JaxprEqn, operands: Sequence[Atom], loaded: Container[Atom] = ()
 ) -> Opened:
     """Takes an equation of `jax.checkpoint` apart, into what JAX lowers it to.
 

@@ -30,11 +30,10 @@ from optax_offload._program.graph import (
     passed_on,
     variables,
 )
+from optax_offload._program.loaded import Loaded
 from optax_offload._program.merged import merged
 from optax_offload._program.primitives import (
-    facts,
     handed_on,
-    is_transfer,
     singly,
 )
 from optax_offload._program.replaced import returning
@@ -316,9 +315,7 @@ class _Taken:
 
     def __init__(self, outer: Program, checkpoints: bool = False):
         self._checkpoints = checkpoints
-        # What is loaded, or made of that alone and of arguments.
-        self._given = {*outer.invars}
-        self._loaded: set[Atom] = set()
+        self._loaded = Loaded({*outer.invars, *outer.constants})
         self.builder = Builder(outer.constants)
         self.inlined_updates: list[InlinedUpdate] = []
 
@@ -350,18 +347,10 @@ class _Taken:
             for small in apart(e):
                 builder.add(small)
                 if self._checkpoints:
-                    self._note_loaded(builder.equations[-1])
+                    self._loaded.add(builder.equations[-1])
             for body in entered(builder.equations[-1]):
                 same = passed_on(body)
                 builder.rename(same, (body.equation.invars[i] for i in same.values()))
-
-    def _note_loaded(self, e: jex.JaxprEqn) -> None:
-        """Notes what an equation loads, or makes of what is loaded."""
-        taken = set(variables(e.invars))
-        made = taken & self._loaded
-        is_load = is_transfer(e) and not memory.on_host(e.outvars[0].aval)
-        if is_load or (made and facts(e).again and taken - made <= self._given):
-            self._loaded.update(e.outvars)
 
     def _inlined(self, what: Call, operands: list[Atom]) -> InlinedUpdate:
         what = _split(what)

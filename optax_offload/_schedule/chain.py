@@ -21,10 +21,10 @@ from optax_offload._ground.units import size_text
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import (
+    Loaded,
     Step,
     are_codes,
-    facts,
-    is_transfer,
+    is_load,
     shape,
     variables,
 )
@@ -132,12 +132,8 @@ class _Cut:
         given = {*self._program.invars, *read.difference(self._program.producers)}
         self._arguments = {v for v in given if memory.on_host(v.aval)}
         self._given = given - self._arguments
-        # What is taken of what rests or of codes on the device, and what is made of
-        # these alone.
-        self._source: dict[jex.Var, jex.Var] = {}
-        self._again: dict[jex.Var, int] = {}
-        # What is made of nothing, as what decodes is beside what rests.
-        self._constant: set[jex.Var] = set()
+        self._loaded = Loaded(self._given)
+        self._rests = self._loaded.rests
         # Updates, and what follows from them, effects that come after theirs too.
         self._updating: list[Outer] = []
         following: set[jex.Var] = set()
@@ -146,11 +142,11 @@ class _Cut:
             if node.left or not following.isdisjoint(node.reads):
                 self._updating.append(node)
                 following.update(node.defines)
-            elif not self._is_source(node):
+            elif not self._is_loaded(node):
                 ordinary.append(node)
         if reduced is not None:
             ordinary = self._with_sums_early(ordinary, reduced)
-        ordinary = beside_layers(step, ordinary, self._loaded)
+        ordinary = beside_layers(step, ordinary, self._resting)
         self._nodes = ordinary
         self._there = [*liveness.in_memory(step, ordinary)]
         # In the order in which they are complete.
@@ -213,7 +209,7 @@ class _Cut:
     @property
     def loads(self) -> bool:
         """Whether segments take anything that rests, and not updates alone."""
-        return bool(self._source)
+        return bool(self._rests)
 
     @functools.cached_property
     def _live(self) -> list[int]:
@@ -277,58 +273,37 @@ class _Cut:
                 left -= nbytes([v])
         return found
 
-    def _is_source(self, node: Outer) -> bool:
+    def _is_loaded(self, node: Outer) -> bool:
         """Returns whether an equation loads, or is evaluated wherever it is taken."""
         e = self._program.equations[node.position]
-        if self._step.tokens(node.position) or len(e.outvars) != 1:
+        elsewhere = is_load(e) and self._arguments.isdisjoint(variables(e.invars))
+        if self._step.tokens(node.position) or elsewhere:
             return False
-        (v,) = e.outvars
-        taken = variables(e.invars)
-        if is_transfer(e) and not memory.on_host(v.aval):
-            if self._arguments.issuperset(taken):
-                (self._source[v],) = taken
-                return True
-            return False
-        if are_codes(e) and self._given.issuperset(taken):
-            (self._source[v],) = taken
-            return True
-        if not facts(e).again:
-            return False
-        others = {*taken} - self._constant
-        made = {x for x in others if x in self._source or x in self._again}
-        if others and not (made and self._given.issuperset(others - made)):
-            return False
-        if not others:
-            self._constant.add(v)
-        self._again[v] = node.position
-        return all(v is not a for a in self._program.outvars)
+        loaded = self._loaded
+        loaded.add(e)
+        kept = self._program.results
+        return any(
+            v in loaded.rests
+            or ((v in loaded or v in loaded.constants) and v not in kept)
+            for v in e.outvars
+        )
 
-    def _made_of(self, taken: Sequence[jex.Var]) -> tuple[set[int], list[jex.Var]]:
+    def _made_of(self, taken: Iterable[jex.Var]) -> tuple[set[int], list[jex.Var]]:
         """The equations that make variables of what rests, and what they take of it."""
-        positions: set[int] = set()
-        loaded: dict[jex.Var, None] = {}
-        waiting = list(taken[::-1])
-        while waiting:
-            v = waiting.pop()
-            if v in self._source:
-                loaded[v] = None
-                if not memory.on_host(self._source[v].aval):
-                    positions.add(self._program.producers[v])
-            elif v in self._again and self._again[v] not in positions:
-                positions.add(self._again[v])
-                waiting += variables(self._program.equations[self._again[v]].invars)
-        return positions, [*loaded]
+        positions, loaded = self._loaded.made_of(self._program, taken)
+        codes = (v for v in loaded if not memory.on_host(self._rests[v].aval))
+        return {*positions, *(self._program.producers[v] for v in codes)}, loaded
 
-    def _loaded(self, taken: Sequence[jex.Var]) -> set[jex.Var]:
+    def _resting(self, taken: Iterable[jex.Var]) -> set[jex.Var]:
         """What is loaded for variables, where it rests."""
-        return {self._source[v] for v in self._made_of(taken)[1]}
+        return {self._rests[v] for v in self._made_of(taken)[1]}
 
     def _cut(self) -> tuple[cutting.Filling, list[cutting.Piece], list[int]]:
         """What fills segments, these and what is between them, and what each loads."""
         nodes, gradients = self._nodes, {*self._gradients}
         filled = gradients | self.residuals
         taken = [
-            self._loaded(node.reads)
+            self._resting(node.reads)
             | filled.intersection(node.defines)
             | self.residuals.intersection(node.reads)
             for node in nodes
@@ -347,9 +322,9 @@ class _Cut:
 
     def _sizes(self, made: Iterable[jex.Var]) -> dict[jex.Var, int]:
         """The bytes of what is made, and of what rests where it is used: decoded."""
-        found = {v: nbytes([v]) for v in (*made, *self._source.values())}
-        for v in {v for node in self._nodes for v in node.reads if v in self._again}:
-            sources = self._loaded([v])
+        found = {v: nbytes([v]) for v in (*made, *self._rests.values())}
+        for v in {v for node in self._nodes for v in node.reads if v in self._loaded}:
+            sources = self._resting([v])
             share = nbytes([v]) / max(1, nbytes(sources))
             for x in sources:
                 found[x] = max(found[x], round(share * nbytes([x])))
@@ -391,7 +366,7 @@ class _Cut:
                 continue
             taken = [v for i in positions[n] for v in self._step.reads(i)]
             again, loaded = self._made_of(taken)
-            sources = ((v, self._source[v]) for v in loaded)
+            sources = ((v, self._rests[v]) for v in loaded)
             names = {v: x for v, x in sources if memory.on_host(x.aval)}
             far = [v for v in dict.fromkeys(taken) if n in stored.get(v, {})]
             names |= {v: v for v in far}
@@ -414,7 +389,7 @@ class _Cut:
         placed = placing.Placing(self._step, links, made, room=room, on_host=waiting)
         for node in self._updating:
             placed.place(node)
-        codes = {x: None for x in self._source.values() if x in self._given}
+        codes = {x: None for x in self._rests.values() if x in self._given}
         ordered = tuple(in_order(self._step, placed.links(), turn_bytes))
         found = Chain(ordered, tuple(codes))
         if not on_tpu:
@@ -444,8 +419,8 @@ class _Cut:
 
     def _is_given(self, v: jex.Var) -> bool:
         """Returns whether each link has a variable, or loads it in no time."""
-        if v in self._source or v in self._again:
-            taken = (self._source[x] for x in self._made_of([v])[1])
+        if v in self._loaded or v in self._loaded.constants:
+            taken = (self._rests[x] for x in self._made_of([v])[1])
             loaded = (x for x in taken if memory.on_host(x.aval))
             return nbytes(loaded) < limits.now.small_bytes
         return v in self._given

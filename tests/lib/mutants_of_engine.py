@@ -84,15 +84,27 @@ IN_ENGINE = {
     ),
     "equal loads merged": Mutant(
         "_program/merged.py",
-        "if again or is_load(e) or are_codes(e):",
-        "if again or are_codes(e):",
+        "v in self._loaded or v in self._results",
+        "v in self._results",
         (f"{MERGED}::test_loads_stay_where_they_are_taken",),
     ),
     "equal results merged": Mutant(
         "_program/merged.py",
-        "self._is_loaded(e) or not self._results.isdisjoint(e.outvars)",
-        "self._is_loaded(e)",
+        "v in self._loaded or v in self._results",
+        "v in self._loaded",
         (f"{MERGED}::test_results_stay",),
+    ),
+    "computed of what is loaded and of anything": Mutant(
+        "_program/loaded.py",
+        "if loaded and taken - loaded <= self.given:",
+        "if loaded:",
+        ("tests/program/test_loaded.py",),
+    ),
+    "codes that are computed loaded": Mutant(
+        "_program/loaded.py",
+        "(are_codes(e) and taken <= self.given)",
+        "are_codes(e)",
+        ("tests/program/test_loaded.py",),
     ),
     "bodies equal that close over other arrays": Mutant(
         "_program/merged.py",
@@ -374,8 +386,8 @@ IN_ENGINE = {
     ),
     "casts that are kept from one segment to the next": Mutant(
         "_schedule/chain.py",
-        "if not facts(e).again:",
-        "if facts(e).again:",
+        "v in loaded or v in loaded.constants) and v not in kept",
+        "v in loaded.constants) and v not in kept",
         (CHAIN,),
     ),
     "arrays that join outputs overlooked": Mutant(
