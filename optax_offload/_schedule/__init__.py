@@ -4,19 +4,19 @@ from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
 from optax_offload._schedule.fused_step import FusedScan, FusedStep, Turns
-from optax_offload._schedule.group import Group, Part, Written
 from optax_offload._schedule.inside import Inside
-from optax_offload._schedule.loops import Loop
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.own_updates import with_own_updates
 from optax_offload._schedule.parts import Parted
 from optax_offload._schedule.pipeline import Pipeline, RowUpdate
-from optax_offload._schedule.placing import of_waiting
 from optax_offload._schedule.refused import refusals
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Chain, Segment, StackRow, Tie
 from optax_offload._schedule.step import plan
-from optax_offload._schedule.update import (
+from optax_offload._schedule.turns.placing import of_waiting
+from optax_offload._schedule.turns.segments import Chain, Segment, StackRow, Tie
+from optax_offload._schedule.updates.group import Group, Part, Written
+from optax_offload._schedule.updates.loops import Loop
+from optax_offload._schedule.updates.update import (
     AnySchedule,
     Branched,
     OverWindow,
@@ -25,7 +25,7 @@ from optax_offload._schedule.update import (
     Straight,
     schedule,
 )
-from optax_offload._schedule.window import MOST_WINDOW_BYTES
+from optax_offload._schedule.updates.window import MOST_WINDOW_BYTES
 
 __all__ = [
     "MOST_WINDOW_BYTES",

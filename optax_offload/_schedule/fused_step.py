@@ -15,15 +15,8 @@ from optax_offload._places import memory
 from optax_offload._places.step_options import Options
 from optax_offload._program import Step, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import (
-    late,
-    order,
-    pipeline,
-    taken,
-    waiting,
-)
+from optax_offload._schedule import late, order, pipeline, taken, waiting
 from optax_offload._schedule.beside import Beside, apart, beside, in_rows
-from optax_offload._schedule.chain import chain, is_small, too_few
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused, FusedScan, Way
@@ -31,9 +24,10 @@ from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.replacements import replacements
 from optax_offload._schedule.rest import Outer, rest
-from optax_offload._schedule.segments import Chain, nbytes
+from optax_offload._schedule.turns.chain import chain, is_small, too_few
+from optax_offload._schedule.turns.segments import Chain, nbytes
 from optax_offload._schedule.unfused import gradients, updates_inside
-from optax_offload._schedule.update import AnySchedule, schedule
+from optax_offload._schedule.updates.update import AnySchedule, schedule
 
 # What moves outside of scans and is less than this takes no memory worth having.
 OUTSIDE_BYTES = MIB

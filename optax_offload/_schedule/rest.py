@@ -16,8 +16,8 @@ from optax_offload._schedule.replacements import (
     replacements,
     with_replacements,
 )
-from optax_offload._schedule.update import schedule
-from optax_offload._schedule.window import MOST_WINDOW_BYTES
+from optax_offload._schedule.updates.update import schedule
+from optax_offload._schedule.updates.window import MOST_WINDOW_BYTES
 
 
 class RemainingUpdate(NamedTuple):

@@ -18,8 +18,8 @@ from optax_offload._emit import step as emit_step
 from optax_offload._ground import compat, limits
 from optax_offload._ground.units import MIB
 from optax_offload._places import memory, tpu_layout
-from optax_offload._schedule import chain, cutting, placing
-from optax_offload._schedule.segments import in_stacks
+from optax_offload._schedule.turns import chain, cutting, placing
+from optax_offload._schedule.turns.segments import in_stacks
 
 pytestmark = pytest.mark.skipif(
     not compat.SEGMENTS_ARE_FREED, reason="steps are cut with JAX 0.12 or newer"

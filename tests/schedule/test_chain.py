@@ -17,13 +17,10 @@ from optax_offload._ground import compat
 from optax_offload._ground.units import size_text
 from optax_offload._places.memory import nbytes, on_host
 from optax_offload._program import Step, flatten, flops_of
-from optax_offload._schedule import (
-    Segment,
-    follow,
-    ties,
-)
-from optax_offload._schedule.placing import independent
-from optax_offload._schedule.segments import Move, Product, Stored
+from optax_offload._schedule import Segment, follow
+from optax_offload._schedule.turns import ties
+from optax_offload._schedule.turns.placing import independent
+from optax_offload._schedule.turns.segments import Move, Product, Stored
 
 # By the version of JAX: all tests here have it as with the newest.
 SEGMENTS_ARE_FREED = compat.SEGMENTS_ARE_FREED

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 from small_steps import taken_apart
 
-from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import reduced
-from optax_offload._schedule.liveness import kept, passing, spans
 from optax_offload._schedule.rest import rest
+from optax_offload._schedule.turns.crossing import Crossing
+from optax_offload._schedule.turns.liveness import kept, passing, spans
 
 SIZE = 64
 X = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)

@@ -8,8 +8,8 @@ from jax.extend import core as jex
 from optax_offload._ground import limits
 from optax_offload._ground.units import MIB
 from optax_offload._places import memory
-from optax_offload._schedule import cutting
-from optax_offload._schedule.cutting import Alive, Filling, Piece, parted
+from optax_offload._schedule.turns import cutting
+from optax_offload._schedule.turns.cutting import Alive, Filling, Piece, parted
 
 # The logits, what the loss makes of them, and the gradient of the head.
 LOGITS, ERRORS, HEAD = 1600 * MIB, 1599 * MIB, 150 * MIB

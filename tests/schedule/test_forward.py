@@ -6,9 +6,9 @@ from jax.extend import core as jex
 from limited import limited
 from small_steps import taken_apart
 
-from optax_offload._schedule.forward import Pass, near_layers, residuals
-from optax_offload._schedule.liveness import Span, in_memory
 from optax_offload._schedule.rest import Outer, rest
+from optax_offload._schedule.turns.forward import Pass, near_layers, residuals
+from optax_offload._schedule.turns.liveness import Span, in_memory
 
 
 def test_what_a_forward_pass_takes_itself_is_no_residual(monkeypatch):

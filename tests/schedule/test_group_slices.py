@@ -8,7 +8,7 @@ import pytest
 from small_updates import update_of
 
 from optax_offload._ground import compat
-from optax_offload._schedule.groups import group
+from optax_offload._schedule.updates.groups import group
 
 STACK = 16, 128, 256
 

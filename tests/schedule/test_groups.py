@@ -7,7 +7,7 @@ from small_jaxprs import names
 from small_updates import update_of
 
 from optax_offload._ground import compat
-from optax_offload._schedule.groups import group
+from optax_offload._schedule.updates.groups import group
 
 STACK = 16, 128, 256
 ROW_BYTES = 4 * 128 * 256

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 from small_steps import taken_apart
 
-from optax_offload._schedule import liveness
 from optax_offload._schedule.rest import rest
+from optax_offload._schedule.turns import liveness
 
 
 def test_a_body_is_looked_through_once(monkeypatch):

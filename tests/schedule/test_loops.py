@@ -6,7 +6,7 @@ from updates import plan_of, stacked, traced
 
 from optax_offload._ground import compat
 from optax_offload._schedule import schedule as scheduled
-from optax_offload._schedule.loops import Loop, Remainder
+from optax_offload._schedule.updates.loops import Loop, Remainder
 
 # All gradients are there before the first loop, so that large groups share it too.
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))

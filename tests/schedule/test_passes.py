@@ -14,8 +14,8 @@ from small_updates import update_of
 
 import optax_offload as oo
 from optax_offload import aot
-from optax_offload._schedule.groups import group
-from optax_offload._schedule.passes import reading_passes
+from optax_offload._schedule.updates.groups import group
+from optax_offload._schedule.updates.passes import reading_passes
 
 SHAPE = (16, 128, 256)
 CLIP = optax.clip_by_global_norm

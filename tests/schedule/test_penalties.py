@@ -10,9 +10,9 @@ from small_steps import taken_apart
 
 import optax_offload as oo
 from optax_offload._ground import compat
-from optax_offload._schedule.liveness import spans
-from optax_offload._schedule.penalties import beside_layers
 from optax_offload._schedule.rest import rest
+from optax_offload._schedule.turns.liveness import spans
+from optax_offload._schedule.turns.penalties import beside_layers
 
 WIDTH = 16
 WEIGHT = (WIDTH, WIDTH)

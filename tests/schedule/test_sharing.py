@@ -4,13 +4,14 @@ import pytest
 
 from optax_offload._ground import compat
 from optax_offload._rows import RowLocal
-from optax_offload._schedule import Group, Loop, Part, sharing
-from optax_offload._schedule.loops import (
+from optax_offload._schedule import Group, Loop, Part
+from optax_offload._schedule.updates import sharing
+from optax_offload._schedule.updates.loops import (
     UPDATES_IN_AN_ITERATION,
     fastest,
     in_short_iterations,
 )
-from optax_offload._schedule.sharing import MOST_UNFILLED_LOOPS, stages
+from optax_offload._schedule.updates.sharing import MOST_UNFILLED_LOOPS, stages
 
 MIB = 2**20
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload._schedule import Segment
-from optax_offload._schedule.segments import StackRow, in_stacks
+from optax_offload._schedule.turns.segments import StackRow, in_stacks
 
 
 def residuals(count, *shape, dtype=jnp.float32):

@@ -3,7 +3,7 @@
 import pytest
 
 from optax_offload._host.link import LINK, Link
-from optax_offload._schedule.window import Window, waits, window
+from optax_offload._schedule.updates.window import Window, waits, window
 
 MIB = 2**20
 

@@ -23,7 +23,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.groups import Grouping, group
+from optax_offload._schedule.updates.groups import Grouping, group
 
 
 def reading_passes(

@@ -28,14 +28,20 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule import cutting, forward, liveness, placing
 from optax_offload._schedule.beside import Beside
-from optax_offload._schedule.crossing import Crossing
 from optax_offload._schedule.late import Reduced, are_late
-from optax_offload._schedule.penalties import beside_layers
 from optax_offload._schedule.rest import Outer
-from optax_offload._schedule.segments import Chain, Link, Segment, in_stacks, nbytes
-from optax_offload._schedule.ties import in_order, small_first
+from optax_offload._schedule.turns import cutting, forward, liveness, placing
+from optax_offload._schedule.turns.crossing import Crossing
+from optax_offload._schedule.turns.penalties import beside_layers
+from optax_offload._schedule.turns.segments import (
+    Chain,
+    Link,
+    Segment,
+    in_stacks,
+    nbytes,
+)
+from optax_offload._schedule.turns.ties import in_order, small_first
 
 
 def chain(

@@ -19,7 +19,7 @@ from optax_offload._places import memory
 from optax_offload._program import Step, facts, flops_of, shape, variables
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.rest import Outer
-from optax_offload._schedule.segments import nbytes
+from optax_offload._schedule.turns.segments import nbytes
 
 
 def beside_layers(

@@ -19,7 +19,7 @@ from optax_offload._rows import (
     analyze_made,
     summed,
 )
-from optax_offload._schedule.group import Group, Part, Written
+from optax_offload._schedule.updates.group import Group, Part, Written
 
 
 def sliced(update: Update, group: Group, beside: Mapping[jex.Var, int]) -> Group:

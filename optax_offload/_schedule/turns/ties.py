@@ -13,8 +13,8 @@ from jax.extend import core as jex
 from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._program import Program, Step, facts, flops_of, variables
-from optax_offload._schedule import placing
-from optax_offload._schedule.segments import (
+from optax_offload._schedule.turns import placing
+from optax_offload._schedule.turns.segments import (
     Link,
     Move,
     Product,

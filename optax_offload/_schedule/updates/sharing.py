@@ -6,8 +6,8 @@ import math
 from collections.abc import Hashable, Sequence
 
 from optax_offload._ground.units import MIB
-from optax_offload._schedule.group import Group
-from optax_offload._schedule.loops import (
+from optax_offload._schedule.updates.group import Group
+from optax_offload._schedule.updates.loops import (
     UPDATES_IN_AN_ITERATION,
     Loop,
     fastest,

@@ -14,8 +14,8 @@ from optax_offload._ground import compat
 from optax_offload._ground.units import MIB
 from optax_offload._host.link import LINK
 from optax_offload._program import Program
-from optax_offload._schedule import window
-from optax_offload._schedule.group import Group
+from optax_offload._schedule.updates import window
+from optax_offload._schedule.updates.group import Group
 
 # Two slices have to fit into the window, so that one can be loaded while another is
 # stored. Beyond these bytes slices need not grow, and more of them fit: they take 0.3

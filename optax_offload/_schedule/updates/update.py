@@ -13,11 +13,11 @@ from typing import NamedTuple
 from optax_offload._ground.units import Printed, size_text
 from optax_offload._places import memory
 from optax_offload._program import Branches, Update, described, find_branches
-from optax_offload._schedule import groups, sharing, window
-from optax_offload._schedule.group import Group
-from optax_offload._schedule.loops import Loop
-from optax_offload._schedule.passes import reading_passes
-from optax_offload._schedule.window import MOST_WINDOW_BYTES, Window
+from optax_offload._schedule.updates import groups, sharing, window
+from optax_offload._schedule.updates.group import Group
+from optax_offload._schedule.updates.loops import Loop
+from optax_offload._schedule.updates.passes import reading_passes
+from optax_offload._schedule.updates.window import MOST_WINDOW_BYTES, Window
 
 
 class Schedule(Printed):

@@ -23,9 +23,9 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._schedule.group import Group, Written
-from optax_offload._schedule.group_slices import sliced
-from optax_offload._schedule.loops import MOST_SLICE_BYTES
+from optax_offload._schedule.updates.group import Group, Written
+from optax_offload._schedule.updates.group_slices import sliced
+from optax_offload._schedule.updates.loops import MOST_SLICE_BYTES
 
 
 @dataclasses.dataclass(frozen=True)

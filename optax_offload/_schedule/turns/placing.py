@@ -24,7 +24,7 @@ from optax_offload._program import (
 from optax_offload._schedule import late
 from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.segments import Chain, Link, Segment, nbytes
+from optax_offload._schedule.turns.segments import Chain, Link, Segment, nbytes
 
 # A moment of a chain: a link, and before its equations, among them, or after them.
 _Moment = tuple[int, int]

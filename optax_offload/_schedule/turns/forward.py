@@ -10,8 +10,9 @@ from jax.extend import core as jex
 from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import Step
-from optax_offload._schedule import follow, liveness
+from optax_offload._schedule import follow
 from optax_offload._schedule.rest import Outer
+from optax_offload._schedule.turns import liveness
 
 
 class Pass(NamedTuple):
