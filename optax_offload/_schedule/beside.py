@@ -58,6 +58,7 @@ def beside(
     nodes, after = apart(step, _in_order(found) if scans else found, scans, passes)
     again = (x.scan.position for x in scans if x.late and x.way == "recompute")
     taken.update(v for i in again for v in step.reads(i))
+    taken.update(v for x in after for v in x.reads)
     return Beside(nodes, after, taken, reduced)
 
 

@@ -225,6 +225,46 @@ def test_gradients_of_scans_too_wait(late):
     check(with_scans, inner, late=late, params=with_stack(2))
 
 
+@pytest.mark.parametrize("layers", ["device", "pinned_host"])
+def test_norms_of_what_scans_too_update(layers):
+    """A norm of all takes those of turns, after the updates that wait for another."""
+
+    def label(w):
+        """Stacks wait, and the head and the layers of the loop do not."""
+        return "waits" if w.shape[0] == 5 else "is free"
+
+    def inner(offload=lambda inner: inner):
+        clip = optax.clip_by_global_norm(0.1)
+        free, waits = optax.adam(1e-2, eps=1e-3), optax.adam(1e-2, eps=1e-3)
+        return optax.partition(
+            {
+                "waits": optax.chain(clip, offload(waits)),
+                "is free": offload(free),
+            },
+            lambda params: jax.tree.map(label, params),
+        )
+
+    def normed(tx):
+        step = step_of(with_scans, tx)
+
+        def fn(params, state, x):
+            params, state, value = step(params, state, x)
+            return params, state, (value, optax.tree.norm(params))
+
+        return fn
+
+    params, x = with_stack(2), jax.random.normal(jax.random.key(2), (4, WIDTH))
+    tx = inner(all_of)
+    ours, plain = oo.jit(normed(tx), donate_argnums=(0, 1)), jax.jit(normed(inner()))
+    got = oo.set_memory_kind(jax.tree.map(jnp.copy, params), "layers/.*", layers)
+    state, offloaded = inner().init(params), tx.init(got)
+    assert ours.schedule(got, offloaded, x).before_and_after[1]
+    for _ in range(STEPS):
+        params, state, want = plain(params, state, x)
+        got, offloaded, numbers = ours(got, offloaded, x)
+        np.testing.assert_allclose(numbers, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("offload", [all_of, lambda inner: inner])
 @pytest.mark.parametrize(
     "rooms", [0, limits.now.turn_bytes], ids=["between", "in turns"]

@@ -390,6 +390,18 @@ IN_ENGINE = {
         "v in loaded.constants) and v not in kept",
         (CHAIN,),
     ),
+    "what waits for a pass after the chain forgotten": Mutant(
+        "_schedule/beside.py",
+        "taken.update(v for x in after for v in x.reads)",
+        "pass",
+        (f"{SEGMENT}::test_norms_of_what_scans_too_update",),
+    ),
+    "what is taken after the chain forgotten": Mutant(
+        "_schedule/turns/placing.py",
+        "elsewhere = {*wanted}",
+        "elsewhere = {*variables(self._step.program.outvars)}",
+        (f"{SEGMENT}::test_norms_of_what_scans_too_update",),
+    ),
     "arrays that join outputs overlooked": Mutant(
         "_schedule/turns/placing.py",
         "            joined.join(some)",

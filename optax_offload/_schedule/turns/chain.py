@@ -346,8 +346,8 @@ class _Cut:
 
     def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""
-        kept = {*variables(self._program.outvars), *self._taken}
-        kept.update(v for node in self._updating for v in node.reads)
+        wanted = {*variables(self._program.outvars), *self._taken}
+        kept = wanted.union(*(node.reads for node in self._updating))
         made: dict[jex.Var, int] = {}
         for n, nodes in enumerate(self._links):
             for node in nodes:
@@ -396,7 +396,7 @@ class _Cut:
         for node in self._updating:
             placed.place(node)
         codes = {x: None for x in self._rests.values() if x in self._given}
-        ordered = tuple(in_order(self._step, placed.links(), turn_bytes))
+        ordered = tuple(in_order(self._step, placed.links(wanted), turn_bytes))
         found = Chain(ordered, tuple(codes))
         if not on_tpu:
             return found

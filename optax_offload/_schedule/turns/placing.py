@@ -183,13 +183,17 @@ class Placing:
         """When a variable is known, and what it replaces is read no more."""
         return max(self._known.get(v, _FIRST), self._read.get(v, _FIRST))
 
-    def links(self) -> list[Link]:
-        """The links, with all that was placed."""
+    def links(self, wanted: Collection[jex.Var]) -> list[Link]:
+        """The links, with all that was placed.
+
+        Args:
+          wanted: What is taken after the chain, too.
+        """
         found: list[Link] = []
         for n, link in enumerate(self._links):
             inside = self._inside.get(n)
             if isinstance(link, Segment) and inside:
-                link = self._with_updates(link, inside)
+                link = self._with_updates(link, inside, wanted)
             found.append(link)
             if n in self._after:
                 found.append(tuple(self._after[n]))
@@ -286,11 +290,13 @@ class Placing:
             return after[0], _BEFORE
         return at[0], _AFTER
 
-    def _with_updates(self, segment: Segment, inside: Sequence[Outer]) -> Segment:
+    def _with_updates(
+        self, segment: Segment, inside: Sequence[Outer], wanted: Collection[jex.Var]
+    ) -> Segment:
         """A segment that updates before it evaluates its own equations."""
         taken = {v: v for node in inside for v in _resting(node)}
         made = [v for node in inside for v in node.defines]
-        elsewhere = {*variables(self._step.program.outvars)}
+        elsewhere = {*wanted}
         for nodes in (*self._inside.values(), *self._after.values()):
             if nodes is not inside:
                 elsewhere.update(v for node in nodes for v in node.reads)
