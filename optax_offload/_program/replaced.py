@@ -13,7 +13,7 @@ from jax.extend import core as jex
 
 from optax_offload._places import memory
 from optax_offload._program import shard_maps
-from optax_offload._program.bodies import entered
+from optax_offload._program.bodies import Body, entered
 from optax_offload._program.build import flatten
 from optax_offload._program.call import called
 from optax_offload._program.graph import (
@@ -168,11 +168,28 @@ def _before(
         return []
     (body,) = entered(e)
     if v in body.carried:  # What a loop carries is what it was, a few times over.
-        found = variables([body.carry[body.carried.index(v)]])
-    else:  # What it stacks may be what it took rows of.
-        same = passed_on(body).get(v)
-        found = [] if same is None else variables([e.invars[same]])
-    return [(x, 1) for x in found]
+        return [(x, 1) for x in variables([body.carry[body.carried.index(v)]])]
+    return _before_rows(body, v, ways)
+
+
+def _before_rows(
+    body: Body, v: jex.Var, ways: Collection[str]
+) -> Iterator[tuple[jex.Var, int]]:
+    """Yields the operands of whose rows a scan makes those that it stacks.
+
+    A row that is handed through is nearer than one that something is added to.
+    """
+    same = passed_on(body).get(v)
+    if same is not None:
+        yield from ((x, 1) for x in variables([body.equation.invars[same]]))
+        return
+    program = flatten(body.closed)
+    (k,) = (k for k, x in enumerate(body.equation.outvars) if x is v)
+    taken = {program.invars[x.position]: x.stack for x in body.rows_taken}
+    a = program.outvars[k]
+    if isinstance(a, jex.Var):
+        for x, n in _leading_to(program, a, taken.keys(), ways).items():
+            yield from ((y, n + 1) for y in variables([taken[x]]))
 
 
 def _before_inside(

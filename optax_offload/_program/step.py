@@ -29,6 +29,7 @@ from optax_offload._program.graph import (
     Program,
     passed_on,
     variables,
+    within,
 )
 from optax_offload._program.loaded import Loaded
 from optax_offload._program.merged import merged
@@ -286,12 +287,13 @@ def of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]
     """A step of the values of its refs, and the refs that it closes over.
 
     Values that are read and written are then followed as others are, and no equation
-    remains that reads something else in another place of the program.
+    remains that reads something else in another place of the program. Refs that the
+    step makes itself are gone.
     """
     jaxpr = closed.jaxpr
     constants = list(zip(jaxpr.constvars, closed.consts, strict=True))
     refs = [(v, x) for v, x in constants if isinstance(x, jax.Ref)]
-    if not (refs or any(map(_is_ref, jaxpr.invars))):
+    if not (refs or any(map(_is_ref, jaxpr.invars)) or _makes_refs(jaxpr)):
         return closed, ()
     others = [(v, x) for v, x in constants if not isinstance(x, jax.Ref)]
     jaxpr = jex.Jaxpr(
@@ -304,6 +306,11 @@ def of_values(closed: jex.ClosedJaxpr) -> tuple[jex.ClosedJaxpr, tuple[Any, ...]
     )
     pure = compat.without_refs(jex.ClosedJaxpr(jaxpr, [x for _, x in others]))
     return pure, tuple(x for _, x in refs)
+
+
+def _makes_refs(jaxpr: jex.Jaxpr) -> bool:
+    equations = (x for e in jaxpr.eqns for x in (e, *within(e)))
+    return any(_is_ref(v) for e in equations for v in e.outvars)
 
 
 def _is_ref(v: jex.Var) -> bool:

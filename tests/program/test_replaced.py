@@ -211,6 +211,12 @@ def stacked(w, g):
     return rows - g
 
 
+def in_rows(w, g):
+    """A parameter to whose rows a scan adds something, as layers do to averages."""
+    _, rows = lax.scan(lambda c, r: (c + r, 0.9 * r + 0.1 * jnp.sin(c)), g[0], w)
+    return rows
+
+
 def chosen(w, g):
     """A parameter that is updated in one of two branches."""
     return lax.cond(g[0, 0] > 0, lambda w, g: w - jnp.sin(g), lambda w, g: w, w, g)
@@ -226,8 +232,8 @@ def sharded(w, g):
 
 @pytest.mark.parametrize(
     "fn",
-    [carried, carried_while, stacked, chosen, sharded],
-    ids=["scan", "while", "rows", "cond", "shard_map"],
+    [carried, carried_while, stacked, in_rows, chosen, sharded],
+    ids=["scan", "while", "rows", "in rows", "cond", "shard_map"],
 )
 def test_through_bodies(fn):
     """What a body carries, hands on, chooses or updates is still the argument."""

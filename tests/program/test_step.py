@@ -17,6 +17,7 @@ from optax_offload._program import (
     of_values,
     take_apart,
     variables,
+    within,
 )
 from optax_offload._program.primitives import is_load, is_store
 
@@ -305,6 +306,34 @@ def test_of_values_of_a_ref():
     np.testing.assert_array_equal(after, 3 * np.arange(3) + 1)
     np.testing.assert_array_equal(result, 2 * (3 * np.arange(3) + 1))
     np.testing.assert_array_equal(ref[...], np.arange(3))
+
+
+@pytest.mark.parametrize("where", ["step", "scan", "jit"])
+def test_of_values_of_refs_of_its_own(where):
+    """They are gone: no equation makes one."""
+
+    def doubled(x):
+        ref = jax.new_ref(x)
+
+        def double(_, carry):
+            ref[...] *= 2.0
+            return carry
+
+        if where == "scan":
+            lax.fori_loop(0, 3, double, 0)
+        else:
+            double(0, 0)
+        return jax.freeze(ref)
+
+    fn = jax.jit(doubled) if where == "jit" else doubled
+    pure, refs = of_values(closed_of(fn, ROW))
+    assert refs == ()
+    equations = [x for e in pure.jaxpr.eqns for x in (e, *within(e))]
+    made = [v.aval for e in equations for v in e.outvars]
+    assert not any(isinstance(aval, jax.ref.AbstractRef) for aval in made)
+    (got,) = jax.core.eval_jaxpr(pure.jaxpr, pure.consts, np.arange(3.0))
+    times = 8 if where == "scan" else 2
+    np.testing.assert_array_equal(got, times * np.arange(3))
 
 
 def test_a_function_that_stores_stacks():

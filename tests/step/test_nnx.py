@@ -407,6 +407,46 @@ def test_place_and_set_memory_kind_change_objects():
         oo.set_memory_kind({"both": both}, "kernels", "device")
 
 
+@pytest.mark.parametrize("donated", [(0, 1), (1,), ()])
+def test_statistics_of_scanned_layers_stay(donated):
+    """What a scan makes of rows that it took returns to where they rest."""
+
+    class Scanned(nnx.Module):
+        def __init__(self):
+            make = nnx.vmap(lambda key: nnx.BatchNorm(8, rngs=nnx.Rngs(key)))
+            self.norms = make(jax.random.split(jax.random.key(0), 3))
+
+        def __call__(self, x):
+            layers = nnx.scan(
+                lambda norm, x: jnp.tanh(norm(x)) + x,
+                in_axes=(0, nnx.Carry),
+                out_axes=nnx.Carry,
+            )
+            return layers(self.norms, x)
+
+    def step(model, optimizer):
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(X) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    found = []
+    for jit, tx in (
+        (nnx.jit, optax.adam(0.1)),
+        (oo.jit, oo.offload(optax.adam(0.1), ALL)),
+    ):
+        model = Scanned()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        options = {}
+        if jit is oo.jit:
+            oo.place(model, ALL)
+            options = {"donate_argnums": donated}
+        jitted = jit(step, **options)
+        found.append([float(jitted(model, optimizer)) for _ in range(3)])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+    kept = jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+    assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
+
+
 @pytest.mark.newest
 def test_compiling_for_a_target():
     """Objects keep what they share."""

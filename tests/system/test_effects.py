@@ -343,6 +343,40 @@ def test_refs():
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_summed_in_refs_of_the_step():
+    """Of microbatches in a loop of Python, and counted in a scan of the step's."""
+
+    def step_of(tx):
+        def step(params, state, x):
+            sums = jax.tree.map(jax.new_ref, jax.tree.map(jnp.zeros_like, params))
+            count = jax.new_ref(jnp.zeros(()))
+
+            def counted(c, _):
+                count[...] += 1
+                return c, None
+
+            for part in jnp.split(x, 2):
+                grads = jax.grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2))(params, part)
+                jax.tree.map(lambda r, g: r.addupdate(g), sums, grads)
+                jax.lax.scan(counted, 0, part)
+            updates, state = tx.update(jax.tree.map(jax.freeze, sums), state, params)
+            return optax.apply_updates(params, updates), state, count[...]
+
+        return step
+
+    x = jnp.linspace(-1, 1, 4 * 64).reshape(4, 64)
+    found = []
+    for tx, jit in ((optax.adam(0.1), jax.jit), (offloaded(optax.adam(0.1)), oo.jit)):
+        step = jit(step_of(tx), donate_argnums=(0, 1))
+        params = {"w": jnp.ones((64, 8))}
+        state = tx.init(params)
+        for _ in range(2):
+            params, state, count = step(params, state, x)
+        assert count == 4
+        found.append(params["w"])
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
 def test_a_ref_in_an_offloaded_update_is_refused():
     """By its name where it has one."""
 
