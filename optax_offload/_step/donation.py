@@ -298,18 +298,23 @@ mlir.register_lowering(_pair_donations, _pair_in, cacheable=False)
 def places(traced: jax.stages.Traced) -> dict[int, int]:
     """The donated argument in whose place each result is, both as positions.
 
-    A result, or a member of it, is in the place of an argument that is a tree like it.
-    Of several that are, it is that of its own position, or the first.
+    A result, or a member of it, or of a tuple in it, is in the place of an argument
+    that is a tree like it. Of several that are, it is that of its own position, or the
+    first, and one in a tuple comes last. What became of Flax' objects is in a tuple.
     """
-    results = _members(traced.out_info, 0)
-    if isinstance(traced.out_info, (tuple, list)):
-        results |= _members(traced.out_info, 1)
+    out = traced.out_info
+    results = _members(out, 0)
+    if isinstance(out, (tuple, list)):
+        results |= _members(out, 1)
+        inside = {i for i, x in enumerate(out) if type(x) in (tuple, list)}
+        members = _members(out, 2).items()
+        results |= {k: x for k, x in members if getattr(k[0], "idx", None) in inside}
     found: dict[int, int] = {}
     for key, (tree, positions, donated) in _members(traced.args_info, 2).items():
         like = [k for k, (other, *_) in results.items() if other == tree]
         if not (donated and like):
             continue
-        taken = min(like, key=lambda k: k != key[1:])
+        taken = min(like, key=lambda k: (len(k) > 1, k[-1:] != key[1:]))
         found |= dict(zip(results[taken][1], positions, strict=True))
         del results[taken]
     return found

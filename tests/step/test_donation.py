@@ -446,6 +446,9 @@ def test_results_in_the_place_of_donated_arguments():
     }
     assert results_in_place(lambda p, r: r, p, p, donated=both) == {0: 0, 1: 1}
     assert results_in_place(lambda p, x: (p, x), p, x, donated=()) == {}
+    assert results_in_place(lambda p, x: (x, (x, p)), p, x) == {2: 0, 3: 1}
+    assert results_in_place(lambda p, x: ((p, x), p), p, x) == {3: 0, 4: 1}
+    assert results_in_place(lambda p, x: (x, {"new": p}), p, x) == {}
     assert results_in_place(lambda p: {"a": p["a"]}, p) == {}
     assert results_in_place(lambda p: q, p) == {}
 
@@ -460,3 +463,5 @@ def test_a_result_in_the_place_of_what_rests_returns_there(fn):
     for _ in range(2):
         params, _ = step(params, jnp.ones(2))
         assert kinds(params) == ["device", HOST_KIND]
+    step = oo.jit(lambda p: (0, [jax.tree.map(fn, p)]), donate_argnums=0)
+    assert kinds(step(params)[1]) == ["device", HOST_KIND]

@@ -447,6 +447,32 @@ def test_statistics_of_scanned_layers_stay(donated):
     assert {x.sharding.memory_kind for x in kept} == {"pinned_host"}
 
 
+def test_what_replaces_a_donated_variable_stays():
+    """A cache that is written anew is made of nothing that it was."""
+
+    class Caching(nnx.Module):
+        def __init__(self):
+            self.linear, self.cache = linear(), nnx.Cache(jnp.zeros((4, 8)))
+
+        def __call__(self, x):
+            self.cache[...] = jnp.tanh(x)
+            return self.linear(x)
+
+    model = oo.place(Caching(), ALL)
+    optimizer = nnx.Optimizer(model, oo.offload(optax.adam(0.1), ALL), wrt=nnx.Param)
+    step = oo.jit(
+        lambda model, optimizer: optimizer.update(
+            model, nnx.grad(lambda m: jnp.mean(m(X) ** 2))(model)
+        ),
+        donate_argnums=(0, 1),
+    )
+    for _ in range(2):
+        step(model, optimizer)
+    cached = model.cache.get_raw_value()
+    assert cached.sharding.memory_kind == "pinned_host"
+    np.testing.assert_allclose(cached, jnp.tanh(X), rtol=1e-6)
+
+
 @pytest.mark.newest
 def test_compiling_for_a_target():
     """Objects keep what they share."""

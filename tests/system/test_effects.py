@@ -369,7 +369,7 @@ def test_gradients_summed_in_refs_of_the_step():
     for tx, jit in ((optax.adam(0.1), jax.jit), (offloaded(optax.adam(0.1)), oo.jit)):
         step = jit(step_of(tx), donate_argnums=(0, 1))
         params = {"w": jnp.ones((64, 8))}
-        state = tx.init(params)
+        state, count = tx.init(params), jnp.zeros(())
         for _ in range(2):
             params, state, count = step(params, state, x)
         assert count == 4
