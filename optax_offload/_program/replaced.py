@@ -21,7 +21,6 @@ from optax_offload._program.graph import (
     Program,
     in_pairs,
     needed,
-    passed_on,
     shape,
     variables,
 )
@@ -175,14 +174,7 @@ def _before(
 def _before_rows(
     body: Body, v: jex.Var, ways: Collection[str]
 ) -> Iterator[tuple[jex.Var, int]]:
-    """Yields the operands of whose rows a scan makes those that it stacks.
-
-    A row that is handed through is nearer than one that something is added to.
-    """
-    same = passed_on(body).get(v)
-    if same is not None:
-        yield from ((x, 1) for x in variables([body.equation.invars[same]]))
-        return
+    """Yields the operands of whose rows a scan makes those that it stacks."""
     program = flatten(body.closed)
     (k,) = (k for k, x in enumerate(body.equation.outvars) if x is v)
     taken = {program.invars[x.position]: x.stack for x in body.rows_taken}

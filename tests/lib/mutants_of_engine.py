@@ -114,9 +114,9 @@ IN_ENGINE = {
     ),
     "rows that are handed through forgotten": Mutant(
         "_program/replaced.py",
-        "found = [] if same is None else variables([e.invars[same]])",
-        "found = []",
-        ("tests/program/test_at_rest.py",),
+        "yield from ((y, n + 1) for y in variables([taken[x]]))",
+        "yield from ()",
+        ("tests/program/test_replaced.py",),
     ),
     "new values read for old ones": Mutant(
         "_emit/scan.py",
@@ -969,7 +969,7 @@ IN_ENGINE = {
     ),
     "the last tree of several is in the place": Mutant(
         "_step/donation.py",
-        "        taken = min(like, key=lambda k: k != key[1:])",
+        "        taken = min(like, key=lambda k: (len(k) > 1, k[-1:] != key[1:]))",
         "        taken = like[-1]",
         (
             "tests/step/test_donation.py"
