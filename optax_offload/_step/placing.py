@@ -76,9 +76,10 @@ def place(state: T, like: Any, *, under: str = "") -> T:
           an `OffloadConfig`. Arrays keep their sharding. NumPy arrays get that of an
           array in the state of the same shape whose path ends alike, or are
           replicated. Leaves in another form than their rule's ``codec`` are encoded or
-          decoded: a state of `low_bit` needs rules that name its codecs. No rules,
-          ``()``, leave all as it is: so ``place(params, config.parameters)`` is right
-          for every rule file.
+          decoded: a state of `low_bit` needs rules that name its codecs. Leaves that
+          no rule matches belong on the device: give rules of parameters a tree of
+          parameters alone, or ``under``. No rules, ``()``, leave all as it is: so
+          ``place(params, config.parameters)`` is right for every rule file.
       under: With rules, the path of the state they are for, such as ``"opt_state/1"``
         in a ``TrainState``. Other leaves stay as they are.
 
