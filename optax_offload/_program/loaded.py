@@ -37,9 +37,10 @@ class Loaded:
         if len(e.outvars) != 1:
             return
         (v,) = e.outvars
-        taken = {*variables(e.invars)} - self.constants
-        if is_load(e) or (are_codes(e) and taken <= self.given):
-            (self.rests[v],) = taken
+        operands = {*variables(e.invars)}
+        taken = operands - self.constants
+        if is_load(e) or (are_codes(e) and operands <= self.given):
+            (self.rests[v],) = operands
         elif facts(e).again and not taken:
             self.constants.add(v)
         elif facts(e).again:

@@ -65,6 +65,8 @@ def returning(
         what = called(e)
         if what is not None:
             resting.difference_update(variables(e.invars[i] for i in what.update.loads))
+    if not resting:
+        return {}
     others = set(program.invars) - resting
     found: list[tuple[bool, bool, int, int, jex.Var]] = []
     for k, a in enumerate(program.outvars):

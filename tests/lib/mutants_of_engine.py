@@ -102,7 +102,7 @@ IN_ENGINE = {
     ),
     "codes that are computed loaded": Mutant(
         "_program/loaded.py",
-        "(are_codes(e) and taken <= self.given)",
+        "(are_codes(e) and operands <= self.given)",
         "are_codes(e)",
         ("tests/program/test_loaded.py",),
     ),

@@ -57,17 +57,17 @@ def test_what_is_computed_of_given_arrays_alone():
     assert not made_by(program, loaded_of(program, *program.invars))
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "computed"])
-def test_codes(given):
+@pytest.mark.parametrize(
+    ("codes", "made"),
+    [(lambda x: x, ["name", "mul"]), (jnp.sin, []), (jnp.zeros_like, [])],
+    ids=["given", "computed", "constant"],
+)
+def test_codes(codes, made):
     """On the device they count as loaded, where they are arguments."""
-
-    def fn(x):
-        return checkpoint_name(x if given else jnp.sin(x), CODES) * 2
-
-    program = program_of(fn, X)
+    program = program_of(lambda x: checkpoint_name(codes(x), CODES) * 2, X)
     found = loaded_of(program, *program.invars)
-    assert made_by(program, found) == (["name", "mul"] if given else [])
-    assert [*found.rests.values()] == program.invars[:given]
+    assert made_by(program, found) == made
+    assert [*found.rests.values()] == program.invars[: bool(made)]
 
 
 def test_stores_are_no_loads():
