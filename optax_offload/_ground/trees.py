@@ -217,12 +217,21 @@ def _has_alternatives(regex: str) -> bool:
 
 
 def _respelled(regex: str, paths: list[str]) -> str:
-    """The regex with words that are in no path made those that are most like them."""
+    """The regex with words that are in no path made those that are most like them.
+
+    One without a number becomes all that differ in theirs: ``layers`` those of each
+    layer, as Linen names them.
+    """
     known = {word for path in paths for word in re.findall(r"\w+", path)}
 
     def like(word: re.Match[str]) -> str:
         near = difflib.get_close_matches(word[0], known, 1, 0.7)
-        return word[0] if word[0] in known or not near else near[0]
+        if word[0] in known or not near:
+            return word[0]
+        numbered = re.sub(r"\d+", r"\\d+", near[0])
+        alike = [x for x in known if re.fullmatch(numbered, x)]
+        means_all = len(alike) > 1 and not re.search(r"\d", word[0])
+        return numbered if means_all else near[0]
 
     return re.sub(r"(?<!\\)\b[^\W\d]\w*", like, regex)
 

@@ -161,6 +161,21 @@ def test_remedy_proposes_a_pattern_that_matches(pattern, message):
     assert message in trees.remedy(re.compile(pattern), paths)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("layers/.*", r"Write r'layer_\d+/.*', which matches 12 leaves."),
+        (".*/kernels", "Write '.*/kernel', which matches 12 leaves."),
+        ("layr_3/.*", "Write 'layer_3/.*', which matches 1 leaf."),
+        ("heads/.*", "Write 'head_7/.*', which matches 1 leaf."),
+    ],
+)
+def test_remedy_for_layers_with_numbers(pattern, message):
+    """All layers are meant where none has a number, or what is there once."""
+    paths = [*(f"layer_{i}/kernel" for i in range(12)), "head_7/kernel/bias"]
+    assert message in trees.remedy(re.compile(pattern), paths)
+
+
 def test_arrays_are_leaves():
     """As they are: the same object."""
     x = jnp.ones(3)
