@@ -1,7 +1,7 @@
 """Bytes, written for a person and read from one."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optax_offload._ground import units
@@ -63,6 +63,7 @@ def test_a_size_needs_a_unit(text):
         units.parse_size(text)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**60))
 def test_sizes_come_back(size_bytes):
     """To within the two decimals that are shown."""

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from harness import committed, make_params
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optax_offload as oo
@@ -168,6 +168,7 @@ def test_files(tmp_path):
 names = st.text("ab/01", min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(names, st.integers(0, 50), min_size=1),
     st.floats(0.01, 1),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optax_offload as oo
@@ -371,6 +371,7 @@ def test_missing_file(tmp_path):
 names = st.text("abc_/0123456789", min_size=1, max_size=8)
 
 
+@settings(deadline=None)
 @given(st.lists(names, min_size=1, unique=True), st.lists(names, min_size=1), st.data())
 def test_placement_is_the_first_match(paths, patterns, data):
     """Against the definition, for random paths and rules."""

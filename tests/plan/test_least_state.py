@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optax_offload._plan import search
@@ -24,6 +24,7 @@ class Oracle:
         return self.fixed + sum(self.sizes) - gone
 
 
+@settings(deadline=None)
 @given(
     fixed=st.integers(0, 1000),
     budget=st.integers(0, 3000),

@@ -6,7 +6,7 @@ import sys
 
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optax_offload as oo
@@ -49,6 +49,7 @@ OPTIONS = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(
     st.lists(RULES, min_size=1, max_size=4),
     st.none() | st.integers(1, 2**40),
