@@ -21,7 +21,8 @@ class Beside(NamedTuple):
       nodes: Equations and what is left of updates, each after what it takes. A scan
         takes and defines what the updates in it do too.
       after: Those that wait for passes over rows, in order.
-      taken: What updates in scans take of the nodes, and what those passes do.
+      taken: What updates in scans take of the nodes, and what those passes and what
+        waits for them do.
       reduced: What is reduced over gradients that turns use up, if they may.
     """
 

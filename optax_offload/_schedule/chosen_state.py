@@ -306,6 +306,8 @@ class _Search:
         program = self._program
         sizes = shape(each.result)
         made = [v for v in each.takes if v in self._made]
+        if not made:  # A number that is made of others of new state.
+            return None
         at = max(self._position(v) for v in made)
         what = called(program.equations[at])
         if what is None or not any(

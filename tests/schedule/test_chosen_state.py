@@ -502,3 +502,29 @@ def test_peak_on_a_gpu(of_gradients):
         aot.peak(chosen).peak_bytes <= aot.peak(without).peak_bytes + 2 * row + waiting
     )
     assert aot.peak(chosen).host_temporary_bytes == 0
+
+
+def test_numbers_of_state_on_the_host_that_are_chosen_twice():
+    """A count that `optax.MultiSteps` around chooses, and then a flag of the step."""
+
+    def step_of(tx):
+        def step(state, params, keep):
+            updates, new = tx.update(params, state, params)
+            both = new, optax.apply_updates(params, updates)
+            old = state, params
+            return jax.tree.map(lambda a, b: jnp.where(keep, b, a), both, old)
+
+        return step
+
+    found = []
+    for jit, offload in (
+        (jax.jit, lambda tx: tx),
+        (oo.jit, lambda tx: oo.offload(tx, oo.Rule(".*", min_bytes=0))),
+    ):
+        tx = optax.MultiSteps(offload(optax.adam(0.1)), 2)
+        params = {"w": jnp.ones((4, 8))}
+        state, step = tx.init(params), jit(step_of(tx), donate_argnums=(0, 1))
+        for i in range(5):
+            state, params = step(state, params, jnp.array(i == 2))
+        found.append((state, params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *found)
