@@ -24,10 +24,10 @@ Run:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import statistics
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from benchmarks.common.steps import MODES, compile_step
 from benchmarks.common.workloads import USUAL_WORKLOADS, WORKLOADS
 from optax_offload import aot
 from optax_offload._ground.units import MIB
-from optax_offload.aot._timeline import Model, Timeline
+from optax_offload.aot._timeline import Model, Place, TimedMove, Timeline, length
 
 FLAGS = flags.FLAGS
 COLUMNS = (
@@ -50,15 +50,16 @@ COLUMNS = (
 def print_census(names: tuple[str, str, str], found: Timeline) -> None:
     """Prints a row, and under it one for each place that has transfers."""
     sizes = found.sizes("load") + found.sizes("store")
-    counts = (found.count("load"), found.count("store"), found.copies, found.kernels)
+    row = summary(found)
+    milliseconds = (1e3 * row[name] for name in ("exposed_seconds", "seconds"))
     figures = (
-        *(*counts, found.synchronous),
+        *(found.count("load"), found.count("store")),
+        *(row["copies"], row["kernels"], row["synchronous"]),
         statistics.median(sizes) / MIB if sizes else None,
-        *(found.efficiency, found.both_ways),
-        *(1e3 * found.exposed_seconds, 1e3 * found.seconds, found.over_floor),
+        *(row["efficiency"], row["both_ways"], *milliseconds, row["over_floor"]),
     )
     command.print_row(names, figures)
-    for place in summary(found)["places"]:
+    for place in row["places"]:
         listed = ", ".join(f"{n} {form}" for form, n in place["transfers"].items())
         inside = f"{place['name']}, {place['trip_count'] or '?'} times"
         flight = "/".join(map(str, place["most_in_flight"]))
@@ -72,11 +73,7 @@ def print_census(names: tuple[str, str, str], found: Timeline) -> None:
 
 def summary(found: Timeline) -> dict[str, Any]:
     """The values of a row of the table, for JSON."""
-    figures = ["most_in_flight", "synchronous", "copies", "kernels", "efficiency"]
-    figures += ["both_ways", "over_floor", "seconds", "compute_seconds"]
-    figures += ["exposed_seconds", "least_seconds", "link_seconds"]
-    row: dict[str, Any] = {name: getattr(found, name) for name in figures}
-    row["model"] = dataclasses.asdict(found.model)
+    row = counts(found) | use_of_link(found) | {"model": asdict(found.model)}
     for direction in found.spans:
         sizes = found.sizes(direction)
         row[direction] = {"count": len(sizes), "bytes": sum(sizes)}
@@ -84,12 +81,60 @@ def summary(found: Timeline) -> dict[str, Any]:
     row["places"] = [
         {
             **{name: getattr(place, name) for name in of_place},
-            "efficiency": place.efficiency(found.model),
-            "transfers": dict(Counter(move.how for move in place.moves)),
+            "efficiency": efficiency(place, found.model),
+            "transfers": dict(Counter(map(how, place.moves))),
         }
         for place in found.places
     ]
     return row
+
+
+def counts(found: Timeline) -> dict[str, Any]:
+    """The numbers of transfers, also of host copies, in a step."""
+    moves = [move for place in found.places for move in place.moves]
+    kernels = sum(move.runs for move in moves if move.kernel)
+    return {
+        "most_in_flight": found.most_in_flight,
+        "synchronous": sum(move.runs for move in moves if not move.asynchronous),
+        "copies": sum(move.runs for move in moves) - kernels,
+        "kernels": kernels,
+    }
+
+
+def use_of_link(found: Timeline) -> dict[str, Any]:
+    """The times of a step, and how well it uses the link (see above)."""
+    least, link = found.least_seconds, found.model.link
+    either = length(found.spans["load"] + found.spans["store"])
+    both = max(found.load_seconds + found.store_seconds - either, 0.0)  # Rounding.
+    ways = ("load", "store")
+    lesser = min(link.seconds(sum(found.sizes(d)), found.count(d)) for d in ways)
+    floor = max(found.compute_seconds, least)
+    return {
+        "efficiency": least / found.link_seconds if found.link_seconds else None,
+        "both_ways": both / lesser if lesser else None,
+        "over_floor": found.seconds / floor if floor else 1.0,
+        "seconds": found.seconds,
+        "compute_seconds": found.compute_seconds,
+        "exposed_seconds": found.seconds - found.compute_seconds,
+        "least_seconds": least,
+        "link_seconds": found.link_seconds,
+    }
+
+
+def efficiency(place: Place, model: Model) -> float:
+    """The least link time of what a place moves, over all its time."""
+    nbytes: Counter[str] = Counter()
+    for move in place.moves:
+        nbytes[move.direction] += move.nbytes * move.runs
+    least = model.least_seconds(max(nbytes["load"], nbytes["store"]))
+    return least / place.seconds if place.seconds else 0.0
+
+
+def how(move: TimedMove) -> str:
+    """A transfer for a person, such as `load: sync dynamic-slice kernel`."""
+    waited = "" if move.asynchronous else "sync "
+    kernel = " kernel" if move.kernel and move.form != "fusion" else ""
+    return f"{move.direction}: {waited}{move.form}{kernel}"
 
 
 def main() -> None:

@@ -44,35 +44,24 @@ class Model:
       memory_bytes_per_second: Bandwidth of device memory.
       flops_per_second: Matrix products of float32 at JAX's default precision.
       narrow_flops_per_second: Matrix products of 16 bits, such as bfloat16.
-      kernels_occupy_device: Whether the device computes nothing beside a transfer that
-        is done by a kernel. False pretends that copy engines did it.
     """
 
     link: Link = LINK
     memory_bytes_per_second: float = _H100.memory_bytes_per_second
     flops_per_second: float = _H100.float32_flops_per_second
     narrow_flops_per_second: float = _H100.flops_per_second
-    kernels_occupy_device: bool = True
 
     @classmethod
-    def of(
-        cls,
-        target: Target,
-        bytes_per_second: float | None = None,
-        latency_seconds: float | None = None,
-    ) -> Model:
+    def of(cls, target: Target, bytes_per_second: float | None = None) -> Model:
         """The model of a target's chip.
 
         Args:
           target: The target that the program was compiled for.
           bytes_per_second: Bandwidth of the link, instead of the documented one.
-          latency_seconds: Latency of the link, instead of the assumed one.
         """
         chip, link = target.chip, target.chip.link
         if bytes_per_second is not None:
             link = dataclasses.replace(link, bytes_per_second=bytes_per_second)
-        if latency_seconds is not None:
-            link = dataclasses.replace(link, latency_seconds=latency_seconds)
         return cls(
             link=link,
             memory_bytes_per_second=chip.memory_bytes_per_second,
@@ -114,13 +103,6 @@ class TimedMove:
     asynchronous: bool
     between: int = 0
     runs: int = 0
-
-    @property
-    def how(self) -> str:
-        """A description for a person, such as `load: sync dynamic-slice kernel`."""
-        waited = "" if self.asynchronous else "sync "
-        kernel = " kernel" if self.kernel and self.form != "fusion" else ""
-        return f"{self.direction}: {waited}{self.form}{kernel}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -198,15 +180,6 @@ class Place:
             elif not isinstance(step, Start | Done):
                 total += step
         return total
-
-    def nbytes(self, direction: str) -> int:
-        """The bytes that all its runs move."""
-        return sum(m.nbytes * m.runs for m in self.moves if m.direction == direction)
-
-    def efficiency(self, model: Model) -> float:
-        """The least link time of what it moves, over all its time."""
-        size = max(self.nbytes("load"), self.nbytes("store"))
-        return model.least_seconds(size) / self.seconds if self.seconds else 0.0
 
 
 # What a schedule consists of; a number is seconds of computation.
@@ -353,7 +326,7 @@ class Timeline:
             self.spans[move.direction].append((begin, end))
             ends.append(end)
             move.runs += 1
-            if move.kernel and self.model.kernels_occupy_device:
+            if move.kernel:
                 self.seconds = end
         self._in_flight[start] = (max(ends), self._operations)
         self.most_in_flight = _most(self.most_in_flight, self._in_flight)
@@ -378,23 +351,6 @@ class Timeline:
         return [t.nbytes for t in self.moves(direction) for _ in range(t.runs)]
 
     @property
-    def synchronous(self) -> int:
-        """Transfers (also host copies) that are waited for at once, in a step."""
-        found = (t for p in self.places for t in p.moves)
-        return sum(t.runs for t in found if not t.asynchronous)
-
-    @property
-    def kernels(self) -> int:
-        """Transfers (also host copies) that kernels do, in a step."""
-        found = (t for p in self.places for t in p.moves)
-        return sum(t.runs for t in found if t.kernel)
-
-    @property
-    def copies(self) -> int:
-        """Transfers (also host copies) that copy engines do, in a step."""
-        return sum(map(self.count, self.spans)) - self.kernels
-
-    @property
     def link_seconds(self) -> float:
         """The time during which a transfer is under way."""
         return length(span for spans in self.spans.values() for span in spans)
@@ -410,41 +366,10 @@ class Timeline:
         return length(self.spans["store"])
 
     @property
-    def both_seconds(self) -> float:
-        """The time during which a load and a store are under way."""
-        either = length(self.spans["load"] + self.spans["store"])
-        return max(self.load_seconds + self.store_seconds - either, 0.0)  # Rounding.
-
-    @property
-    def exposed_seconds(self) -> float:
-        """The time that transfers add to the step."""
-        return self.seconds - self.compute_seconds
-
-    @property
     def least_seconds(self) -> float:
         """The time of the direction that moves more, without any latency."""
         sizes = (sum(self.sizes(d)) for d in ("load", "store"))
         return self.model.least_seconds(max(sizes))
-
-    @property
-    def efficiency(self) -> float | None:
-        """The efficiency of the link while it is used; None without transfers."""
-        return self.least_seconds / self.link_seconds if self.link_seconds else None
-
-    @property
-    def both_ways(self) -> float | None:
-        """The share of the lesser direction's time in which both are busy."""
-        seconds = [
-            self.model.link.seconds(sum(self.sizes(d)), self.count(d))
-            for d in ("load", "store")
-        ]
-        return self.both_seconds / min(seconds) if min(seconds) else None
-
-    @property
-    def over_floor(self) -> float:
-        """The step over the longer of its computation and the least link time."""
-        floor = max(self.compute_seconds, self.least_seconds)
-        return self.seconds / floor if floor else 1.0
 
 
 def length(spans: Iterable[Span]) -> float:

@@ -34,7 +34,6 @@ def test_a_step_returns_what_it_takes(name):
 @pytest.mark.xdist_group("aot")
 def test_what_rests_is_on_the_host():
     """State alone, and parameters too."""
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     params = language(dense(8, 1024, 1024))
     step = Ordinary(params, usual(language_loss()), (tokens(4, 257),))
     with jax.numpy_rank_promotion("allow"):
