@@ -112,7 +112,14 @@ def compiled(name: str, target: aot.Target, mode: str, sizes: dict[str, int]) ->
             least = least_bytes(step, gradients=MODES[mode].streamed is None)
             if budget is not None and least > budget:
                 return {"compiled": False, "fits": False, "used_bytes": least}
-            making = functools.partial(_plan.compile_step, step, target)
+            making = functools.partial(
+                aot.compile,
+                step.fn,
+                *step.args,
+                target=target,
+                donate_argnums=step.donate_argnums,
+                out_shardings=step.out_shardings,
+            )
         else:
             of = (WORKLOADS[name](**sizes), target, MODES[mode])
             making = functools.partial(compile_step, *of)

@@ -153,6 +153,16 @@ def counted(count: int, noun: str, nbytes: int) -> str:
     return f"{count} {noun}{'s' * (count != 1)} of {size_text(nbytes)}"
 
 
+def leaves_text(count: int) -> str:
+    """How many leaves there are, for a person to read.
+
+    Example:
+      >>> leaves_text(1), leaves_text(2)
+      ('1 leaf', '2 leaves')
+    """
+    return f"{count} {'leaf' if count == 1 else 'leaves'}"
+
+
 def parse_size(text: str) -> int:
     """The bytes that a person means.
 

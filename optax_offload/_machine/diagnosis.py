@@ -36,7 +36,7 @@ class Diagnosis:
         """The same as plain values, ready for `json.dumps`."""
         return {
             "offload_helps": self.offload_helps,
-            "findings": [x.as_dict() for x in self.findings],
+            "findings": [dataclasses.asdict(x) for x in self.findings],
         }
 
 

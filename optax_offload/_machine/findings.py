@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from optax_offload._host import host_memory
 from optax_offload._host.host_memory import Limit
@@ -40,10 +40,6 @@ class Finding:
     means: str
     do: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """The same as plain values, ready for `json.dumps`."""
-        return dataclasses.asdict(self)
 
 
 # Coherent with their host, and yet two memories, which are all nodes of one system.

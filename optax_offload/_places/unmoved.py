@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from optax_offload._ground.errors import warn
+from optax_offload._ground.units import leaves_text
 
 _TOO_SMALL = "under "
 
@@ -20,10 +21,7 @@ def why_nothing_moves(planned: Iterable[tuple[str | None, str]]) -> str:
     if not leaves or any(kind != "device" for kind, _ in leaves):
         return ""
     reasons = Counter(why for _, why in leaves)
-    text = "; ".join(
-        f"{count} lea{'f' if count == 1 else 'ves'}: {why}"
-        for why, count in reasons.items()
-    )
+    text = "; ".join(f"{leaves_text(n)}: {why}" for why, n in reasons.items())
     too_small = any(why.startswith(_TOO_SMALL) for why in reasons)
     hint = ". Rule(pattern, min_bytes=...) moves smaller leaves" * too_small
     return f"nothing moves to host memory. {text}{hint}"

@@ -16,12 +16,11 @@ from optax_offload._plan.budget import (
 from optax_offload._plan.candidates import CompiledCandidate, Progress
 from optax_offload._plan.frozen import parameters_of
 from optax_offload._plan.planner import Planner, plan
-from optax_offload._plan.result import Plan, check_can_plot, save_plot
+from optax_offload._plan.result import Plan, check_can_plot, filling, save_plot
 from optax_offload._plan.step import (
     Step,
     StepFactory,
     check_factory,
-    compile_step,
     record,
 )
 
@@ -42,8 +41,8 @@ __all__ = [
     "check_can_plot",
     "check_factory",
     "checked_budget",
-    "compile_step",
     "default_budget_bytes",
+    "filling",
     "parameters_of",
     "plan",
     "record",

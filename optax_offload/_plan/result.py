@@ -13,6 +13,7 @@ from optax_offload._ground.units import (
     Printed,
     html_paragraph,
     html_table,
+    leaves_text,
     milliseconds,
     seconds_text,
     size_text,
@@ -271,9 +272,8 @@ class Plan(Printed):
         for codec in dict.fromkeys(p.codec for p in every):
             some = [p for p in every if p.codec == codec]
             what, effect = _NUMBERS.get(codec or "", _OF_MOMENTS)
-            count = sum(len(p.leaves) for p in some)
+            leaves = leaves_text(sum(len(p.leaves) for p in some))
             size = sum(p.nbytes_per_device for p in some)
-            leaves = "1 leaf" if count == 1 else f"{count} leaves"
             lines.append(
                 f"kept as {codec}: {leaves} of {what}, {size_text(size)} of each "
                 f"device. {effect}"
@@ -327,19 +327,14 @@ class Plan(Printed):
 
     def _headline(self) -> str:
         before, after = self.before.used_bytes, self.after.used_bytes
-        leaves = sum(len(pattern.leaves) for pattern in self.moved)
+        leaves = leaves_text(sum(len(pattern.leaves) for pattern in self.moved))
         return (
             f"for {self.target.name}, {size_text(self.budget_bytes)} on each device, "
-            f"{leaves} {'leaf' if leaves == 1 else 'leaves'} moved, peak "
-            f"{size_text(before)} -> {size_text(after)}"
+            f"{leaves} moved, peak {size_text(before)} -> {size_text(after)}"
         )
 
     def _repr_html_(self) -> str:
-        before, after = self.before.parts, self.after.parts
-        parts = [
-            [part, size_text(before.get(part, 0)), size_text(after.get(part, 0))]
-            for part in dict.fromkeys([*before, *after])
-        ]
+        parts = filling(self)
         used = [size_text(x.used_bytes) for x in (self.before, self.after)]
         header = ["of each device", "as given", "with the plan"]
         return "".join(
@@ -353,20 +348,25 @@ class Plan(Printed):
         )
 
     def __str__(self) -> str:
-        before, after = self.before.parts, self.after.parts
         moved = [
             f"  {size_text(p.nbytes_per_device):>10}  {p.pattern}" for p in self.moved
         ]
-        width = max(map(len, [*before, *after]), default=0)
-        parts = [
-            f"  {part:<{width}} {size_text(before.get(part, 0)):>10} -> "
-            f"{size_text(after.get(part, 0)):>10}"
-            for part in dict.fromkeys([*before, *after])
-        ]
+        filled = filling(self)
+        width = max((len(part) for part, *_ in filled), default=0)
+        parts = [f"  {x:<{width}} {old:>10} -> {new:>10}" for x, old, new in filled]
         head, *rest = self._summary()
         assumed = [f"assumed {a}" for a in self.alternatives.assumptions]
         table = str(self.alternatives).splitlines()
         return "\n".join([head, *rest, *parts, *moved, *table, *assumed])
+
+
+def filling(plan: Plan) -> list[tuple[str, str, str]]:
+    """What fills each device: a part, its size as given and that with the plan."""
+    before, after = plan.before.parts, plan.after.parts
+    return [
+        (part, size_text(before.get(part, 0)), size_text(after.get(part, 0)))
+        for part in dict.fromkeys([*before, *after])
+    ]
 
 
 # The leaves that a codec is for, and its effect.

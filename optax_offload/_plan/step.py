@@ -82,21 +82,6 @@ class StepFactory:
         return self.step(lambda inner: inner)
 
 
-def compile_step(step: Step, target: aot.Target) -> jax.stages.Compiled:
-    """Compiles a step.
-
-    Raises:
-      aot.DoesNotFitError: the step does not fit on the target.
-    """
-    return aot.compile(
-        step.fn,
-        *step.args,
-        target=target,
-        donate_argnums=step.donate_argnums,
-        out_shardings=step.out_shardings,
-    )
-
-
 def unjitted(step: Step) -> Step:
     """A step of `jit` as if it were not jitted; any other as it is."""
     found = before_jit(step.fn)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optax_offload import _plan
-from optax_offload._ground.units import size_text
+from optax_offload._ground.units import leaves_text, size_text
 from optax_offload.aot import CHIPS, Target
 from optax_offload.cli.checkpoint import SavedLeaf
 from optax_offload.cli.explanation import Explanation, PlacedLeaf
@@ -59,8 +59,7 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
     for line in about:
         say(console, line)
     if plan.moved:
-        count = sum(len(p.leaves) for p in plan.moved)
-        leaves = "1 leaf" if count == 1 else f"{count} leaves"
+        leaves = leaves_text(sum(len(p.leaves) for p in plan.moved))
         size = size_text(sum(p.nbytes_per_device for p in plan.moved))
         say(console, f"state moved to host memory, {leaves}, {size} of each device:")
     for p in plan.moved:
@@ -78,17 +77,9 @@ def print_plan(console: Console, plan: _plan.Plan) -> None:
             say(console, told)
         paste(console, rule.regex)
     before, after = plan.before, plan.after
-    parts = [
-        (
-            part,
-            size_text(before.parts.get(part, 0)),
-            size_text(after.parts.get(part, 0)),
-        )
-        for part in dict.fromkeys([*before.parts, *after.parts])
-    ]
     peaks = ("peak", size_text(before.used_bytes), size_text(after.used_bytes))
     columns = ("each device", "as given ", "with the plan ")
-    console.print(table("", columns, [*parts, peaks]))
+    console.print(table("", columns, [*_plan.filling(plan), peaks]))
     if not plan.before.fits:
         print_alternatives(console, plan.alternatives)
     for line in plan.settings():
@@ -183,11 +174,10 @@ def print_leaves(console: Console, title: str, leaves: Sequence[SavedLeaf]) -> N
     columns = ("path", "shape", "dtype", "size of each ", "sharding")
     console.print(table(title, columns, rows))
     total = size_text(sum(x.nbytes for x in leaves))
-    count = "1 leaf" if len(leaves) == 1 else f"{len(leaves)} leaves"
     say(
         console,
-        f"{count}, {total}. Orbax records no memory kinds: it restores a leaf to where "
-        "your template says (optax_offload.eval_shape).",
+        f"{leaves_text(len(leaves))}, {total}. Orbax records no memory kinds: it "
+        "restores a leaf to where your template says (optax_offload.eval_shape).",
     )
 
 
