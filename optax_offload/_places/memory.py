@@ -63,6 +63,11 @@ def on_host(x: Any) -> bool:
     return type_of(x).memory_space == jax.memory.Space.Host
 
 
+def kind_of_type(x: Any) -> str:
+    """The memory kind that the type of a value, or a type itself, is of."""
+    return "pinned_host" if on_host(x) else "device"
+
+
 def device_type(x: Any) -> Any:
     """The type of a value (shape, dtype, weak type, sharding) were it on the device."""
     return type_of(x).update(memory_space=_SPACES["device"])
@@ -168,6 +173,11 @@ def slice_axis(x: Any) -> int | None:
     return next((i for i, names in enumerate(spec) if names is None), None)
 
 
+def is_key(x: Any) -> bool:
+    """Returns whether a value or type is of random keys, which have data."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def movable_nbytes(x: Any) -> int | None:
     """The bytes of a value or type that can be on the host, None for one that cannot.
 
@@ -179,7 +189,7 @@ def movable_nbytes(x: Any) -> int | None:
 
 def transfer(x: jax.Array, memory_kind: str) -> jax.Array:
     """Moves a traced value. Nothing happens to a value that is there already."""
-    before = "pinned_host" if on_host(x) else "device"
+    before = kind_of_type(x)
     if before == memory_kind:
         return x
     # Without `src` JAX leaves the cotangent of what is moved to the host there.
@@ -252,7 +262,7 @@ def array_from(
 def memory_kind_of(x: Any) -> str | None:
     """The memory kind of an array, a struct or a sharding; None where it has none."""
     if isinstance(x, jax.core.Tracer):
-        return "pinned_host" if on_host(x) else "device"
+        return kind_of_type(x)
     sharding = x if isinstance(x, Sharding) else getattr(x, "sharding", None)
     if sharding is not x and hasattr(x, "memory_kind"):
         return x.memory_kind  # What stands for a leaf on disk says so itself.
@@ -326,17 +336,22 @@ def set_memory_kind(
             + ", ".join(f"{path!r} ({type(x).__name__})" for path, x in strangers)
             + f". {_remedy([x for _, x in strangers])}"
         )
-    on_disk = [path for path, x in chosen if memory_kind_of(x) == "disk"]
-    if on_disk:
-        raise ValueError(
-            f"{trees.listed(on_disk)}: on disk. Bring them back first, with "
-            "optax_offload.reload_states"
-        )
+    check_none_on_disk(chosen)
     retyped = [
         _retype(path, x, memory_kind) if trees.matches(regex, path) else x
         for path, x in leaves
     ]
     return jax.tree_util.tree_unflatten(treedef, retyped)
+
+
+def check_none_on_disk(leaves: Iterable[tuple[str, Any]]) -> None:
+    """Raises a ValueError that names the leaves, given with paths, that are on disk."""
+    on_disk = [path for path, x in leaves if memory_kind_of(x) == "disk"]
+    if on_disk:
+        raise ValueError(
+            f"{trees.listed(on_disk)}: on disk. Bring them back first, with "
+            "optax_offload.reload_states"
+        )
 
 
 def _remedy(strangers: list[Any]) -> str:
@@ -429,8 +444,3 @@ def on_mesh(sharding: Sharding, memory_kind: str) -> Sharding:
         (device,) = sharding.device_set
         sharding = NamedSharding(Mesh([device], ("device",)), PartitionSpec())
     return sharding.with_memory_kind(memory_kind)
-
-
-def kind_of_type(aval: Any) -> str:
-    """The memory kind of a type."""
-    return "pinned_host" if on_host(aval) else "device"

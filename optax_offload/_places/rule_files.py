@@ -29,7 +29,7 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
       ``parameters``, and `jit` its ``step``.
 
     Raises:
-      OSError: The file cannot be read.
+      OSError: The file cannot be read. The message names it.
       ValueError: The file is not TOML, or a key or value is wrong. The message names
         the file, the key, what was found and what is allowed.
 
@@ -43,13 +43,18 @@ def load_config(path: str | os.PathLike[str]) -> OffloadConfig:
       ('.*/(mu|nu)/.*', 'host')
     """
     file = os.fspath(path)
-    with open(file, "rb") as f:
-        try:
+    try:
+        with open(file, "rb") as f:
             table = tomllib.load(f)
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-            quotes = ". Write patterns in single quotes, which keep backslashes"
-            hint = quotes * ("\\" in str(e))
-            raise ValueError(f"{file}: not a TOML file: {e}{hint}") from e
+    except OSError as e:
+        raise type(e)(
+            f"{file}: {e.strerror}. It must be a rule file, such as `optax-offload fit "
+            "--out rules.toml` writes"
+        ) from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        quotes = ". Write patterns in single quotes, which keep backslashes"
+        hint = quotes * ("\\" in str(e))
+        raise ValueError(f"{file}: not a TOML file: {e}{hint}") from e
     _check_keys(file, "", table, OffloadConfig)
     parameters = _rules_of(file, "parameters", table.get("parameters", []))
     step = _step(file, table.get("step", {}))

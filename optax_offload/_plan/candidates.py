@@ -249,7 +249,7 @@ def traced(factory: StepFactory, state: MovableState, variant: Variant) -> StepF
       variant: The one that moves most.
     """
     step, jitted = prepared(factory, state, variant)
-    with jax.sharding.use_abstract_mesh(aot.mesh_of(step.args, factory.target)):
+    with _quietly(step, factory):
         if jitted is None:
             return _of_jitted(step, state)
         donated = step.donate_argnums or ()

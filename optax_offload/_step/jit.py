@@ -305,7 +305,7 @@ class Jitted(Generic[P, R]):
           **kwargs: those of a call.
 
         Returns:
-          The schedule, whose text is a few lines to read.
+          The schedule, whose text is a few lines to read. It warns where a call does.
         """
         if self._objects.given(args, kwargs):
             return self._objects.schedule(*args, **kwargs)
@@ -387,8 +387,7 @@ class _Variants:
         return found
 
     def clear(self) -> None:
-        tracers = (self._tracer, self._decoding)
-        for jitted in (*tracers, *self._jitted.values()):
+        for jitted in (self._tracer, self._decoding, *self._jitted.values()):
             jitted.clear_cache()
 
     def cache_size(self) -> int:
@@ -420,8 +419,7 @@ class _Variants:
             return {}
         given = self._options.get("compiler_options")
         where = machine.machine_of((call, self._given))
-        asked = self._asked.latency_hiding
-        found = machine.compiler_options(given, asked, told, where)
+        found = machine.compiler_options(given, self._asked.latency_hiding, told, where)
         return {} if found is None else {"compiler_options": found}
 
     def _staged(
@@ -475,7 +473,9 @@ class _Variants:
 
     def schedule(self, *args: Any, **kwargs: Any) -> FusedStep:
         """Describes the updates of a call that are fused."""
-        return self._planned(args, kwargs)[1]
+        traced, plan = self._planned(args, kwargs)
+        streaming.warn_of_refusals(plan, traced.out_info, plan.step.misplaced)
+        return plan
 
     def _planned(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

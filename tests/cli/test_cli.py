@@ -50,14 +50,6 @@ def broken_otherwise(offload, target):
 def broken_in_the_step(offload, target):
     step = make_step(offload, target, width=64)
     return step._replace(fn=lambda *args: 1 / 0)
-
-def no_optimizer(offload, target):
-    return oo.Step(lambda x: x, (jax.ShapeDtypeStruct((8,), jnp.float32),))
-
-other = 3
-
-def train_step(model, optimizer, tokens):
-    pass
 """
 
 
@@ -254,7 +246,6 @@ def test_explain_without_rules_of_parameters(invoke, rules):
 @pytest.mark.xdist_group("gpu")
 def test_nothing_is_said_of_plugins(tmp_path):
     """In a process of its own, although JAX looks for them when values are made."""
-    pytest.importorskip("jax_plugins")
     made = "values = jax.random.normal(jax.random.key(0), (8,))\n"
     (tmp_path / "my_steps.py").write_text(FACTORY + made)
     (tmp_path / "rules.toml").write_text("[[rules]]\npattern = '0/mu/.*'\n")
@@ -290,26 +281,12 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("fit", "my_steps", "--target", "h100"), "write package.module:function"),
-        (
-            ("fit", "no_steps:f", "--target", "h100"),
-            "no module 'no_steps' in",
-        ),
         (
             ("fit", "my_steps:stepp", "--target", "h100"),
             "my_steps has no function 'stepp'; it has make_step, broken, "
-            "broken_otherwise, broken_in_the_step, no_optimizer",
+            "broken_otherwise, broken_in_the_step",
         ),
-        (("fit", "my_steps:other", "--target", "h100"), "has no function 'other'"),
         (("fit", "my_steps:make_step", "--target", "h10"), "names no chip"),
-        (
-            ("fit", "my_steps:make_step", "--target", "h100", "--budget", "7 apples"),
-            "'7 apples' is not a size; write it as 70GiB",
-        ),
-        (
-            ("fit", "my_steps:make_step", "--target", "h100", "--budget", "100GiB"),
-            "at most what 'h100' has",
-        ),
         (
             ("fit", "no_steps:never_imported", "--target", "h100", "--budget", "70"),
             "--budget: '70' has no unit; write 70GiB (2**30 bytes), 70GB (10**9) or",
@@ -327,32 +304,9 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
             "allow has 'int3'; each must be one of 'int8'",
         ),
         (
-            (
-                *("fit", "my_steps:make_step", "--target", "h100"),
-                *("--allow", "int8, bfloat16-remainder"),
-            ),
-            "its parameters are float32; make them bfloat16, and write offload(",
-        ),
-        (
             ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "w"),
             "frozen is 'w', which matches what the step replaces: 'w'. The step "
             "replaces all of its arguments but single arrays: nothing of it is frozen",
-        ),
-        (
-            ("fit", "my_steps:make_step", "--target", "h100", "--frozen", "base"),
-            "frozen is 'base', which matches no parameter. The step replaces all",
-        ),
-        (
-            ("fit", "flax.nnx:Linear", "--target", "h100"),
-            "flax.nnx:Linear is a class. A step factory is a function that takes",
-        ),
-        (
-            ("fit", "my_steps:make_step", "--target", "h100", "--allow", "nf4"),
-            "and nothing is frozen. Say what the step does not train: --frozen REGEX",
-        ),
-        (
-            ("fit", "my_steps:no_optimizer", "--target", "h100"),
-            "my_steps:no_optimizer does not call offload, its first argument",
         ),
         (
             ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth=3"),
@@ -360,22 +314,8 @@ def test_explain_names_codecs(invoke, tmp_path, checkpoint):
             "width=1024, optimizer='adam')",
         ),
         (
-            ("fit", "my_steps:train_step", "--target", "h100"),
-            "missing a required argument: 'tokens'. A step factory is a function that "
-            "takes offload and target, and returns an optax_offload.Step of your train "
-            "step",
-        ),
-        (
-            ("fit", "my_steps:make_step", "--target", "h100", "--set", "depth"),
-            "--set 'depth': write name=value",
-        ),
-        (
             ("fit", "my_steps:broken", "--target", "h100"),
             "error: my_steps.py, line 19: ValueError: mine",
-        ),
-        (
-            ("fit", "my_steps:broken_otherwise", "--target", "h100"),
-            "error: my_steps.py, line 22: KeyError: 'params'",
         ),
         (
             ("explain", "RULES", "--step", "my_steps:broken_otherwise"),
@@ -499,21 +439,6 @@ def test_a_module_that_fails_is_not_a_missing_one(invoke, tmp_path):
     assert "No module named 'not_there'" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("70GiB", 70 * 2**30),
-        ("24GB", 24 * 10**9),
-        ("1.5 MiB", 3 * 2**19),
-        ("2k", 2000),
-        ("123B", 123),
-    ],
-)
-def test_sizes(text, size):
-    """Binary and decimal units."""
-    assert cli.parse_size(text) == size
-
-
 def test_measure_link_needs_a_device(invoke):
     """A CPU has no link."""
     args = ("fit", "my_steps:make_step", "--target", "h100", "--measure-link")
@@ -523,15 +448,7 @@ def test_measure_link_needs_a_device(invoke):
     )
 
 
-@pytest.fixture
-def compilers():
-    """The wheels of the real compilers."""
-    pytest.importorskip("jax_plugins")
-    pytest.importorskip("libtpu")
-
-
 @pytest.mark.aot
-@pytest.mark.usefixtures("compilers")
 def test_fit(invoke, tmp_path, monkeypatch):
     """From a budget to a rule file, a picture, tables and JSON."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -565,7 +482,6 @@ def test_fit(invoke, tmp_path, monkeypatch):
 
 
 @pytest.mark.aot
-@pytest.mark.usefixtures("compilers")
 def test_a_step_that_raises_when_it_is_traced(invoke):
     """The factory returns it, and the compiler calls it: one line all the same."""
     result = invoke("fit", "my_steps:broken_in_the_step", "--target", "h100", code=2)
@@ -575,7 +491,6 @@ def test_a_step_that_raises_when_it_is_traced(invoke):
 
 
 @pytest.mark.aot
-@pytest.mark.usefixtures("compilers")
 def test_fit_needs_nothing_or_cannot(invoke):
     """It fits as it is: 0. It does not fit at all: 1, a table, and what would help."""
     args = ("fit", "my_steps:make_step", "--target", "h100", "--set", "optimizer=sgd")

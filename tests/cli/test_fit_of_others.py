@@ -219,7 +219,6 @@ def others(tmp_path, monkeypatch):
 )
 def test_fit(others, name, budget, tmp_path):
     """The step is not changed for it, and the file fits when compiled by hand."""
-    pytest.importorskip("jax_plugins")
     make_step = getattr(others, name)
     ran = CliRunner(env={"COLUMNS": "160"}).invoke(
         command.app,

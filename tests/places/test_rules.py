@@ -362,10 +362,15 @@ def test_bad_file(tmp_path, text, message):
         oo.load_config(file)
 
 
-def test_missing_file(tmp_path):
-    """A file that is not there is the operating system's error."""
-    with pytest.raises(FileNotFoundError, match=r"none\.toml"):
+def test_files_that_cannot_be_read(tmp_path):
+    """The error is of the operating system's type, and says what file is meant."""
+    asked = r": No such file.*\. It must be a rule file, such as `.*--out rules\.toml`"
+    with pytest.raises(FileNotFoundError, match=rf"none\.toml{asked}"):
         oo.load_config(tmp_path / "none.toml")
+    with pytest.raises(
+        IsADirectoryError, match=rf"{tmp_path.name}: Is a directory\. It"
+    ):
+        oo.load_config(tmp_path)
 
 
 names = st.text("abc_/0123456789", min_size=1, max_size=8)
