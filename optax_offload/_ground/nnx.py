@@ -25,11 +25,10 @@ from optax_offload._ground import commitment, compat, trees
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_VARIABLE = ("flax.nnx.variablelib", "Variable")
 # Modules, optimizers, lists, random streams; and variables.
-_OBJECTS = (("flax.nnx.pytreelib", "Pytree"), _VARIABLE)
+_OBJECTS = (("flax.nnx.pytreelib", "Pytree"), trees.NNX_VARIABLE)
 # States are values: what is merged of them shares their variables.
-_STATES = (("flax.nnx.statelib", "State"), ("flax.nnx.statelib", "FlatState"))
+_STATES = (trees.NNX_STATE, ("flax.nnx.statelib", "FlatState"))
 
 _LINES = (
     "jax.jit, jax.grad and other transformations of JAX give it copies of objects. Jit "
@@ -228,8 +227,8 @@ def in_place(fun: F) -> F:
             return fun(tree, *args, **kwargs)
 
         def state(x: Any) -> Any:
-            is_variable = isinstance(x, trees.classes(_VARIABLE))
-            return _flax().state(x) if _is_object(x) and not is_variable else x
+            is_module = _is_object(x) and not trees.is_nnx_variable(x)
+            return _flax().state(x) if is_module else x
 
         def change(x: Any, new: Any) -> Any:
             if not _is_object(x):
@@ -335,7 +334,7 @@ def _graphs(tree: Any) -> list[Any]:
 
 def _split(context: Any, tree: Any, left: Callable[[Any], Any] = lambda x: x) -> Any:
     """A tree with each object split, and its values as a function leaves them."""
-    objects, variables = trees.classes(*_OBJECTS), trees.classes(_VARIABLE)
+    objects, variables = trees.classes(*_OBJECTS), trees.classes(trees.NNX_VARIABLE)
 
     def split(x: Any) -> Any:
         if not isinstance(x, objects):

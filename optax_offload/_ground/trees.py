@@ -11,13 +11,15 @@ from typing import Any
 
 import jax
 
+from optax_offload._ground.units import leaves_text
+
 KeyPath = tuple[Any, ...]
 
 # Classes of frameworks that wrap one value, by module and name. A tree holds one only
 # where its framework was imported, so they are looked up among the modules there are.
 _LINEN_BOX = ("flax.core.meta", "AxisMetadata")
-_NNX_VARIABLE = ("flax.nnx.variablelib", "Variable")
-_NNX_STATE = ("flax.nnx.statelib", "State")
+NNX_VARIABLE = ("flax.nnx.variablelib", "Variable")
+NNX_STATE = ("flax.nnx.statelib", "State")
 _HALIAX_ARRAY = ("haliax.core", "NamedArray")
 
 
@@ -34,12 +36,12 @@ def is_linen_box(x: Any) -> bool:
 
 def is_nnx_variable(x: Any) -> bool:
     """Returns whether a node is a variable of Flax NNX, such as ``nnx.Param``."""
-    return isinstance(x, classes(_NNX_VARIABLE))
+    return isinstance(x, classes(NNX_VARIABLE))
 
 
 def is_of_nnx(x: Any) -> bool:
     """Returns whether a node is of Flax NNX: a variable, or a state of arrays alone."""
-    return isinstance(x, classes(_NNX_VARIABLE, _NNX_STATE))
+    return isinstance(x, classes(NNX_VARIABLE, NNX_STATE))
 
 
 def flatten_with_path(
@@ -53,7 +55,7 @@ def flatten_with_path(
     ``init`` and arrays in ``update``. So the key of the value in its box is no part of
     a path.
     """
-    boxes = classes(_LINEN_BOX, _NNX_VARIABLE, _HALIAX_ARRAY)
+    boxes = classes(_LINEN_BOX, NNX_VARIABLE, _HALIAX_ARRAY)
     if not boxes:
         return jax.tree_util.tree_flatten_with_path(tree, is_leaf)
 
@@ -153,6 +155,14 @@ def nothing_under_message(under: str, paths: list[str]) -> str:
     return f"under={under!r}: no leaf is there. {nearest(under, paths)}"
 
 
+def under_no_rules_message(under: str) -> str:
+    """Says that a path is given without the rules whose paths begin there."""
+    return (
+        f"under={under!r} says where the paths of rules begin, and there are no rules: "
+        "give them too"
+    )
+
+
 def beginning(pattern: re.Pattern[str], paths: Iterable[str]) -> str:
     r"""The path below which a pattern matches the most leaves; "" if below none.
 
@@ -173,6 +183,8 @@ def beginning(pattern: re.Pattern[str], paths: Iterable[str]) -> str:
     return max(found, default="", key=lambda path: (found[path], -len(path)))
 
 
+# A message names no more paths than these that are near a pattern.
+_MOST_NEAR = 5
 # What people leave out of a pattern, or have in it from where boxes were in paths.
 _BOX_KEYS = re.compile(r"/(value|array)$")
 
@@ -194,10 +206,9 @@ def remedy(pattern: re.Pattern[str], paths: list[str]) -> str:
                         "The box of a framework, such as nnx.Variable, is not part of "
                         "a path. "
                     )
-                leaves = "1 leaf" if count == 1 else f"{count} leaves"
                 return (
-                    f"{why}Write {literal(proposed)}, which matches {leaves}. "
-                    f"{nearest(regex, paths)}"
+                    f"{why}Write {literal(proposed)}, which matches "
+                    f"{leaves_text(count)}. {nearest(regex, paths)}"
                 )
     return nearest(regex, paths)
 
@@ -250,8 +261,8 @@ def _count_matches(regex: str, flags: int, paths: list[str]) -> int:
     return len(found)
 
 
-def nearest(pattern: str, paths: list[str], most: int = 5) -> str:
-    """Names the ``most`` paths that look most like what a pattern was meant to match.
+def nearest(pattern: str, paths: list[str]) -> str:
+    """Names the paths that look most like what a pattern was meant to match.
 
     A path is near if the words of the pattern are like words of the path.
     """
@@ -272,6 +283,6 @@ def nearest(pattern: str, paths: list[str], most: int = 5) -> str:
     ranked = sorted(dict.fromkeys(paths), key=lambda p: (-likeness(p), p))
     # Of layers in a list the first is enough; the position in a chain says more.
     alike = {re.sub(r"(?<=[/_])\d+", "", p): p for p in reversed(ranked)}
-    near = [p for p in ranked if p in {*alike.values()}][:most]
+    near = [p for p in ranked if p in {*alike.values()}][:_MOST_NEAR]
     shown, rest = ", ".join(map(repr, near)), len(ranked) - len(near)
     return f"Nearest paths: {shown}" + (f" ({rest} more)" if rest > 0 else "")

@@ -70,7 +70,7 @@ class _Blocks(Codec):
         codes = self._codes(jnp.clip(divided, -1, 1))
         vanished = (codes == self.zero) & (x > 0) & (low >= 0)[..., None]
         codes = jnp.where(vanished, jnp.uint8(self.zero + 1), codes)
-        return packing.packed(packing.joined(codes), self.chunk), scales
+        return packing.packed_in(8, packing.joined(codes), self.chunk), scales
 
     def decode(self, codes: Any, *scales: Any) -> jax.Array:
         (stored,) = scales

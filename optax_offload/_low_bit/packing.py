@@ -16,22 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def packed(codes: Any, chunk: int) -> Any:
-    """Words, half as many along the last axis, of uint8 codes."""
-    halves = split(codes, chunk // 2, 2).astype(jnp.uint16)
-    words = halves[..., 0, :] | lax.shift_left(halves[..., 1, :], jnp.uint16(8))
-    return joined(words)
-
-
-def unpacked(words: Any, chunk: int) -> Any:
-    """The uint8 codes that `packed` was given."""
-    words = split(words, chunk // 2)
-    upper = lax.shift_right_logical(words, jnp.uint16(8))
-    halves = (words & jnp.uint16(0xFF), upper)
-    codes = [lax.expand_dims(x, (x.ndim - 1,)) for x in halves]
-    return joined(lax.concatenate(codes, words.ndim - 1).astype(jnp.uint8), 2)
-
-
 def packed_in(bits: int, codes: Any, chunk: int) -> Any:
     """Words of codes of 8 or 4 bits: two or four times fewer along the last axis."""
     count = 16 // bits
@@ -40,6 +24,15 @@ def packed_in(bits: int, codes: Any, chunk: int) -> Any:
     for i in range(1, count):
         words |= lax.shift_left(parts[..., i, :], jnp.uint16(bits * i))
     return joined(words)
+
+
+def unpacked(words: Any, chunk: int) -> Any:
+    """The uint8 codes that `packed_in` was given, of 8 bits."""
+    words = split(words, chunk // 2)
+    upper = lax.shift_right_logical(words, jnp.uint16(8))
+    halves = (words & jnp.uint16(0xFF), upper)
+    codes = [lax.expand_dims(x, (x.ndim - 1,)) for x in halves]
+    return joined(lax.concatenate(codes, words.ndim - 1).astype(jnp.uint8), 2)
 
 
 def unpacked_from(bits: int, words: Any, chunk: int) -> Any:

@@ -276,10 +276,7 @@ def _placements(
     """Returns the planned memory of each leaf; "" where no rule decides."""
     if rules is None:
         if under:
-            raise ValueError(
-                f"under={under!r} says where the paths of rules begin, and there are "
-                "no rules: give them too"
-            )
+            raise ValueError(trees.under_no_rules_message(under))
         return [Placement("", "no rules given")] * len(leaves)
     sizes = [(path, memory.movable_nbytes(x)) for path, x in leaves]
     return decide(as_config(rules), sizes, under=under)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from optax_offload._places import memory
 from optax_offload._states import locks, manifest, processes, zarr
 from optax_offload._states.files import StateFiles
 from optax_offload._states.manifest import Entry
@@ -153,7 +153,7 @@ def _prepare(root: Path, needed: int) -> None:
 
 def _entry(number: int, name: Name, x: jax.Array) -> Entry:
     """Returns the manifest's entry of an array."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = memory.is_key(x)
     data = jax.random.key_data(x) if is_key else x
     itemsize = np.dtype(data.dtype).itemsize
     path, key_path = name
@@ -252,7 +252,7 @@ def _why_not(entries: Sequence[Entry], struct: Any, root: Path) -> str | None:
 
 def _is_stored_as(entry: Entry, struct: Any) -> bool:
     """Returns whether an entry's numbers fit a struct's dtype and shape."""
-    is_key = jnp.issubdtype(struct.dtype, jax.dtypes.prng_key)
+    is_key = memory.is_key(struct)
     if not is_key or entry.key is None:
         return (
             not is_key

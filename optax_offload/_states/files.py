@@ -74,7 +74,7 @@ class StateFiles:
         self._hold(descriptor)
         if jax.process_index() == 0:
             (self.path / locks.READERS).touch()
-        self._open(entries, create=True)
+        self.open(entries, create=True)
 
     def discard(self) -> None:
         """Removes what `create` made."""
@@ -95,11 +95,8 @@ class StateFiles:
     def _hold(self, descriptor: int) -> None:
         self._unlock = weakref.finalize(self, locks.release, descriptor, os.getpid())
 
-    def open(self, entries: Iterable[Entry]) -> None:
-        """Starts to open the leaves to be read, which takes a while for each."""
-        self._open(entries, create=False)
-
-    def _open(self, entries: Iterable[Entry], create: bool) -> None:
+    def open(self, entries: Iterable[Entry], create: bool = False) -> None:
+        """Starts to open the leaves, or to make them, which takes a while for each."""
         for entry in entries:
             number = entry.number
             self._arrays[number] = zarr.open_array(self.path, entry, create)

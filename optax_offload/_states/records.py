@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding
 
+from optax_offload._places import memory
 from optax_offload._states.placeholder import OnDisk
 
 
@@ -59,11 +60,6 @@ def origin_of(x: Any) -> Sharding | None:
     """Returns the origin of an array, if a call moved it."""
     record = record_of(x)
     return record.origin if record else None
-
-
-def count() -> int:
-    """Returns how many arrays and placeholders are remembered."""
-    return len(_records)
 
 
 def in_background(work: Any) -> futures.Future[None]:
@@ -116,8 +112,7 @@ def buffer_of(x: Any) -> Hashable:
         return id(x.files), x.entry.number
     if not isinstance(x, jax.Array) or x.is_deleted() or not x.size:
         return id(x)
-    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
-    data = jax.random.key_data(x) if is_key else x
+    data = jax.random.key_data(x) if memory.is_key(x) else x
     try:
         return "buffer", data.addressable_data(0).unsafe_buffer_pointer()
     except jax.errors.JaxRuntimeError:  # Not every plugin has it.

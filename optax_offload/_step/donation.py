@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import jax.core
-import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -69,7 +68,7 @@ def pair(args: Any, traced: jax.stages.Traced, plan: FusedStep) -> Any:
         return args
     # JAX's own pairs say which keys are donated. Any argument will do besides that is
     # read, or the equation would be dropped.
-    numbers = [(x, donated) for x, donated in found if not _is_key(x)]
+    numbers = [x for x in found if memory.movable_nbytes(x[0]) is not None]
     of_donated = [x for x, donated in numbers if donated]
     operands = of_donated or [x for x, _ in (numbers or found)[:1]]
     first = _pair_donations.bind(
@@ -82,10 +81,6 @@ def pair(args: Any, traced: jax.stages.Traced, plan: FusedStep) -> Any:
     ):  # Nothing was drawn from it, whatever `debug_key_reuse` takes it for.
         first = jax.random.clone(first)
     return jax.tree.map(lambda x: first if x is operands[0] else x, args)
-
-
-def _is_key(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 @dataclasses.dataclass(frozen=True)

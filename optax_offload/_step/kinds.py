@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,22 +80,15 @@ def argument_types(traced: jax.stages.Traced) -> list[Any]:
     return traced.jaxpr.in_avals[len(traced.jaxpr.in_avals) - count :]
 
 
-def _kinds(avals: Iterable[Any]) -> list[str]:
-    host = jax.memory.Space.Host
-    return [
-        "pinned_host" if getattr(a, "memory_space", None) == host else "device"
-        for a in avals
-    ]
-
-
 def _trees_of(traced: jax.stages.Traced, plan: FusedStep) -> tuple[Any, Any]:
     """The memory kinds of arguments and of results, as their trees."""
     jaxpr = plan.step.jaxpr
     given, made = traced.in_tree.num_leaves, traced.out_tree.num_leaves
     # Values of an outer trace come first, and the values of refs last.
     first = len(traced.jaxpr.in_avals) - given
-    arguments = _kinds([v.aval for v in jaxpr.invars][first : first + given])
-    results = _kinds([a.aval for a in jaxpr.outvars][:made])
+    invars, outvars = jaxpr.invars[first : first + given], jaxpr.outvars[:made]
+    arguments = [memory.kind_of_type(v.aval) for v in invars]
+    results = [memory.kind_of_type(a.aval) for a in outvars]
     return (
         jax.tree.unflatten(traced.in_tree, arguments),
         jax.tree.unflatten(traced.out_tree, results),

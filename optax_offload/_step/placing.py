@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import jax
 import jax.core
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec, Sharding
 
@@ -122,10 +121,7 @@ def place(state: T, like: Any, *, under: str = "") -> T:
         leaves = trees.leaves_with_paths(state)
         belongs = _by_rules(leaves, like, under)
     elif under:
-        raise ValueError(
-            f"under={under!r} says where the paths of rules begin, and there are no "
-            "rules: give them too"
-        )
+        raise ValueError(trees.under_no_rules_message(under))
     else:
         _check_no_names(leaves, like)
         belongs = _by_example(state, leaves, like)
@@ -143,12 +139,7 @@ def _check_values(leaves: Sequence[tuple[str, Any]]) -> None:
             f"{trees.listed(traced)}: traced. place is for values, outside of "
             "jax.jit; within it use optax_offload.set_memory_kind"
         )
-    on_disk = [path for path, x in leaves if memory.memory_kind_of(x) == "disk"]
-    if on_disk:
-        raise ValueError(
-            f"{trees.listed(on_disk)}: on disk. Bring them back first, with "
-            "optax_offload.reload_states"
-        )
+    memory.check_none_on_disk(leaves)
 
 
 def _check_no_names(leaves: Sequence[tuple[str, Any]], like: Any) -> None:
@@ -308,8 +299,16 @@ def _paired(state: Any, leaves: Sequence[tuple[str, Any]], like: Any) -> list[An
     like_paths = [path for path, _ in trees.leaves_with_paths(like)]
     paths = [path for path, _ in leaves]
     lines = [
-        *(f"only in like: {path}" for path in like_paths if not _above(path, paths)),
-        *(f"only in state: {path}" for path in paths if not _below(path, like_paths)),
+        *(
+            f"only in like: {path}"
+            for path in like_paths
+            if not any(_is_within(p, path) for p in paths)
+        ),
+        *(
+            f"only in state: {path}"
+            for path in paths
+            if not any(_is_within(path, p) for p in like_paths)
+        ),
     ] or [
         "the leaves have the same paths, and the containers are of other types: "
         "jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(state)) changes "
@@ -320,16 +319,6 @@ def _paired(state: Any, leaves: Sequence[tuple[str, Any]], like: Any) -> list[An
         + "\n  ".join(lines)
         + f"\nJAX says: {reason}"
     )
-
-
-def _above(path: str, paths: Sequence[str]) -> bool:
-    """Returns whether a path is one of the paths, or that of a subtree that has one."""
-    return any(_is_within(p, path) for p in paths)
-
-
-def _below(path: str, paths: Sequence[str]) -> bool:
-    """Returns whether a path is one of the paths, or in the subtree of one."""
-    return any(_is_within(path, p) for p in paths)
 
 
 def _is_within(path: str, subtree: str) -> bool:
@@ -381,5 +370,5 @@ def _placed(path: str, x: Any, example: Any) -> Any:
 
 def _typed(x: jax.Array, kind: str) -> bool:
     """Returns whether an array's type has its memory. Keys' never have (F32)."""
-    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    is_key = memory.movable_nbytes(x) is None
     return kind != "pinned_host" or is_key or memory.on_host(x)

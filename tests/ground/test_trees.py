@@ -115,8 +115,8 @@ def test_nearest_paths_first():
 
 def test_nearest_of_many_paths():
     """Those that are not shown are counted."""
-    text = trees.nearest("w7", [f"w{i}" for i in range(9)], most=2)
-    assert text == "Nearest paths: 'w7', 'w0' (7 more)"
+    text = trees.nearest("w7", [f"w{i}" for i in range(9)])
+    assert text == "Nearest paths: 'w7', 'w0', 'w1', 'w2', 'w3' (4 more)"
 
 
 @pytest.mark.parametrize("pattern", ["", ".*", r"\d+", "("])
@@ -188,7 +188,7 @@ def test_nearest_paths_of_a_list_of_layers():
     """Each name once, not five leaves of the first layer; of chains each position."""
     names = ["key/bias", "key/kernel", "up/kernel"]
     paths = [f"0/mu/layers/{i}/{name}" for i in range(3) for name in names]
-    shown = trees.nearest("layer/kernl", [*paths, "2/mu/layers/0/up/kernel"], 4)
+    shown = trees.nearest("layer/kernl", [*paths, "2/mu/layers/0/up/kernel"])
     assert shown == (
         "Nearest paths: '0/mu/layers/0/key/kernel', '0/mu/layers/0/up/kernel', "
         "'2/mu/layers/0/up/kernel', '0/mu/layers/0/key/bias' (6 more)"

@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_bit_cases import MOMENTS, distance, encoded_leaves
+from small_steps import train_step
 
 import optax_offload as oo
 
@@ -98,12 +99,7 @@ def test_a_fused_step_converts():
 
         return jnp.sum(lax.scan(body, x, params["layers"])[0] ** 2)
 
-    @oo.jit
-    def step(params, state, x):
-        gradients = jax.grad(loss)(params, x)
-        updates, state = tx.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = oo.jit(train_step(tx, loss))
     x, params = jnp.ones((8, 64)), {"layers": weights}
     with pytest.raises(oo.CodecError, match="'0/mu/layers', '0/nu/layers' in float32"):
         jax.eval_shape(offloaded("int8").update, params, state)

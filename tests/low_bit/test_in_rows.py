@@ -69,7 +69,6 @@ def test_place_never_has_a_leaf_on_the_device(monkeypatch):
 )
 def test_a_conversion_takes_rows(codec):
     """Of a leaf of 512 MiB, whatever the form."""
-    pytest.importorskip("jax_plugins", reason="needs the compilers")
     target, shape = aot.Target("h100"), (32, 1024, 4096)
     plain = jax.ShapeDtypeStruct(shape, jnp.float32)
     half = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

@@ -18,13 +18,6 @@ RULE = oo.Rule(".*/(mu|nu)/.*", slice_axis=0, codec="int8")
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 
 
-@pytest.fixture(autouse=True)
-def compilers():
-    """The wheels of the real compilers."""
-    pytest.importorskip("jax_plugins")
-    pytest.importorskip("libtpu")
-
-
 def struct(mesh, dtype, kind="device"):
     """A stack on one device."""
     sharding = NamedSharding(mesh, PartitionSpec(), memory_kind=kind)

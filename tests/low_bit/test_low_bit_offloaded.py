@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 import scanned_models
-from harness import bits, committed, quick_of
+from harness import bits, committed, mesh_of, quick_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from low_bit_cases import MOMENTS, encoded_leaves, make_params
@@ -21,6 +21,7 @@ from program import emitted
 import optax_offload as oo
 from optax_offload._emit import carry_out
 from optax_offload._emit import late_gradients as emit
+from optax_offload._ground import trees
 from optax_offload._places import memory
 from optax_offload._schedule import schedule
 
@@ -39,10 +40,7 @@ FORMS = {
 
 def kinds(tree):
     """The memory kind of each leaf, by its path."""
-    return {
-        jax.tree_util.keystr(keys, simple=True, separator="/"): x.sharding.memory_kind
-        for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-    }
+    return {p: x.sharding.memory_kind for p, x in trees.leaves_with_paths(tree)}
 
 
 def three_updates(tx, params):
@@ -209,11 +207,6 @@ def test_fused_into_the_backward_pass(codec, place):
 
 
 # Sharded.
-
-
-def mesh_of(devices, axis_type=AxisType.Auto):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective", "reduce-scatter")

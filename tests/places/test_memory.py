@@ -6,17 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload._ground import compat
 from optax_offload._places import memory
-
-
-def mesh_of(devices, axis_type=AxisType.Auto):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 def leaf_makers():
@@ -195,13 +191,14 @@ def test_what_a_type_says_of_its_parts(shape, spec, axis_type, nbytes, axis):
 
 
 def test_pinned_bytes_are_those_of_all_devices():
-    """A replicated leaf has a copy for each of them."""
+    """A replicated leaf has a copy for each of them, which is counted once."""
     before = memory.pinned_bytes_of_this_process()
     arrays = []
     for spec, nbytes in ((P("x"), 4096), (P(), 4 * 4096)):
         sharding = NamedSharding(mesh_of(4), spec, memory_kind="pinned_host")
         arrays.append(jax.device_put(np.ones(1024, np.float32), sharding))
-        assert memory.pinned_bytes_of_this_process() == before + nbytes
+        for _ in range(3):
+            assert memory.pinned_bytes_of_this_process() == before + nbytes
         before += nbytes
 
 
@@ -209,3 +206,13 @@ def test_random_keys_cannot_move():
     """Whatever has them in it: JAX traces them as on the device."""
     assert memory.movable_nbytes(jax.random.key(0)) is None
     assert memory.movable_nbytes(jnp.ones((2, 3))) == 24
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_array_of_a_type_of_auto_mode_in_explicit_mode(devices):
+    """As of a looked-up embedding: JAX itself gives it the mode of the mesh set."""
+    of_auto = NamedSharding(mesh_of(devices).abstract_mesh, P(None, None))
+    of = jax.typeof(jnp.ones((4, 2))).update(sharding=of_auto)
+    with jax.set_mesh(mesh_of(devices, AxisType.Explicit)):
+        found = jax.make_jaxpr(lambda: memory.full(of, 0.0))()
+    assert found.out_avals == [of]

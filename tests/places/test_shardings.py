@@ -11,20 +11,18 @@ from flax import linen as nn
 from flax import nnx
 from flax.linen import spmd
 from flax.training.train_state import TrainState
+from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload._ground import trees
+from optax_offload._places import memory
 
 RULES = ".*/(mu|nu)/.*"
 AXIS_RULES = [("embed", "x"), ("mlp", None)]
 # Of float32: the kernel is 128 KiB, and the bias, of 512 bytes, is under `min_bytes`.
 IN, OUT = 256, 128
-
-
-def mesh_of(devices=4, axis_type=AxisType.Auto):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 def make_bare(tx):
@@ -62,12 +60,7 @@ def specs_of(shapes):
 
 def kinds(tree):
     """The memory kinds of a tree of shardings or arrays, by path."""
-    return {
-        jax.tree_util.keystr(keys, simple=True, separator="/"): (
-            x if isinstance(x, jax.sharding.Sharding) else x.sharding
-        ).memory_kind
-        for keys, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {p: memory.memory_kind_of(x) for p, x in trees.leaves_with_paths(tree)}
 
 
 FORMS = {
@@ -263,9 +256,9 @@ def test_nnx_variables(tx, metadata):
     with jax.set_mesh(mesh), nnx.logical_axis_rules(AXIS_RULES):
         got = oo.state_shardings(make)
         state = jax.jit(make, out_shardings=got)()
-    by_path = dict(kinds(got))
-    assert by_path["1/opt_state/0/mu/kernel/value"] == "pinned_host"
-    assert by_path["1/opt_state/0/mu/bias/value"] == "device"
+    by_path = kinds(got)
+    assert by_path["1/opt_state/0/mu/kernel"] == "pinned_host"
+    assert by_path["1/opt_state/0/mu/bias"] == "device"
     pairs = list(zip(jax.tree.leaves(state), jax.tree.leaves(got), strict=True))
     assert all(x.sharding.is_equivalent_to(s, x.ndim) for x, s in pairs)
     assert {s.spec for x, s in pairs if x.shape == (IN, OUT)} == {P("x", None)}

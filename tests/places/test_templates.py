@@ -1,19 +1,17 @@
 """`eval_shape` and the shardings that a template takes from its arguments."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from harness import mesh_of
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload._places import templates
-
-
-def mesh_of(devices, axis_type=AxisType.Auto):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
@@ -28,6 +26,26 @@ def test_template_has_shardings_and_kinds(axis_type):
     count = template[0].count.sharding
     assert count.is_fully_replicated
     assert count.memory_kind == "device"
+
+
+def test_parameters_are_enough():
+    """Of abstract ones too; a random key on one device says nothing of counters."""
+    sharding = NamedSharding(mesh_of(4), P("x"))
+    tx = oo.offload(optax.adam(1e-3), oo.Rule(".*", min_bytes=8))
+
+    def make(params, key):
+        noise, step = jax.random.normal(key), jnp.int32(0)
+        return {"params": params, "tx": tx.init(params), "noise": noise, "step": step}
+
+    params = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)}
+    template = oo.eval_shape(make, params, jax.random.key(0))
+    adam, _ = template["tx"]
+    assert template["params"]["w"].sharding == sharding
+    for moment in (adam.mu, adam.nu):
+        assert moment["w"].sharding == sharding.with_memory_kind("pinned_host")
+    whole = NamedSharding(sharding.mesh, P(), memory_kind="device")
+    for scalar in (template["step"], template["noise"], adam.count):
+        assert scalar.sharding == whole
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -116,14 +134,40 @@ def test_out_shardings_that_are_no_shardings():
         )
 
 
-def test_where_nothing_says_a_sharding():
-    """The mesh that is set, or the first device."""
-    template = oo.eval_shape(lambda: jnp.ones(3))
-    assert template.sharding.device_set == {jax.devices()[0]}
-    with jax.set_mesh(mesh_of(4)):
-        template = oo.eval_shape(lambda: jnp.ones(3))
-    assert template.sharding.device_set == set(jax.devices()[:4])
-    assert template.sharding.is_fully_replicated
+def test_out_shardings_of_a_part():
+    """None leaves it to the library, and may be in the tree."""
+    sharding = NamedSharding(mesh_of(4), P("x"))
+
+    def make():
+        return {"a": (jnp.ones(4), None, jnp.ones(8)), "b": [None, jnp.ones(3)]}
+
+    template = oo.eval_shape(make, out_shardings={"a": sharding, "b": None})
+    whole = NamedSharding(mesh_of(4), P())
+    found = [x.sharding for x in jax.tree.leaves(template)]
+    assert found == [sharding, sharding, whole]
+    assert jax.tree.structure(template) == jax.tree.structure(make())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, None])
+def test_where_no_argument_says_a_sharding(axis_type):
+    """The mesh that is set, or the first device; in Explicit mode the types say it."""
+
+    def make():
+        x = jnp.ones((8, 4))
+        if axis_type == AxisType.Explicit:
+            x = jax.sharding.reshard(x, P("x"))
+        return oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=8)).init(x)
+
+    mesh = axis_type and mesh_of(4, axis_type)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        template = oo.eval_shape(make)
+    sharding = template[0].mu.sharding
+    assert sharding.memory_kind == "pinned_host"
+    assert sharding.device_set == set(jax.devices()[: 4 if mesh else 1])
+    if mesh:
+        spec = P("x", None) if axis_type == AxisType.Explicit else P()
+        assert (sharding.mesh, sharding.spec) == (mesh, spec)
+        assert template[0].count.sharding.mesh == mesh
 
 
 def test_weak_types_stay():

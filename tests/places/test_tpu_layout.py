@@ -6,20 +6,13 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
 from optax_offload._places import tpu_layout
 
 pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("tpu")]
-
-
-@pytest.fixture(autouse=True)
-def compiler():
-    """Compiles for a v5e."""
-    pytest.importorskip("libtpu")
-
-
 TARGET = aot.Target("v5e:2x2")
 SIZES = [1, 2, 3, 5, 7, 8, 10, 16, 20, 24, 64, 65, 96, 128, 130, 200, 256, 300, 1024]
 
@@ -69,11 +62,7 @@ def test_state_is_not_laid_out_anew():
 
         return jnp.mean(jax.lax.scan(layer, x, params["w"])[0] ** 2)
 
-    @jax.jit
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(train_step(tx, loss))
     state = oo.eval_shape(tx.init, params)
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     compiled = aot.compile(step, params, state, x, target=TARGET)

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
 from optax_offload._host import host_memory
-from optax_offload._places import memory
 from optax_offload._report import report as reporting
 from optax_offload._states import records
 
@@ -322,15 +321,6 @@ def test_devices_that_are_not_attached(tmp_path, monkeypatch):
     host = oo.memory_report({"mu": leaf}).host
     assert host.needed_bytes == {"pinned_host": 131072}
     assert host.limits == ()
-
-
-def test_pinned_bytes_are_counted_once():
-    """However often, and of a sharded array too."""
-    rows = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"), memory_kind="pinned_host")
-    before = memory.pinned_bytes_of_this_process()
-    x = jax.device_put(jnp.ones((256, 128)), rows)
-    counted = [memory.pinned_bytes_of_this_process() - before for _ in range(3)]
-    assert counted == [x.nbytes] * 3
 
 
 def test_the_cap_of_the_gpu_plugin(tmp_path, monkeypatch):

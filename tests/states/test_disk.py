@@ -17,12 +17,20 @@ import pytest
 from harness import bits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from state_trees import files, kinds, make_tree, on_device, steps, template_of, what
+from state_trees import (
+    files,
+    kinds,
+    make_tree,
+    on_device,
+    steps,
+    template_of,
+    there_and_back,
+)
 
 import optax_offload as oo
 from optax_offload._ground import file_system
 from optax_offload._states import files as state_files
-from optax_offload._states import locks, manifest, records, zarr
+from optax_offload._states import locks, manifest, zarr
 
 pytest.importorskip("tensorstore", reason="needs the extra disk")
 
@@ -35,17 +43,7 @@ def test_there_and_back(tmp_path, donate, block):
     """Every sort of leaf, bit for bit, in its sharding; the files are removed."""
     tree = make_tree()
     tree["host"] = oo.set_memory_kind(jnp.ones(3), "", "pinned_host")
-    before, at_home = what(tree), kinds(tree)
-    there = to_disk(tree, directory=tmp_path, donate=donate, block=block)
-    assert set(kinds(there).values()) == {"disk", None}
-    records.settle()
-    for name, x in tree.items():
-        if isinstance(x, jax.Array):
-            assert x.is_deleted() == donate, name
-    back = oo.reload_states(there, donate=donate, block=block)
-    assert what(back) == before
-    assert kinds(back) == at_home
-    records.settle()
+    there_and_back(tree, donate, block, memory_kind="disk", directory=tmp_path)
     assert bool(files(tmp_path)) != donate
 
 

@@ -399,7 +399,7 @@ def test_names_that_tensorstore_does_not_write_to(tmp_path, part):
 
 def test_state_that_cannot_be_made(tmp_path, monkeypatch):
     """Nothing of it stays behind."""
-    monkeypatch.setattr(StateFiles, "_open", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(StateFiles, "open", lambda *_, **__: 1 / 0)
     tree = make()
     with pytest.raises(ZeroDivisionError):
         to_disk(tree, directory=tmp_path)
