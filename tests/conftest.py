@@ -27,7 +27,6 @@ ONE_IN = {
     "program/test_branches.py::test_values_are_those_of_the_plain_one": 2,
     "program/test_followed.py::test_decoded_by_rows": 2,
     "program/test_shard_maps.py::test_models": 2,
-    "rows/test_refused_rows.py::test_right_because_refused": 3,
     "rows/test_slicing_rules.py::test_rows_are_those_of_vmap": 4,
     "schedule/test_chosen_state.py::test_optimizers": 2,
     "schedule/test_chosen_state.py::test_what_is_made_of_state": 3,
@@ -133,6 +132,17 @@ def less_for_python():
     jax.config.update("jax_traceback_in_locations_limit", 0)
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
+
+
+@pytest.fixture(autouse=True)
+def compilers(request):
+    """Skips a test marked `aot` where the real compilers (the extra `aot`) are not."""
+    if request.node.get_closest_marker("aot"):
+        # Imported here: it imports JAX, which reads what `pytest_configure` sets.
+        from small_programs import missing_compilers
+
+        if reason := missing_compilers():
+            pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ class _Unit:
         }
         compute = functools.partial(jax.core.eval_jaxpr, jaxpr, ())
         self.kernel = RowKernel(compute, operands, k.targets)
-        self.results = update.results
+        self.results = update.fused.component.results
 
     def target(self, v: jex.Var, sharded: Mapping[jex.Var, Sharded]) -> Rest:
         """Where the rows of a result are stored."""

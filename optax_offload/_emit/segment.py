@@ -36,53 +36,36 @@ from optax_offload._schedule import Outer, RemainingUpdate, Segment, StackRow, T
 Values = Mapping[jex.Var, Any]
 
 
-class Before(NamedTuple):
-    """What there is before a segment.
+class There(NamedTuple):
+    """What there is before a segment, and after it.
 
     Attributes:
       env: The values of variables.
       resting: Those that rest on the host.
-      loaded: Those that the segment before has loaded for this one.
+      ahead: Those that the segment before has loaded for the next one.
       made: The variables that updates between the two have made. Nothing but being
         carried through the loop makes a compiler finish these first: of gradients, it
         would keep all.
       sharded: The shardings of arguments whose types do not say it.
       fills: A number for each buffer in host memory.
-      zero: What its buffers are filled with at first.
+      zero: What buffers are filled with at first: a zero that is known when the segment
+        before is done (F82).
       rows: The residuals that rest in stacks.
       stacks: These, by the first that they have.
     """
 
-    env: Values
-    resting: Values
-    loaded: Values
+    env: dict[jex.Var, Any]
+    resting: dict[jex.Var, Any]
+    ahead: Values
     made: Sequence[jex.Var]
     sharded: Mapping[jex.Var, Sharded]
     fills: Iterator[int]
     zero: Any
     rows: Mapping[jex.Var, StackRow]
-    stacks: Values
-
-
-class After(NamedTuple):
-    """What there is after a segment.
-
-    Attributes:
-      results: The values of its results.
-      stored: Those that rest on the host from here on.
-      stacks: The stacks that have more of them.
-      ahead: Those that it has loaded for the next one.
-      zero: A zero that is known when it is done.
-    """
-
-    results: dict[jex.Var, Any]
-    stored: dict[jex.Var, Any]
     stacks: dict[jex.Var, Any]
-    ahead: dict[jex.Var, Any]
-    zero: Any
 
 
-def run_segment(program: Program, segment: Segment, before: Before) -> After:
+def run_segment(program: Program, segment: Segment, before: There) -> There:
     """Evaluates a segment.
 
     Args:
@@ -94,7 +77,7 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
     rewritten = {v: x for v, x in segment.rewritten.items() if v in segment.results}
     names = [v for v in _captured(program, segment) if v not in rewritten.values()]
     here = [before.env[v] for v in names]
-    loaded = {v: before.loaded[v] for v in segment.loads if v in before.loaded}
+    loaded = {v: before.ahead[v] for v in segment.loads if v in before.ahead}
     sources = [*dict.fromkeys((*segment.own, *segment.ahead))]
     # Those that are replaced here are read from where that is: a barrier over what is
     # written too would make a copy of it on the host.
@@ -156,8 +139,14 @@ def run_segment(program: Program, segment: Segment, before: Before) -> After:
     found = bound(results, Places.of_types(results).keys(on_device))
     found |= bound(replaced, on_host) | bound(rewritten, after)
     found |= bound(before.made, passed)
-    stored = bound(whole, stores), bound(stacked, stacks)
-    return After(found, *stored, bound(segment.ahead, ahead), last - 1)
+    return before._replace(
+        env=before.env | found,
+        resting=before.resting | bound(whole, stores),
+        ahead=bound(segment.ahead, ahead),
+        made=(),
+        zero=last - 1,
+        stacks=before.stacks | bound(stacked, stacks),
+    )
 
 
 class _Turn:
@@ -318,13 +307,13 @@ def _captured(program: Program, segment: Segment) -> list[jex.Var]:
     return [v for v in taken if v not in apart]
 
 
-def _resting(v: jex.Var, before: Before) -> Any:
+def _resting(v: jex.Var, before: There) -> Any:
     """What a variable is loaded from."""
     row = before.rows.get(v)
     return before.stacks[row.stack] if row else before.resting[v]
 
 
-def _stack(row: StackRow, before: Before) -> Any:
+def _stack(row: StackRow, before: There) -> Any:
     """The stack of a row; as rows are stored in it, nothing fills it (F87)."""
     if row.stack in before.stacks:
         return before.stacks[row.stack]

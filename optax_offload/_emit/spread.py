@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import jax
-import jax.core
 from jax import lax
 from jax.extend import core as jex
 from jax.interpreters import mlir
@@ -21,6 +20,7 @@ from optax_offload._program import (
     Spread,
     arguments,
     constrain,
+    evaluated,
     is_store,
     spread_over,
     variables,
@@ -61,14 +61,7 @@ def constrained(program: Program, v: jex.Var, x: Any) -> Any:
         memory.on_host(v.aval)
     ):
         return x
-    (x,) = jax.core.eval_jaxpr(
-        jex.Jaxpr(
-            (), variables(e.invars), e.outvars, [e], debug_info=program.debug_info
-        ),
-        (),
-        x,
-    )
-    return x
+    return evaluated([e], lambda _: x, program.debug_info)[v]
 
 
 def _moved_over(x: jax.Array, has: Sharded, wanted: Spread) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from optax_offload._emit import late_gradients
 from optax_offload._emit import scan as body
 from optax_offload._emit.moves import together
-from optax_offload._emit.segment import Before, reads, run_segment
+from optax_offload._emit.segment import There, reads, run_segment
 from optax_offload._emit.spread import constrained, spread_by
 from optax_offload._emit.update import carry_out
 from optax_offload._places import memory
@@ -28,7 +28,6 @@ from optax_offload._program import (
 )
 from optax_offload._schedule import (
     Chain,
-    Fused,
     FusedScan,
     FusedStep,
     Outer,
@@ -120,28 +119,22 @@ class _Run:
         """Evaluates a step in segments."""
         program = self._step.program
         resting = {v: x for v, x in self._env.items() if memory.on_host(v.aval)}
-        ahead: dict[jex.Var, Any] = {}
-        made: list[jex.Var] = []
-        stacks: dict[jex.Var, Any] = {}
-        fills = itertools.count()
-        zero: Any = 0
         self._sharded = {**self._sharded, **self._sharded_like_state(chain)}
+        counted = itertools.count(), 0
+        there = There(
+            self._env, resting, {}, (), self._sharded, *counted, chain.rows, {}
+        )
         for link in chain.links:
             if isinstance(link, Segment):
                 self._require(reads(link.updates))
-                known = self._env, resting, ahead, made, self._sharded
-                filled = fills, zero, chain.rows, stacks
-                after = run_segment(program, link, Before(*known, *filled))
-                self._env |= after.results | self._tokens(link.positions)
-                resting |= after.stored
-                stacks |= after.stacks
-                ahead, made = after.ahead, []
-                zero = after.zero  # Known ones are made first (F82).
+                there = run_segment(program, link, there._replace(env=self._env))
+                self._env = there.env | self._tokens(link.positions)
                 continue
             self._require(reads(link))
             self._run_nodes(link)
             results = (v for node in link if node.left for v in node.left.results)
-            made += (v for v in results if shape(v) and not _is_key(v))
+            made = [v for v in results if shape(v) and not _is_key(v)]
+            there = there._replace(made=(*there.made, *made))
 
     def _run_scan(self, each: FusedScan) -> None:
         turns = self._plan.turns(each, 0, on_tpu=self._on_tpu)
@@ -155,7 +148,7 @@ class _Run:
         if turns is not None:
             self._run_turns(each, turns)
         if number == self._plan.passes.last and each.way == "host":
-            self._require(_inputs(each, each.late))
+            self._require(each.given(each.late))
             self._env |= late_gradients.updated(
                 self._step, each.late, self._env, self._sharded
             )
@@ -164,7 +157,7 @@ class _Run:
         self, each: FusedScan, turns: Turns, reads: Iterable[jex.Var] = ()
     ) -> None:
         scan, turn = turns
-        self._require([*reads, *_inputs(each, (u.fused for u in turn.updates))])
+        self._require([*reads, *each.given(u.fused for u in turn.updates)])
         if turn.delayed or (turn.ahead and not self._on_tpu):
             self._finish_products(scan)
         like = {
@@ -277,9 +270,3 @@ class _Run:
 
 def _is_key(v: jex.Var) -> bool:
     return memory.movable_nbytes(v.aval) is None
-
-
-def _inputs(each: FusedScan, fused: Iterable[Fused]) -> list[jex.Var]:
-    """Operands of updates that do not come from the scan."""
-    given = set(each.scan.equation.outvars)
-    return [v for f in fused for v in f.rows.inputs if v not in given]

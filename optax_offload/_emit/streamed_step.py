@@ -141,7 +141,7 @@ def _with_steps_inside(
 
 
 def _with_steps(
-    e: jex.JaxprEqn, each: Inside[FusedStep], sharded: Mapping[jex.Var, Sharded]
+    e: jex.JaxprEqn, each: Inside, sharded: Mapping[jex.Var, Sharded]
 ) -> jex.JaxprEqn:
     bodies = zip(entered(e), each.plans, strict=True)
 

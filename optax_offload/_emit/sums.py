@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,7 +12,7 @@ from jax.extend import core as jex
 
 from optax_offload._emit.moves import as_typed, load_whole
 from optax_offload._places import memory
-from optax_offload._program import Program, bound, facts, variables
+from optax_offload._program import Program, bound, dtype, evaluated, facts, variables
 from optax_offload._rows import Sum
 
 _ADD = {
@@ -72,14 +70,13 @@ def added(
     before = program.equations[s.position]
     e = _widened(before)
     free = bound(variables(e.invars), variables(before.invars))
-    one = jex.Jaxpr((), [*free], e.outvars, [e], debug_info=program.debug_info)
 
-    def value(v: jex.Var, like: Any) -> Any:
+    def value(inside: jex.Var) -> Any:
+        v = free[inside]
         found = load_whole(rows[v] if v in rows else env[v])
-        return lax.convert_element_type(found, like.dtype)
+        return lax.convert_element_type(found, dtype(inside))
 
-    values = [value(v, inside.aval) for inside, v in free.items()]
-    (part,) = jax.core.eval_jaxpr(one, (), *values)
+    (part,) = evaluated([e], value, program.debug_info).values()
     return _ADD[_by(e)](total, part)
 
 

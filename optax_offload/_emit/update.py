@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import posixpath
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +77,7 @@ def carry_out(
     for each, straight in planned.updates(update):
         for message in _over_window(each, window_bytes, straight):
             warn(message)
-    return run(update, planned, args, Around(sharded=sharded))
+    return run(update, planned, args, Around({}, sharded))
 
 
 def _over_window(
@@ -120,15 +119,12 @@ class Around(NamedTuple):
       sharded: The shardings of inputs whose types do not say it, by position.
     """
 
-    known: Env = types.MappingProxyType({})
-    sharded: Mapping[int, Sharded] = types.MappingProxyType({})
-
-
-_ALONE = Around()
+    known: Env
+    sharded: Mapping[int, Sharded]
 
 
 def run(
-    update: Update, schedule: AnySchedule, args: Sequence[Any], around: Around = _ALONE
+    update: Update, schedule: AnySchedule, args: Sequence[Any], around: Around
 ) -> list[Any]:
     """Evaluates an update as its schedule says.
 

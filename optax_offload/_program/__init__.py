@@ -9,12 +9,7 @@ from optax_offload._program.bodies import (
     entered,
     with_bodies,
 )
-from optax_offload._program.branches import (
-    Branches,
-    as_zero,
-    find_branches,
-    keeps_state,
-)
+from optax_offload._program.branches import Branches, as_zero, find_branches
 from optax_offload._program.build import Builder, flatten
 from optax_offload._program.call import (
     Call,
@@ -33,15 +28,15 @@ from optax_offload._program.graph import (
     Components,
     MadeOf,
     Program,
-    ancestors,
     bound,
     dependents,
     described,
     dtype,
     evaluate,
+    evaluated,
     in_pairs,
+    nbytes,
     needed,
-    nested,
     ordered,
     read,
     shape,
@@ -66,7 +61,6 @@ from optax_offload._program.lowered import (
 )
 from optax_offload._program.primitives import (
     CODES,
-    LAYOUT,
     are_codes,
     facts,
     handed_on,
@@ -74,7 +68,7 @@ from optax_offload._program.primitives import (
     is_store,
     is_transfer,
 )
-from optax_offload._program.remats import scans
+from optax_offload._program.remats import has_scan
 from optax_offload._program.replaced import returning
 from optax_offload._program.resting_scans import resting_scan, with_rows
 from optax_offload._program.skipped import made_and_chosen
@@ -91,7 +85,6 @@ from optax_offload._program.wanted import has_update, is_microbatch
 
 __all__ = [
     "CODES",
-    "LAYOUT",
     "Argument",
     "AtRest",
     "Atom",
@@ -115,7 +108,6 @@ __all__ = [
     "Step",
     "Taken",
     "Update",
-    "ancestors",
     "apart",
     "are_codes",
     "arguments",
@@ -132,6 +124,7 @@ __all__ = [
     "entered",
     "equation_of",
     "evaluate",
+    "evaluated",
     "facts",
     "find_branches",
     "flatten",
@@ -139,6 +132,7 @@ __all__ = [
     "flops_of_jaxpr",
     "gradients_of_codes",
     "handed_on",
+    "has_scan",
     "has_update",
     "in_equations",
     "in_pairs",
@@ -147,12 +141,11 @@ __all__ = [
     "is_store",
     "is_transfer",
     "is_unknown",
-    "keeps_state",
     "key_data",
     "lower",
     "made_and_chosen",
+    "nbytes",
     "needed",
-    "nested",
     "of_values",
     "offloaded_update",
     "ordered",
@@ -160,7 +153,6 @@ __all__ = [
     "read",
     "resting_scan",
     "returning",
-    "scans",
     "selections",
     "shape",
     "sharding_of",

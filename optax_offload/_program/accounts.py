@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
@@ -14,6 +15,8 @@ from optax_offload._program.graph import bound
 # The positions at which scans move rows: none, those that count up with their
 # iterations, or others too.
 Positions: TypeAlias = Literal["none", "rising", "others"]
+# What scans store row by row: for other scans, or as results.
+Stored: TypeAlias = Literal["residual", "made"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +78,14 @@ class Account:
     """What is noted of a step's arguments, and of what its scans store.
 
     Attributes:
-      residual_bytes: See `AtRest`.
-      made_bytes: See `AtRest`.
+      stored: The bytes on each device of what scans store row by row: residuals, and
+        what is made.
       positions: See `AtRest`.
       times: How often what is evaluated now runs.
     """
 
     def __init__(self) -> None:
-        self.residual_bytes = self.made_bytes = 0
+        self.stored = collections.Counter[Stored]()
         self.positions: Positions = "none"
         self.times = 1
         # Which argument of the step a value is. No value is kept: it would leak.
@@ -123,13 +126,9 @@ class Account:
             if one is not None:
                 self._codes[one] = memory.nbytes_on_each_device(jax.typeof(x))
 
-    def note_stored(self, what: Literal["residual", "made"], x: Any) -> None:
+    def note_stored(self, what: Stored, x: Any) -> None:
         """Notes that a scan stores rows of a value."""
-        nbytes = memory.nbytes_on_each_device(x)
-        if what == "residual":
-            self.residual_bytes += nbytes
-        else:
-            self.made_bytes += nbytes
+        self.stored[what] += memory.nbytes_on_each_device(x)
 
     def note_positions(self, params: Mapping[str, Any]) -> None:
         """Notes that a scan with such parameters moves rows."""
@@ -151,8 +150,8 @@ class Account:
         resting = [(i, x) for i, x in enumerate(types) if memory.on_host(x)]
         return AtRest(
             tuple(self._resting(i, x, results.get(i)) for i, x in resting),
-            self.residual_bytes,
-            self.made_bytes,
+            self.stored["residual"],
+            self.stored["made"],
             self.positions,
             step_loads,
             self._codes,

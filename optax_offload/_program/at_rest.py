@@ -13,10 +13,9 @@ rows before a scan, as a base is decoded: each turn computes its own (`followed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
-import jax.core
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
@@ -25,11 +24,18 @@ from jax.extend import source_info_util
 from optax_offload._ground import limits
 from optax_offload._places import memory
 from optax_offload._program import conds, jits, remats, shard_maps
-from optax_offload._program.accounts import Account, AtRest
+from optax_offload._program.accounts import Account, AtRest, Stored
 from optax_offload._program.bodies import entered, takers
 from optax_offload._program.call import called, called_where_it_rests
 from optax_offload._program.followed import Followed, decodes
-from optax_offload._program.graph import bound, in_pairs, read, variables
+from optax_offload._program.graph import (
+    bound,
+    evaluated,
+    in_pairs,
+    read,
+    variables,
+    whole_and_rows,
+)
 from optax_offload._program.lowered import Spread
 from optax_offload._program.primitives import facts
 from optax_offload._program.resting_scans import scan_at_rest
@@ -44,9 +50,6 @@ from optax_offload._program.wanted import (
     wanted_at_rest,
     wanted_in_turn,
 )
-
-# What scans stack in host memory, and what for.
-Stored: TypeAlias = Mapping[jex.Var, Literal["residual", "made"]]
 
 
 def resting(
@@ -120,17 +123,18 @@ class _Walk:
         followed = Followed(jaxpr, by_rows, env)
         plain: list[jex.JaxprEqn] = []
         stored = self._stored(jaxpr)
+        unnamed = jaxpr.debug_info.with_unknown_names()
 
         def run_plain() -> None:
             if plain:
-                env.update(_evaluated(jaxpr, plain, env))
+                env.update(evaluated(plain, env.__getitem__, unnamed))
                 plain.clear()
 
         for e in jaxpr.eqns:
             resting = any(v in env and rests(env[v]) for v in variables(e.invars))
             resting |= any(memory.on_host(v.aval) for v in variables(e.invars))
             own = resting or has_update(e) or any(v in stored for v in e.outvars)
-            if not own and not followed.decodes(e):
+            if not own and not decodes(e, followed.counts):
                 plain.append(e)
                 continue
             run_plain()
@@ -154,7 +158,7 @@ class _Walk:
             for x, count in zip(results, wanted, strict=True)
         ]
 
-    def _stored(self, jaxpr: jex.Jaxpr) -> Stored:
+    def _stored(self, jaxpr: jex.Jaxpr) -> Mapping[jex.Var, Stored]:
         """The stacked results of scans that are stored in host memory row by row.
 
         These are the results that are moved there as a whole, as new parameters are;
@@ -170,12 +174,12 @@ class _Walk:
                 moved.update(variables(some))
                 whole.update(set(variables(e.invars)) - some)
                 continue
-            rows = [a for body in entered(e) for a in body.xs]
             stacked.update(v for body in entered(e) for v in body.stacked)
-            whole.update(variables(e.invars[: len(e.invars) - len(rows)]))
-            taken.update(variables(rows))
+            some, rows = whole_and_rows(e)
+            whole.update(some)
+            taken.update(rows)
         made = (stacked & moved) - whole - taken
-        found: dict[jex.Var, Literal["residual", "made"]] = dict.fromkeys(made, "made")
+        found: dict[jex.Var, Stored] = dict.fromkeys(made, "made")
         if self._residuals:
             for v in (stacked & taken) - whole:
                 size = memory.movable_nbytes(v.aval) or 0
@@ -188,7 +192,7 @@ class _Walk:
         jaxpr: jex.Jaxpr,
         e: jex.JaxprEqn,
         values: Sequence[Any],
-        stored: Stored,
+        stored: Mapping[jex.Var, Stored],
         counts: Sequence[int | None],
     ) -> Sequence[Any]:
         """The results of an equation that takes or leaves something at rest."""
@@ -232,7 +236,7 @@ class _Walk:
         return [found.get(i, x) for i, x in enumerate(values)]
 
     def _scan(
-        self, e: jex.JaxprEqn, values: Sequence[Any], stored: Stored
+        self, e: jex.JaxprEqn, values: Sequence[Any], stored: Mapping[jex.Var, Stored]
     ) -> Sequence[Any]:
         (turn,) = entered(e)
         closed, wanted = turn.closed, wanted_in_turn(turn)
@@ -420,28 +424,12 @@ def _load_rows(x: Any) -> Any:
     return x.whole() if isinstance(x, RowValue) else x
 
 
-def _evaluated(
-    jaxpr: jex.Jaxpr, equations: Sequence[jex.JaxprEqn], env: Mapping[jex.Var, Any]
-) -> dict[jex.Var, Any]:
-    """The values of what equations define, as far as it may be used."""
-    defined = {v for e in equations for v in e.outvars}
-    taken = dict.fromkeys(v for e in equations for v in variables(e.invars))
-    free = [v for v in taken if v not in defined]
-    used = {v for e in jaxpr.eqns for v in variables(e.invars)}
-    used.update(variables(jaxpr.outvars))
-    results = [v for e in equations for v in e.outvars if v in used]
-    unnamed = jaxpr.debug_info.with_unknown_names()
-    some = jex.Jaxpr((), free, results, list(equations), debug_info=unnamed)
-    values = jax.core.eval_jaxpr(some, (), *(env[v] for v in free))
-    return bound(results, values)
-
-
 def _bound(jaxpr: jex.Jaxpr, e: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation, as far as they may be used."""
+    """The results of an equation."""
     pairs = zip(e.invars, values, strict=True)
     given = {a: x for a, x in pairs if isinstance(a, jex.Var)}
-    found = _evaluated(jaxpr, [e], given)
-    return [found.get(v) for v in e.outvars]
+    unnamed = jaxpr.debug_info.with_unknown_names()
+    return [*evaluated([e], given.__getitem__, unnamed).values()]
 
 
 def makes_rows(closed: jex.ClosedJaxpr) -> bool:

@@ -13,19 +13,20 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from optax_offload._ground import compat
+from optax_offload._places import memory
 from optax_offload._program.bodies import of_platforms
 from optax_offload._program.build import Builder
 from optax_offload._program.graph import (
     Atom,
     Program,
-    ancestors,
     dependents,
+    dtype,
+    needed,
     shape,
     variables,
 )
@@ -57,12 +58,6 @@ class Branches:
     dropped: Mapping[jex.Var, int]
 
 
-def keeps_state(update: Update) -> jex.Var | None:
-    """Returns the predicate by which an update keeps its state, if any."""
-    found = find_branches(update)
-    return None if found is None else found.predicate
-
-
 def find_branches(update: Update) -> Branches | None:
     """Finds the predicate by which an update moves at most half of its state, or all.
 
@@ -86,15 +81,16 @@ def find_branches(update: Update) -> Branches | None:
         for k, a in enumerate(program.outvars)
         if shape(a) or (isinstance(a, jex.Var) and a in dependent)
     }
-    before = ancestors(program, predicate)
+    before = tuple(needed(program.equations, [predicate]))
     others = [a for k, a in enumerate(program.outvars) if k not in outputs]
     beside = set(dataclasses.replace(program, outvars=others).live).difference(before)
     outvars = [a if k in outputs else _zero(a) for k, a in enumerate(program.outvars)]
     program = dataclasses.replace(program, outvars=outvars)
     updates = [k for k, output in enumerate(update.outputs) if output.is_update]
     dropped = set(variables(program.outvars[k] for k in updates))
-    known = _Known(predicate, frozenset(before), dropped)
-    zero, one = (_version(program, known, value) for value in (0, 1))
+    zero, one = (
+        _version(program, predicate, before, dropped, value) for value in (0, 1)
+    )
     moved = [len(_moved(version, loaded, stores)) for version in (zero, one)]
     if min(moved) > len(_moved(program, loaded, stores)) / 2:
         return None
@@ -121,21 +117,6 @@ def as_zero(update: Update) -> Mapping[jex.Var, tuple[jex.Var, int]]:
     if found is None:
         return {}
     return {v: (found.predicate, value) for v, value in found.dropped.items()}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Known:
-    """The facts that the versions of an update have in common.
-
-    Attributes:
-      predicate: The variable whose value each of them knows.
-      before: The equations that are in none of them.
-      dropped: The updates, which are zero where they are a product with zero.
-    """
-
-    predicate: jex.Var
-    before: Collection[int]
-    dropped: Collection[jex.Var]
 
 
 def _predicate(
@@ -168,8 +149,7 @@ def _zero(a: Atom) -> jex.Literal:
     """Returns a placeholder for an output that a version does not have."""
     aval: Any = a.aval
     # There is no literal of a random key.
-    is_key = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
-    dtype = np.dtype(np.uint32) if is_key else aval.dtype
+    dtype = np.dtype(np.uint32) if memory.is_key(aval) else aval.dtype
     return jex.Literal(np.zeros((), dtype), aval.update(shape=(), dtype=dtype))
 
 
@@ -182,14 +162,21 @@ def _moved(
     return used.intersection(loaded)
 
 
-def _version(program: Program, facts: _Known, value: int) -> Program:
-    """The update with a predicate known, and without the equations before it."""
-    predicate = facts.predicate
-    dtype: Any = predicate.aval
+def _version(
+    program: Program,
+    predicate: jex.Var,
+    before: Collection[int],
+    dropped: Collection[jex.Var],
+    value: int,
+) -> Program:
+    """The update with a predicate known, and without the equations before it.
+
+    Updates that are dropped are zero where they are a product with zero.
+    """
     builder = Builder(program.constants)
-    builder.close_over({predicate: np.asarray(value, dtype.dtype)})
+    builder.close_over({predicate: np.asarray(value, dtype(predicate))})
     for position, e in enumerate(program.equations):
-        if position in facts.before:
+        if position in before:
             continue
         operands = builder.read_all(e.invars)
         if e.primitive.name == "cond" and operands[0] is predicate:
@@ -197,17 +184,11 @@ def _version(program: Program, facts: _Known, value: int) -> Program:
             builder.rename(e.outvars, builder.inline(branch, operands[1:]))
         elif e.primitive.name == "select_n" and operands[0] is predicate:
             builder.rename(e.outvars, [operands[1 + value]])
-        elif _is_zero(e, builder) and e.outvars[0] in facts.dropped:
+        elif _is_zero(e, builder) and e.outvars[0] in dropped:
             builder.add(_zeros(e.outvars[0]))
         else:
             builder.add(e)
-    outvars = builder.read_all(program.outvars)
-    return dataclasses.replace(
-        program,
-        equations=builder.equations,
-        constants=builder.constants,
-        outvars=outvars,
-    )
+    return builder.program(program)
 
 
 def _is_zero(e: jex.JaxprEqn, builder: Builder) -> bool:

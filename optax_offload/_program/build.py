@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -150,6 +151,15 @@ class Builder:
         result = jex.Var(e.outvars[0].aval)
         self.equations.append(e.replace(invars=[self.read(a)], outvars=[result]))
         return result
+
+    def program(self, of: Program) -> Program:
+        """A program with the equations so far in the place of its own."""
+        return dataclasses.replace(
+            of,
+            equations=self.equations,
+            constants=self.constants,
+            outvars=self.read_all(of.outvars),
+        )
 
     def _body(self, e: jex.JaxprEqn) -> tuple[jex.ClosedJaxpr | None, list[Atom]]:
         """Returns the body to inline for an equation, if it has one, and operands."""

@@ -8,50 +8,38 @@ without one says nothing (F47).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
-import jax
 from jax.extend import core as jex
 
-from optax_offload._program.graph import nested
+from optax_offload._program.graph import nested, shape
 
 
-def count(fn: Callable[..., Any], *args: Any) -> int:
+def flops_of_jaxpr(jaxpr: jex.Jaxpr) -> int:
     """Floating point operations of matrix products and convolutions, on all devices.
 
     A scan counts as often as it runs, a conditional as its largest branch, and a while
     loop once. Kernels that compute without equations (cuDNN, Pallas on its grid) are
     not seen.
-
-    Args:
-      fn: A function that JAX can trace.
-      *args: Its arguments: arrays or `jax.ShapeDtypeStruct`.
     """
-    return flops_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr)
-
-
-def flops_of_jaxpr(jaxpr: jex.Jaxpr) -> int:
-    """The operations of a jaxpr. See `count`."""
     return sum(flops_of(e) for e in jaxpr.eqns)
 
 
 def flops_of(e: jex.JaxprEqn) -> int:
-    """The operations of an equation. See `count`."""
+    """The operations of an equation. See `flops_of_jaxpr`."""
     name = e.primitive.name
     if name in ("dot_general", "ragged_dot"):
         contracted = (
             e.params["dimension_numbers"][0][0] if name == "dot_general" else ()
         )
-        lhs = _shape(e.invars[0])
+        lhs = shape(e.invars[0])
         # A ragged product multiplies each row with one of its groups' matrices.
         inner = [lhs[i] for i in contracted] if name == "dot_general" else lhs[-1:]
-        return 2 * math.prod(_shape(e.outvars[0])) * math.prod(inner)
+        return 2 * math.prod(shape(e.outvars[0])) * math.prod(inner)
     if name == "conv_general_dilated":
-        kernel = _shape(e.invars[1])
+        kernel = shape(e.invars[1])
         features = e.params["dimension_numbers"].rhs_spec[0]
         per_output = math.prod(kernel) // kernel[features]
-        return 2 * math.prod(_shape(e.outvars[0])) * per_output
+        return 2 * math.prod(shape(e.outvars[0])) * per_output
     inside = [flops_of_jaxpr(jaxpr) for jaxpr in nested(e)]
     if name == "cond":
         return max(inside, default=0)
@@ -66,7 +54,3 @@ def _times(e: jex.JaxprEqn) -> int:
         sizes = e.params["mesh"].shape
         return math.prod(sizes[name] for name in e.params["newly_manual_axes"])
     return 1
-
-
-def _shape(v: Any) -> tuple[int, ...]:
-    return v.aval.shape

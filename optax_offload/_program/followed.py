@@ -49,17 +49,13 @@ class Followed:
         self._values = values
         self._producers = {v: e for e in jaxpr.eqns for v in e.outvars}
 
-    def decodes(self, e: jex.JaxprEqn) -> bool:
-        """Returns whether codes that are wanted row by row are decoded from here on."""
-        return decodes(e, self.counts)
-
     def results(self, e: jex.JaxprEqn) -> Sequence[RowValue] | None:
         """The results of an equation, row by row, if it can be followed."""
         count = rows_of_results(e, self.counts)
         if count is None:
             return None
         # Codes on the device are there in any case.
-        limit = max(map(_nbytes, e.outvars)) + self.decodes(e)
+        limit = max(map(_nbytes, e.outvars)) + decodes(e, self.counts)
         return self._computed(e, count, limit)
 
     def _computed(

@@ -23,7 +23,8 @@ from jax.extend import core as jex
 from jax.extend import source_info_util
 
 from optax_offload._ground import compat
-from optax_offload._program.bodies import Body, as_they_are
+from optax_offload._places import memory
+from optax_offload._program.bodies import Body, as_they_are, entered
 
 Atom: TypeAlias = jex.Var | jex.Literal
 T = TypeVar("T")
@@ -64,8 +65,7 @@ class Program:
     @functools.cached_property
     def used(self) -> frozenset[jex.Var]:
         """The variables that equations take or that are results."""
-        used = {v for e in self.equations for v in variables(e.invars)}
-        return self.results.union(used)
+        return self.results.union(self.users)
 
     @functools.cached_property
     def results(self) -> frozenset[jex.Var]:
@@ -76,6 +76,18 @@ class Program:
     def live(self) -> Sequence[int]:
         """The positions of the equations that a result or an effect needs, in order."""
         return needed(self.equations, self.results, effects=True)
+
+    def closed(self, like: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
+        """The program as a jaxpr, with the effects and names of the one it is of."""
+        jaxpr = jex.Jaxpr(
+            constvars=list(self.constants),
+            invars=self.invars,
+            outvars=self.outvars,
+            eqns=self.equations,
+            effects=like.jaxpr.effects,
+            debug_info=like.jaxpr.debug_info,
+        )
+        return jex.ClosedJaxpr(jaxpr, list(self.constants.values()))
 
     def made_of(
         self, wanted: Iterable[Atom], through: Callable[[jex.JaxprEqn, jex.Var], bool]
@@ -182,11 +194,6 @@ def dependents(program: Program, start: Collection[jex.Var]) -> set[jex.Var]:
     return found
 
 
-def ancestors(program: Program, v: jex.Var) -> tuple[int, ...]:
-    """The positions of the equations that a variable needs."""
-    return tuple(needed(program.equations, [v]))
-
-
 class Components(Generic[T]):
     """Disjoint sets of things, which are joined one by one. Each begins by itself."""
 
@@ -254,6 +261,12 @@ def passed_on(body: Body) -> dict[jex.Var, int]:
     return {x.stack: through[x.position] for x in rows if not x.rests}
 
 
+def whole_and_rows(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
+    """The operands that an equation takes whole, and those that it takes row by row."""
+    rows = [a for body in entered(e) for a in body.xs]
+    return variables(e.invars[: len(e.invars) - len(rows)]), variables(rows)
+
+
 def variables(atoms: Iterable[Atom]) -> list[jex.Var]:
     """The atoms that are no literals."""
     return [a for a in atoms if isinstance(a, jex.Var)]
@@ -267,6 +280,11 @@ def bound(names: Iterable[T], values: Iterable[Any]) -> dict[T, Any]:
 def in_pairs(e: jex.JaxprEqn) -> Iterator[tuple[Atom, jex.Var]]:
     """Yields each operand of an equation, with the result that it becomes."""
     return zip(e.invars, e.outvars, strict=True)
+
+
+def nbytes(some: Iterable[Atom]) -> int:
+    """The bytes of variables on each device."""
+    return sum(memory.nbytes_on_each_device(v.aval) for v in some)
 
 
 def shape(a: Atom) -> tuple[int, ...]:
@@ -311,8 +329,17 @@ def read(a: Atom, lookup: Callable[[jex.Var], Any]) -> Any:
 def evaluate(
     program: Program, positions: Sequence[int], lookup: Callable[[jex.Var], Any]
 ) -> dict[jex.Var, Any]:
-    """Evaluates equations, and returns the value of each variable they define."""
+    """Evaluates equations of a program. See `evaluated`."""
     equations = [program.equations[i] for i in positions]
+    return evaluated(equations, lookup, program.debug_info)
+
+
+def evaluated(
+    equations: Sequence[jex.JaxprEqn],
+    lookup: Callable[[jex.Var], Any],
+    debug_info: Any,
+) -> dict[jex.Var, Any]:
+    """The value of each variable that equations define, given those that they take."""
     results = [v for e in equations for v in e.outvars]
     defined = set(results)
     used = (v for e in equations for v in variables(e.invars))
@@ -324,7 +351,7 @@ def evaluate(
         invars=free,
         outvars=results,
         eqns=equations,
-        debug_info=program.debug_info,
+        debug_info=debug_info,
     )
     values = jax.core.eval_jaxpr(jaxpr, (), *map(lookup, free))
     return bound(results, values)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
+from optax_offload._places import memory
 from optax_offload._program.graph import Atom
 
 T = TypeVar("T")
@@ -33,14 +33,14 @@ class Places:
     def of(cls, tree: Any) -> Places:
         """The places of a tree's keys."""
         leaves = enumerate(jax.tree.leaves(tree))
-        return cls({i: jax.random.key_impl(x) for i, x in leaves if _is_key(x)})
+        return cls({i: jax.random.key_impl(x) for i, x in leaves if memory.is_key(x)})
 
     @classmethod
     def of_types(cls, atoms: Sequence[Atom]) -> Places:
         """The places of keys among variables."""
         found: dict[int, Any] = {}
         for i, a in enumerate(atoms):
-            if _is_key(a.aval):
+            if memory.is_key(a.aval):
                 jax.eval_shape(
                     lambda x, i=i: found.update({i: jax.random.key_impl(x)}), a.aval
                 )
@@ -56,8 +56,6 @@ class Places:
 
 def key_data(tree: T) -> T:
     """A tree with the data of its keys."""
-    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else x, tree)
-
-
-def _is_key(x: Any) -> bool:
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.tree.map(
+        lambda x: jax.random.key_data(x) if memory.is_key(x) else x, tree
+    )

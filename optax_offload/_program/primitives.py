@@ -134,7 +134,6 @@ PRIMITIVES: Mapping[str, Facts] = {
     "transpose": Facts(again=True, layout=True, rows=along(row_rules.permuted)),
     "xor": _DECODES,
 }
-LAYOUT = frozenset(name for name, x in PRIMITIVES.items() if x.layout)
 _UNKNOWN = Facts()
 
 

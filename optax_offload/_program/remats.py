@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core as jex
 
-from optax_offload._program.bodies import entered
 from optax_offload._program.build import Builder, flatten
-from optax_offload._program.graph import Atom, bound, variables, within
-
-
-class Opened(NamedTuple):
-    """The equations that an equation of `jax.checkpoint` stands for.
-
-    Attributes:
-      equations: The body, behind a barrier that keeps a compiler from joining it with
-        the first time that the same is computed.
-      results: The variables or literals that stand for its results.
-      constants: The values that the equations close over.
-    """
-
-    equations: list[jex.JaxprEqn]
-    results: list[Atom]
-    constants: dict[jex.Var, Any]
+from optax_offload._program.graph import (
+    Atom,
+    Program,
+    bound,
+    variables,
+    whole_and_rows,
+    within,
+)
 
 
 def is_checkpoint(e: jex.JaxprEqn) -> bool:
@@ -35,19 +26,17 @@ def is_checkpoint(e: jex.JaxprEqn) -> bool:
 
 
 def has_scan(e: jex.JaxprEqn) -> bool:
-    """Returns whether an equation is of `jax.checkpoint`, around a scan."""
-    return is_checkpoint(e) and scans(e)
-
-
-def scans(e: jex.JaxprEqn) -> bool:
     """Returns whether there is a scan in an equation's bodies."""
     return any(inner.primitive.name == "scan" for inner in within(e))
 
 
 def opened(
     e: jex.JaxprEqn, operands: Sequence[Atom], loaded: Container[Atom] = ()
-) -> Opened:
+) -> Program:
     """Takes an equation of `jax.checkpoint` apart, into what JAX lowers it to.
+
+    The body is behind a barrier, which keeps a compiler from joining it with the first
+    time that the same is computed.
 
     Operands of which scans alone take a row in each iteration, as parameters of layers,
     go around the barrier: there is nothing to join, and behind it they would be copies
@@ -59,7 +48,7 @@ def opened(
       loaded: Others that go around the barrier, as each is loaded where it is taken.
     """
     program = flatten(jex.ClosedJaxpr(e.params["jaxpr"], ()))
-    taken = [_split(x) for x in program.equations]
+    taken = [whole_and_rows(x) for x in program.equations]
     whole = {v for some, _ in taken for v in some} | set(variables(program.outvars))
     rows = {v for _, some in taken for v in some} - whole
     asked = e.params["prevent_cse"]
@@ -84,9 +73,7 @@ def opened(
         builder.rename([program.invars[i] for i in held], behind)
     for x in program.equations:
         builder.add(x)
-    return Opened(
-        builder.equations, builder.read_all(program.outvars), builder.constants
-    )
+    return builder.program(program)
 
 
 def around(
@@ -125,10 +112,3 @@ def around(
                 asked[leaf] |= prevent
         params["prevent_cse"] = (*(True for _ in found.consts), *asked.values())
     return e.primitive.bind(*found.consts, *operands.values(), **params)
-
-
-def _split(e: jex.JaxprEqn) -> tuple[list[jex.Var], list[jex.Var]]:
-    """Returns the operands that an equation takes whole, and those row by row."""
-    rows = [a for body in entered(e) for a in body.xs]
-    count = len(e.invars) - len(rows)
-    return variables(e.invars[:count]), variables(rows)

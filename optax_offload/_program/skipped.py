@@ -62,17 +62,7 @@ def made_and_chosen(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr | None:
             return lax.switch(index, [first, second], *values)
 
         builder.rename(e.outvars, builder.trace(chosen, index, *cases))
-    if not found:
-        return None
-    jaxpr = jex.Jaxpr(
-        constvars=list(builder.constants),
-        invars=program.invars,
-        outvars=builder.read_all(program.outvars),
-        eqns=builder.equations,
-        effects=closed.jaxpr.effects,
-        debug_info=closed.jaxpr.debug_info,
-    )
-    return jex.ClosedJaxpr(jaxpr, list(builder.constants.values()))
+    return builder.program(program).closed(closed) if found else None
 
 
 def _skips(program: Program, e: jex.JaxprEqn) -> bool:

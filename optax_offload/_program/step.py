@@ -272,13 +272,7 @@ def in_equations(
     taken = _Taken(outer, checkpoints)
     for e in outer.equations:
         taken.take(e)
-    builder = taken.builder
-    program = dataclasses.replace(
-        outer,
-        equations=builder.equations,
-        constants=builder.constants,
-        outvars=builder.read_all(outer.outvars),
-    )
+    program = taken.builder.program(outer)
     inlined = tuple(taken.inlined_updates)
     return Step(program, inlined, closed.jaxpr, refs, at_rest)
 
@@ -344,12 +338,12 @@ class _Taken:
                 for k, a in enumerate(inlined.results)
             ]
             builder.rename(e.outvars, results)
-        elif remats.has_scan(e) or (self._checkpoints and remats.is_checkpoint(e)):
+        elif remats.is_checkpoint(e) and (self._checkpoints or remats.has_scan(e)):
             opened = remats.opened(e, operands, self._loaded)
             builder.close_over(opened.constants)
             for inner in opened.equations:
                 self.take(inner)
-            builder.rename(e.outvars, builder.read_all(opened.results))
+            builder.rename(e.outvars, builder.read_all(opened.outvars))
         else:
             for small in apart(e):
                 builder.add(small)

@@ -3,10 +3,14 @@
 from optax_offload._rows.analysis import Analysis, RowCount, RowLocal
 from optax_offload._rows.kernel import Kernel, kernel_of
 from optax_offload._rows.proof import analyze, analyze_made
-from optax_offload._rows.rules.registry import NotRowLocalError, is_arithmetic
+from optax_offload._rows.rules.registry import (
+    NotRowLocalError,
+    is_arithmetic,
+    is_elementwise,
+)
 from optax_offload._rows.small_rows import whole_stacks, with_whole_stacks
 from optax_offload._rows.stacks import made_by_rows
-from optax_offload._rows.sums import Sum, summed
+from optax_offload._rows.sums import Sum, makes_number, summed
 
 __all__ = [
     "Analysis",
@@ -18,8 +22,10 @@ __all__ = [
     "analyze",
     "analyze_made",
     "is_arithmetic",
+    "is_elementwise",
     "kernel_of",
     "made_by_rows",
+    "makes_number",
     "summed",
     "whole_stacks",
     "with_whole_stacks",

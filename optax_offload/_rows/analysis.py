@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex
@@ -116,7 +116,7 @@ class Analysis:
       positions: The equations that are evaluated for slices.
       whole: Variables that are not followed back, since they are computed anyway.
       follow_all: Whether all equations are followed back, and not arithmetic alone.
-      follow: Further primitives that are followed back where that can be done.
+      follow: Whether another equation is followed back where that can be done.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Analysis:
         self.positions: set[int] = set()
         self.whole: Collection[jex.Var] = ()
         self.follow_all = False
-        self.follow: Collection[str] = ()
+        self.follow: Callable[[jex.JaxprEqn], bool] = lambda _: False
         # What is whole to an equation for a slice, of its operands and results.
         self._whole_to: dict[int, list[jex.Var]] = {}
         self._rows = rows
@@ -160,7 +160,7 @@ class Analysis:
             position = self._producers[a]
             e = self._equations[position]
             if not (is_arithmetic(e) or self.follow_all):
-                if e.primitive.name in self.follow:
+                if self.follow(e):
                     self._demand_operands(e, position, axis)
                 continue
             outs = [axis if v is a else None for v in e.outvars]

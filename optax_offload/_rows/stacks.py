@@ -39,18 +39,13 @@ def made_by_rows(closed: jex.ClosedJaxpr) -> jex.ClosedJaxpr:
     if closed.jaxpr.effects or any(map(memory.on_host, closed.in_avals)):
         return closed
     program = flatten(closed)
-    users: dict[jex.Var, int] = {}
-    for v in (v for e in program.equations for v in variables(e.invars)):
-        users[v] = users.get(v, 0) + 1
-    alone = {v for v, n in users.items() if n == 1}.difference(
-        variables(program.outvars)
-    )
     found = {
         a: rows
         for e in program.equations
         if e.primitive.name == "device_put"
         for a, v in in_pairs(e)
-        if isinstance(a, jex.Var) and a in alone and memory.on_host(v.aval)
+        if isinstance(a, jex.Var) and memory.on_host(v.aval)
+        if len(program.users[a]) == 1 and a not in program.results
         for rows in [_rows_of(program, a)]
         if rows is not None
     }
@@ -67,9 +62,7 @@ def _rows_of(program: Program, a: jex.Var) -> RowLocal | None:
     if not large or program.equations[at].primitive.name == "scan":
         return None
     analysis = Analysis(RowCount(sizes[0]), program.equations, program.producers)
-    analysis.follow = {
-        e.primitive.name for e in program.equations if len(e.outvars) == 1
-    }
+    analysis.follow = lambda e: len(e.outvars) == 1
     try:
         analysis.demand(a, 0)
     except NotRowLocalError:
@@ -94,22 +87,9 @@ def _with_scans(
                 scan = _scan_of(rows, program.debug_info)
                 builder.rename([a], builder.trace(scan, *builder.read_all(rows.inputs)))
         builder.add(e)
-    made = dataclasses.replace(
-        program,
-        equations=builder.equations,
-        constants=builder.constants,
-        outvars=builder.read_all(program.outvars),
-    )
-    constants = made.constants
-    jaxpr = jex.Jaxpr(
-        constvars=list(constants),
-        invars=made.invars,
-        outvars=made.outvars,
-        eqns=[made.equations[i] for i in made.live],
-        effects=closed.jaxpr.effects,
-        debug_info=closed.jaxpr.debug_info,
-    )
-    return jex.ClosedJaxpr(jaxpr, list(constants.values()))
+    made = builder.program(program)
+    live = [made.equations[i] for i in made.live]
+    return dataclasses.replace(made, equations=live).closed(closed)
 
 
 def _scan_of(rows: RowLocal, debug_info: Any) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.extend import core as jex
 
-from optax_offload._program import facts, variables
+from optax_offload._program import facts, shape, variables
 
 
 class Sum(NamedTuple):
@@ -20,6 +20,11 @@ class Sum(NamedTuple):
 
     position: int
     operands: tuple[jex.Var, ...]
+
+
+def makes_number(e: jex.JaxprEqn) -> bool:
+    """Returns whether an equation reduces arrays to a number."""
+    return facts(e).summed_by is not None and not any(map(shape, e.outvars))
 
 
 def summed(e: jex.JaxprEqn, axes: Mapping[jex.Var, int]) -> list[jex.Var]:

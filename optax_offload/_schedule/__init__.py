@@ -1,10 +1,9 @@
 """Schedules say what is moved and computed when, as values; they touch no array."""
 
-from optax_offload._schedule.chosen_state import ChosenState, with_chosen_state
+from optax_offload._schedule.chosen_state import with_chosen_state
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused, asked_window
-from optax_offload._schedule.fused_step import FusedScan, FusedStep, Turns
-from optax_offload._schedule.inside import Inside
+from optax_offload._schedule.fused_step import FusedScan, FusedStep, Inside, Turns
 from optax_offload._schedule.on_tpu import for_tpu
 from optax_offload._schedule.own_updates import with_own_updates
 from optax_offload._schedule.parts import Parted
@@ -32,7 +31,6 @@ __all__ = [
     "AnySchedule",
     "Branched",
     "Chain",
-    "ChosenState",
     "Fused",
     "FusedScan",
     "FusedStep",

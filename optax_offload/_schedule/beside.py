@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jax.extend import core as jex
 
 from optax_offload._program import Step
-from optax_offload._schedule.fused import Fused, FusedScan
+from optax_offload._schedule.fused import FusedScan
 from optax_offload._schedule.late import Reduced
 from optax_offload._schedule.rest import Outer, rest
 from optax_offload._schedule.waiting import Passes
@@ -68,7 +68,7 @@ def _taken(scans: Iterable[FusedScan], passes: Passes) -> set[jex.Var]:
     found: set[jex.Var] = set()
     for each in scans:
         sums = passes.sums(each.fused, 0)
-        found.update(_given(each, (*each.first_pass(sums), *each.late)))
+        found.update(each.given((*each.first_pass(sums), *each.late)))
     return found
 
 
@@ -110,14 +110,8 @@ def _in_turns(step: Step, node: Outer, each: FusedScan, passes: Passes) -> Outer
     made = [v for f in each.now for v in f.component.results]
     made += (v for s in sums for v in step.defines(s.position))
     own = (v for v in node.defines if v not in gradients)
-    reads = dict.fromkeys((*node.reads, *_given(each, each.first_pass(sums))))
+    reads = dict.fromkeys((*node.reads, *each.given(each.first_pass(sums))))
     return Outer(node.position, tuple(reads), (*own, *made), in_turns=True)
-
-
-def _given(each: FusedScan, fused: Iterable[Fused]) -> Iterator[jex.Var]:
-    """What updates take that does not come from their scan."""
-    own = {*each.scan.equation.outvars}
-    return (v for f in fused for v in f.rows.inputs if v not in own)
 
 
 def _in_order(some: Sequence[Outer]) -> list[Outer]:

@@ -33,7 +33,6 @@ from optax_offload._program import (
     handed_on,
     has_update,
     in_pairs,
-    is_transfer,
     needed,
     ordered,
     selections,
@@ -41,7 +40,7 @@ from optax_offload._program import (
     variables,
     with_bodies,
 )
-from optax_offload._rows import is_arithmetic
+from optax_offload._rows import is_elementwise
 from optax_offload._schedule.grown import Grown, GrownCall
 from optax_offload._schedule.new_state import made_in, returned, stays, taken_as_state
 
@@ -122,15 +121,7 @@ def _rewritten(
     found = search.run()
     again += search.again
     lost += search.lost
-    jaxpr = jex.Jaxpr(
-        constvars=list(found.constants),
-        invars=found.invars,
-        outvars=found.outvars,
-        eqns=found.equations,
-        effects=closed.jaxpr.effects,
-        debug_info=closed.jaxpr.debug_info,
-    )
-    return jex.ClosedJaxpr(jaxpr, list(found.constants.values()))
+    return found.closed(closed)
 
 
 def _with_bodies(
@@ -462,5 +453,4 @@ def of_each_number(e: jex.JaxprEqn, sizes: tuple[int, ...]) -> bool:
             for body in bodies
             for inner in body.equations
         )
-    placed = e.primitive.name in ("reshard", "sharding_constraint")
-    return placed or is_transfer(e) or is_arithmetic(e)
+    return is_elementwise(e)

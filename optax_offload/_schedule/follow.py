@@ -11,16 +11,16 @@ from jax import lax
 from jax.extend import core as jex
 
 from optax_offload._program import (
-    LAYOUT,
     Body,
     Components,
     Program,
     Step,
     called,
     entered,
+    facts,
     handed_on,
+    has_update,
     variables,
-    within,
 )
 from optax_offload._rows import (
     Analysis,
@@ -139,20 +139,15 @@ class Component:
       gradients: The gradients.
       results: The results of the step that have rows.
       sums: The values that are reduced over the rows.
-      late: Whether results depend on values that are known only after the scan.
-      late_sums: The sums that depend on such values.
+      late_sums: The sums that depend on values that are known only after the scan.
+      waits: Whether results, or sums, depend on such values.
     """
 
     gradients: tuple[jex.Var, ...]
     results: tuple[jex.Var, ...]
     sums: tuple[Sum, ...]
-    late: bool
     late_sums: tuple[Sum, ...]
-
-    @property
-    def waits(self) -> bool:
-        """Returns whether their results have to wait for the end of the scan."""
-        return self.late or bool(self.late_sums)
+    waits: bool
 
     @property
     def ends(self) -> list[jex.Var]:
@@ -184,14 +179,12 @@ class RowUses:
       components: The gradients, grouped by the equations that join them.
       late: The variables that depend on the scan otherwise than row by row, or on such
         variables.
-      sums: The equations that reduce over rows, as positions.
       unfused: The gradients of which an equation needs all rows at once.
     """
 
     rows: RowLocal
     components: tuple[Component, ...]
     late: frozenset[jex.Var]
-    sums: tuple[int, ...]
     unfused: tuple[Unfused, ...]
 
 
@@ -246,7 +239,7 @@ class _Walk:
         )
         self._analysis.whole = set(variables(program.outvars))
         # What decodes state: else it would be decoded whole, before a scan.
-        self._analysis.follow = LAYOUT
+        self._analysis.follow = lambda e: facts(e).layout
         for v in gradients:
             self._analysis.mark(v, 0)
         self.of: dict[jex.Var, jex.Var] = {v: v for v in gradients}
@@ -294,7 +287,7 @@ class _Walk:
             return []
         if called(e):
             return self._unfused(roots, _STATE_ON_DEVICE)
-        if holds_update(e):
+        if has_update(e):
             return self._unfused(roots, f"the update is in a {e.primitive.name}")
         try:
             self._analysis.visit(e)
@@ -323,25 +316,19 @@ class _Walk:
             of_root = {v for v in self.of if self._root(v) is root}
             mine = [v for v in results if v in of_root]
             sums = [s for s in self._sums if not of_root.isdisjoint(s.operands)]
+            late = [s for s in sums if not self.late.isdisjoint(s.operands)]
             components.append(
                 Component(
                     tuple(v for v in self._gradients if self._root(v) is root),
                     tuple(mine),
                     tuple(sums),
-                    any(v in self.late for v in mine),
-                    tuple(s for s in sums if not self.late.isdisjoint(s.operands)),
+                    tuple(late),
+                    waits=bool(late) or not self.late.isdisjoint(mine),
                 )
             )
         summed = [v for s in self._sums for v in s.operands]
         rows = self._analysis.row_local(self._gradients, [*results, *summed])
-        positions = tuple(s.position for s in self._sums)
-        late = frozenset(self.late)
-        return RowUses(rows, tuple(components), late, positions, tuple(unfused))
+        return RowUses(rows, tuple(components), frozenset(self.late), tuple(unfused))
 
 
 _STATE_ON_DEVICE = "the state of its update is typed as on the device"
-
-
-def holds_update(e: jex.JaxprEqn) -> bool:
-    """Returns whether an offloaded update is in a body of an equation."""
-    return called(e) is None and any(called(x) for x in within(e))

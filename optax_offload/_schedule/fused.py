@@ -10,9 +10,9 @@ from jax.extend import core as jex
 
 from optax_offload._ground.units import counted
 from optax_offload._places import memory, tpu_layout
-from optax_offload._program import Step
+from optax_offload._program import Step, nbytes
 from optax_offload._rows import RowLocal, Sum
-from optax_offload._schedule.follow import Component, Scan, Unfused
+from optax_offload._schedule.follow import Component, Scan
 from optax_offload._schedule.parts import Parts
 
 
@@ -40,7 +40,7 @@ class Fused:
     @property
     def gradient_bytes(self) -> int:
         """The bytes of its gradients on each device."""
-        return sum(map(_nbytes, self.component.gradients))
+        return nbytes(self.component.gradients)
 
     @property
     def loaded_bytes(self) -> int:
@@ -49,7 +49,7 @@ class Fused:
         Gradients of parameters in host memory are typed as if they were there too.
         """
         loaded = set(self.rows.inputs).difference(self.component.gradients)
-        return sum(_nbytes(v) for v in loaded if memory.on_host(v.aval))
+        return nbytes(v for v in loaded if memory.on_host(v.aval))
 
     @property
     def whole_on_tpu(self) -> list[jex.Var]:
@@ -87,14 +87,17 @@ class FusedScan:
       now: The updates that run in the iteration that computes their gradient.
       late: The updates that have to wait for the last gradient.
       way: The way in which these wait.
-      unfused: The gradients that are not fused.
     """
 
     scan: Scan
-    now: tuple[Fused, ...]
-    late: tuple[Fused, ...]
-    way: Way
-    unfused: tuple[Unfused, ...]
+    now: tuple[Fused, ...] = ()
+    late: tuple[Fused, ...] = ()
+    way: Way = "host"
+
+    def given(self, fused: Iterable[Fused]) -> list[jex.Var]:
+        """What updates take that does not come from the scan."""
+        own = {*self.scan.equation.outvars}
+        return [v for f in fused for v in f.rows.inputs if v not in own]
 
     @property
     def fused(self) -> tuple[Fused, ...]:
@@ -134,7 +137,3 @@ def asked_window(step: Step, fused: Iterable[Fused]) -> int | None:
     inlined_updates = (o.inlined for v in results for o in step.origins.get(v, ()))
     asked = (inlined.what.caller.window_bytes for inlined in inlined_updates)
     return min((n for n in asked if n is not None), default=None)
-
-
-def _nbytes(v: jex.Var) -> int:
-    return memory.nbytes_on_each_device(v.aval)

@@ -13,22 +13,29 @@ from optax_offload._ground import compat, limits
 from optax_offload._ground.units import MIB, Printed, counted, size_text
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
-from optax_offload._program import Step, variables
+from optax_offload._program import Step, has_update, nbytes, variables
 from optax_offload._rows import whole_stacks
-from optax_offload._schedule import late, order, pipeline, taken, waiting
+from optax_offload._schedule import late, order, taken, waiting
 from optax_offload._schedule.beside import Beside, apart, beside, in_rows
 from optax_offload._schedule.chosen_state import ChosenState
 from optax_offload._schedule.follow import Scan, Unfused, candidates, over_rows
 from optax_offload._schedule.fused import Fused, FusedScan, Way
-from optax_offload._schedule.inside import Inside
 from optax_offload._schedule.late import Reduced
+from optax_offload._schedule.pipeline import Pipeline, for_gpu, for_tpu
 from optax_offload._schedule.replacements import replacements
 from optax_offload._schedule.rest import Outer, rest
-from optax_offload._schedule.turns.chain import chain, is_small, too_few
-from optax_offload._schedule.turns.segments import Chain, nbytes
+from optax_offload._schedule.turns.chain import chain
+from optax_offload._schedule.turns.segments import Chain
+from optax_offload._schedule.turns.uncut import NOT_CUT, known_uncut
 from optax_offload._schedule.unfused import gradients, updates_inside
 from optax_offload._schedule.updates.update import AnySchedule, schedule
 
+# Whose body is evaluated with values as they are, once in each turn.
+NAMES = {
+    "scan": "scan of {length} iterations",
+    "while": "while loop",
+    "cond": "cond, branch {n} of {count}",
+}
 # What moves outside of scans and is less than this takes no memory worth having.
 OUTSIDE_BYTES = MIB
 
@@ -42,7 +49,7 @@ class Turns(NamedTuple):
     """
 
     scan: Scan
-    turn: pipeline.Pipeline
+    turn: Pipeline
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -52,7 +59,7 @@ class FusedStep(Printed):
     Attributes:
       step: The step.
       scans: The scans that updates are moved into, in their order.
-      unfused: The gradients of other scans.
+      unfused: The gradients of scans that are computed whole.
       asked: The options that were asked for.
       streaming: The other scans whose iterations load rows for the next, or store those
         of the one before.
@@ -68,7 +75,7 @@ class FusedStep(Printed):
     streaming: tuple[FusedScan, ...] = ()
     chosen: ChosenState = dataclasses.field(default_factory=ChosenState)
     on_tpu: bool = False
-    inside: Mapping[int, Inside[FusedStep]] = dataclasses.field(default_factory=dict)
+    inside: Mapping[int, Inside] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def rest(self) -> tuple[Outer, ...]:
@@ -85,7 +92,7 @@ class FusedStep(Printed):
     @functools.cached_property
     def passes(self) -> waiting.Passes:
         """The passes over the rows of gradients that wait."""
-        return passes_of(self.step, self.scans)
+        return waiting.passes(self.step, self.scans)
 
     def turns(self, each: FusedScan, number: int, *, on_tpu: bool) -> Turns | None:
         """The scan of a pass over the rows of a scan, and a turn of it; None for none.
@@ -104,16 +111,14 @@ class FusedStep(Printed):
         else:
             summed = (f for f in each.late if not {*sums}.isdisjoint(f.component.sums))
             some = [f.summing(sums) for f in summed]
-        if number and each.way == "host":
-            scan, work = over_rows(each.scan), pipeline.Work(some, sums)
-            return Turns(scan, pipeline.over_rows(work)) if some else None
         if number and not some:
             return None
+        if number and each.way == "host":
+            return Turns(over_rows(each.scan), Pipeline.of(some, sums))
         kept, waiting = ([], []) if number else self._stacked(each)
-        ordered = order.by_gradients(each.scan, some)
-        work = pipeline.Work(ordered, sums, kept, waiting)
-        for_its_compiler = pipeline.for_tpu if on_tpu else pipeline.for_gpu
-        return Turns(each.scan, for_its_compiler(self.step, each.scan, work))
+        turn = Pipeline.of(order.by_gradients(each.scan, some), sums, kept, waiting)
+        for_its_compiler = for_tpu if on_tpu else for_gpu
+        return Turns(each.scan, for_its_compiler(self.step, each.scan, turn))
 
     def _stacked(self, each: FusedScan) -> tuple[list[jex.Var], list[jex.Var]]:
         """The stacked results of a scan that are made whole, and those that wait."""
@@ -132,23 +137,16 @@ class FusedStep(Printed):
     def _cut(self) -> Chain | str:
         """The step in segments, or why it is not."""
         if not compat.SEGMENTS_ARE_FREED:
-            return (
-                "layers that no scan runs are not cut into turns: that takes JAX 0.12 "
-                "or newer"
-            )
-        if is_small(self.step, self.asked, in_rows(self.scans, self.streaming)):
-            return too_few()
+            return f"{NOT_CUT}that takes JAX 0.12 or newer"
+        known = known_uncut(self.step, self.asked, in_rows(self.scans, self.streaming))
+        if known:
+            return known
         if self.passes.last > 1:
             return (
-                "layers that no scan runs are not cut into turns: a norm of what a "
-                "norm has scaled takes passes over the rows of its scans"
+                f"{NOT_CUT}a norm of what a norm has scaled takes passes over the rows "
+                "of its scans"
             )
-        return chain(
-            self.step,
-            self._beside,
-            self.asked,
-            on_tpu=self.on_tpu,
-        )
+        return chain(self.step, self._beside, self.asked, on_tpu=self.on_tpu)
 
     @property
     def uncut(self) -> str:
@@ -187,6 +185,11 @@ class FusedStep(Printed):
         """Whether anything in it is carried out otherwise than it is written."""
         inside = any(x.is_streamed for x in self.inside.values())
         return bool(self.scans or self.streaming or self.chain or inside)
+
+    @property
+    def is_told(self) -> bool:
+        """Whether more is to be said of a body than that an update is in it."""
+        return self.is_streamed or bool(gradients(self.step, self.unfused))
 
     @property
     def stores(self) -> bool:
@@ -285,8 +288,7 @@ class FusedStep(Printed):
         """The gradients that were to wait in a way that was asked for, and do not."""
         if self.asked.late_gradients not in get_args(Way):
             return ()
-        found = [*self.unfused, *(o for s in self.scans for o in s.unfused)]
-        return tuple(o for o in found if o.waits)
+        return tuple(o for o in self.unfused if o.waits)
 
     def schedules(self) -> tuple[AnySchedule, ...]:
         """Schedules of the offloaded updates outside of scans and turns."""
@@ -338,17 +340,50 @@ class FusedStep(Printed):
         return "\n".join(lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class Inside:
+    """The bodies of an equation, planned as steps of their own.
+
+    Attributes:
+      equation: The equation.
+      plans: The plan of each body.
+    """
+
+    equation: jex.JaxprEqn
+    plans: tuple[FusedStep, ...]
+
+    @property
+    def turns(self) -> int:
+        """How often each of them is evaluated, as far as that is known."""
+        return self.equation.params.get("length", 1)
+
+    @property
+    def holds_update(self) -> bool:
+        """Whether an offloaded update is in them."""
+        return has_update(self.equation)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether any of them is carried out otherwise than it is written."""
+        return any(x.is_streamed for x in self.plans)
+
+    def lines(self) -> Iterator[str]:
+        """Lines on its bodies."""
+        name, params = self.equation.primitive.name, self.equation.params
+        adds = "each adds its gradients to their sums"
+        how = "each a step of its own" if self.holds_update else adds
+        for n, plan in enumerate(self.plans):
+            if not plan.is_told:
+                continue
+            yield f"{NAMES[name].format(n=n, count=len(self.plans), **params)}, {how}:"
+            yield from (f"  {line}" for line in str(plan).splitlines())
+
+
 _HIDES_NOTHING = (
     "no transfer overlaps the backward pass: oo.jit compiles for one GPU with "
     "xla_gpu_enable_latency_hiding_scheduler=False; jax.jit takes that in "
     "compiler_options"
 )
-
-
-def passes_of(step: Step, scans: Sequence[FusedScan]) -> waiting.Passes:
-    """The passes over the rows of gradients that wait in some scans."""
-    positions = candidates(step)
-    return waiting.passes(step, positions, [(x.scan, x.fused) for x in scans])
 
 
 def _lines(each: FusedScan, passes: waiting.Passes) -> Iterator[str]:
@@ -401,8 +436,7 @@ def _of_turns(plan: FusedStep, each: FusedScan, number: int) -> Iterator[str]:
 
 
 def _whole_text(plan: FusedStep) -> str:
-    size = sum(memory.nbytes_on_each_device(v.aval) for v in plan.whole_on_tpu)
-    some = counted(len(plan.whole_on_tpu), "stack", size)
+    some = counted(len(plan.whole_on_tpu), "stack", nbytes(plan.whole_on_tpu))
     return f"{some} moved whole, and not fused: no row of theirs is whole tiles"
 
 
@@ -417,18 +451,17 @@ def _moved(fused: Sequence[Fused]) -> str:
 
 def _reasons(plan: FusedStep) -> Iterator[str]:
     """Yields a line for each reason why gradients are left outside."""
-    unfused = [*plan.unfused, *(o for s in plan.scans for o in s.unfused)]
+    unfused = plan.unfused
     if plan.chain:  # What scans inside of layers stack or sum up is none, or used up.
         step, equations = plan.step, plan.step.program.equations
         operands = (x.operands for x in step.inlined_updates)
         taken = {v for some in operands for v in variables(some)}
         scans = (Scan(i, equations[i]) for i in candidates(step))
         taken.intersection_update([v for x in scans for v in x.body.stacked])
-        unfused = [o for o in unfused if o.gradient in taken]
+        unfused = tuple(o for o in unfused if o.gradient in taken)
     found: dict[str, list[int]] = {}
     for o in gradients(plan.step, unfused):
-        nbytes = memory.nbytes_on_each_device(o.gradient.aval)
-        found.setdefault(o.reason, []).append(nbytes)
+        found.setdefault(o.reason, []).append(nbytes([o.gradient]))
     for reason, sizes in found.items():
         left = counted(len(sizes), "gradient", sum(sizes))
         yield f"{left} left outside: {reason}"

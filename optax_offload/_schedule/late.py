@@ -29,7 +29,7 @@ from optax_offload._program import (
     shape,
     variables,
 )
-from optax_offload._rows import is_arithmetic
+from optax_offload._rows import is_arithmetic, is_elementwise, makes_number
 
 
 class Reduced(NamedTuple):
@@ -89,9 +89,9 @@ def reduced(step: Step) -> Reduced:
         if late and not arrays:
             numbers.update(e.outvars)
             following.add(i)
-        elif late and i not in step.inlined_at and _is_elementwise(e):
+        elif late and i not in step.inlined_at and is_elementwise(e):
             scaled |= dict.fromkeys(e.outvars, i)
-        elif not late and _reduces(e):
+        elif not late and makes_number(e):
             before = _before(program, taken, gradients)
             others = {v for v in before.takes if not _is_known(v, numbers)} - gradients
             if not others:
@@ -100,7 +100,7 @@ def reduced(step: Step) -> Reduced:
                 numbers.update(e.outvars)
             elif others.isdisjoint(program.producers) and others < {*before.takes}:
                 leading.update((*before.positions, i))
-        elif not late and _is_elementwise(e) and gradients.issuperset(e.outvars):
+        elif not late and is_elementwise(e) and gradients.issuperset(e.outvars):
             leading.add(i)
     early = sums | leading | following
     early |= _numbers_for(step, early)
@@ -136,24 +136,9 @@ def _gradients(step: Step) -> set[jex.Var]:
         if v in found or i is None or not shape(v) or memory.on_host(v.aval):
             continue
         found.add(v)
-        if _is_elementwise(program.equations[i]):
+        if is_elementwise(program.equations[i]):
             waiting += variables(program.equations[i].invars)
     return found
-
-
-def _is_elementwise(e: jex.JaxprEqn) -> bool:
-    """Returns whether each number of a result is computed from one of each operand."""
-    if e.primitive.name == "broadcast_in_dim":
-        return not any(map(shape, e.invars))
-    return (
-        len(e.outvars) == 1
-        and is_arithmetic(e)
-        and all(shape(a) in ((), shape(e.outvars[0])) for a in e.invars)
-    )
-
-
-def _reduces(e: jex.JaxprEqn) -> bool:
-    return facts(e).summed_by is not None and not any(map(shape, e.outvars))
 
 
 def _before(
@@ -208,13 +193,7 @@ def with_scaled(
     builder.rename([old.invars[i] for i in gone], made)
     for e in old.equations:
         builder.add(e)
-    program = dataclasses.replace(
-        old,
-        equations=builder.equations,
-        constants=builder.constants,
-        invars=invars,
-        outvars=builder.read_all(old.outvars),
-    )
+    program = dataclasses.replace(builder.program(old), invars=invars)
     moved: dict[int | None, int] = {i: at for at, i in enumerate(kept)}
     for i in gone:  # What an update replaces is what its gradient was made of.
         like = next((v for v in takes if v.aval == operands[i].aval), None)
@@ -261,7 +240,7 @@ def _of_loads(program: Program, v: jex.Var) -> bool:
         return False
     e = program.equations[program.producers[v]]
     arrays = [x for x in variables(e.invars) if shape(x)]
-    if is_load(e) or not (arrays and _is_elementwise(e)):
+    if is_load(e) or not (arrays and is_elementwise(e)):
         return is_load(e)
     return all(_of_loads(program, x) for x in arrays)
 

@@ -17,7 +17,7 @@ from optax_offload._program import (
     as_they_are,
     entered,
     flops_of,
-    flops_of_jaxpr,
+    nbytes,
     variables,
 )
 from optax_offload._schedule.follow import Scan
@@ -93,8 +93,8 @@ def rows_ahead(step: Step, scan: Scan) -> list[jex.Var]:
     left = min((n for n in windows if n is not None), default=math.inf)
     found: list[jex.Var] = []
     for v in scan.loaded:
-        if _nbytes(v) // scan.length <= left:
-            left -= _nbytes(v) // scan.length
+        if nbytes([v]) // scan.length <= left:
+            left -= nbytes([v]) // scan.length
             found.append(v)
     return found
 
@@ -130,7 +130,7 @@ def placed_ahead(
     for n, (f, flops) in enumerate(zip(stores, _flops_for(scan, stores), strict=True)):
         products[time[n]] += flops
         loads[time[n]] += sum(
-            _nbytes(v) // scan.length
+            nbytes([v]) // scan.length
             for v in _taken(f)
             if memory.on_host(v.aval) and v not in (*ahead, *_gradients(f))
         )
@@ -142,18 +142,18 @@ def placed_ahead(
     moved = True
     while moved:
         moved = False
-        for v in sorted(ahead, key=lambda v: (latest[v], -_nbytes(v))):
-            nbytes, now = _nbytes(v) // scan.length, found.get(v)
+        for v in sorted(ahead, key=lambda v: (latest[v], -nbytes([v]))):
+            size, now = nbytes([v]) // scan.length, found.get(v)
             if now is not None:
-                loads[now] -= nbytes
+                loads[now] -= size
             waits = [
-                Fraction(nbytes * (2 * others + nbytes), flops)
+                Fraction(size * (2 * others + size), flops)
                 for others, flops in zip(loads, products, strict=True)
             ]
             best = min(range(latest[v], -1, -1), key=waits.__getitem__)
             if now is None or waits[best] < waits[now]:
                 found[v], moved = best, True
-            loads[found[v]] += nbytes
+            loads[found[v]] += size
     return {v: ends[n] for v, n in found.items()}
 
 
@@ -220,7 +220,7 @@ def rows_ahead_in_turn(
     """
     replaced = {before for f in fused for before in f.replaced.values()}
     arguments, hidden = set(step.program.invars), hides_transfers(scan, fused)
-    sizes = [sum(map(_nbytes, _stored(f))) for f in fused]
+    sizes = [nbytes(_stored(f)) for f in fused]
     large = (n for n, x in enumerate(sizes) if x >= SMALL_SHARE * sum(sizes))
     return dict.fromkeys(
         (
@@ -277,14 +277,14 @@ def _moved(scan: Scan, stores: Sequence[Fused | jex.Var]) -> tuple[int, int]:
         if memory.on_host(v.aval)
     }
     stored = (v for f in stores for v in _stored(f))
-    return sum(map(_nbytes, loaded)), sum(map(_nbytes, stored))
+    return nbytes(loaded), nbytes(stored)
 
 
 def flops(scan: Scan) -> float:
     """The floating point operations of a scan's products, on each device."""
     aval: Any = scan.equation.outvars[0].aval
     devices = aval.sharding.mesh.size or 1
-    return scan.length * flops_of_jaxpr(scan.body.jaxpr) / devices
+    return flops_of(scan.equation) / devices
 
 
 def residuals_behind(step: Step, scan: Scan) -> list[jex.Var]:
@@ -333,18 +333,18 @@ def delayed_rows(
     if scan.length < LEAST_LENGTH or not compat.STORES_OVERLAP:
         return frozenset()
     stored = [(n, v) for n, f in enumerate(fused) for v in _stored(f)]
-    total = sum(_nbytes(v) for _, v in stored)
-    sizes = [sum(map(_nbytes, _stored(f))) for f in fused]
+    total = nbytes(v for _, v in stored)
+    sizes = [nbytes(_stored(f)) for f in fused]
     large = [(n, v) for n, v in stored if sizes[n] >= SMALL_SHARE * total]
     if len(large) < 2:
         return frozenset()
     small = [(n, v) for n, v in stored if sizes[n] < SMALL_SHARE * total]
     found = [v for n, v in small if fused[n].replaced[v] not in read]
-    left = sum(_nbytes(v) for n, v in large if n == large[0][0])
+    left = nbytes(v for n, v in large if n == large[0][0])
     for n, v in large[:0:-1]:
-        if fused[n].replaced[v] not in read and left >= _nbytes(v) / 2:
+        if fused[n].replaced[v] not in read and left >= nbytes([v]) / 2:
             found.append(v)
-            left -= _nbytes(v)
+            left -= nbytes([v])
     return frozenset(found)
 
 
@@ -367,8 +367,3 @@ def _stored(f: Fused | jex.Var) -> list[jex.Var]:
         for after, before in f.replaced.items()
         if before is not None and memory.on_host(after.aval)
     ]
-
-
-def _nbytes(v: jex.Var) -> int:
-    """The bytes of all rows on each device."""
-    return memory.nbytes_on_each_device(v.aval)

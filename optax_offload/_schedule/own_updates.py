@@ -9,6 +9,7 @@ their iterations anyway.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -81,17 +82,10 @@ def with_own_updates(
         )
         for e in program.equations
     )
-    jaxpr = jex.Jaxpr(
-        constvars=list(program.constants),
-        invars=program.invars,
-        outvars=program.outvars,
-        eqns=ordered(program, [*others, update]),
-        effects=closed.jaxpr.effects,
-        debug_info=closed.jaxpr.debug_info,
-    )
+    found = dataclasses.replace(program, equations=ordered(program, [*others, update]))
     updated = {x.argument for x in made}
     left = {k: i for k, i in returns.items() if program.invars[i] not in updated}
-    return jex.ClosedJaxpr(jaxpr, list(program.constants.values())), left
+    return found.closed(closed), left
 
 
 class _Search:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from jax.extend import core as jex
 
@@ -21,23 +20,6 @@ from optax_offload._rows import Sum
 from optax_offload._schedule import order
 from optax_offload._schedule.follow import Scan
 from optax_offload._schedule.fused import Fused
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """What is moved into a scan.
-
-    Attributes:
-      fused: The updates, in the order in which their gradients are there.
-      sums: The values that are summed up over the rows.
-      kept: The stacked results that are made whole.
-      waiting: The stacked results that wait in host memory.
-    """
-
-    fused: Sequence[Fused]
-    sums: Sequence[Sum]
-    kept: Sequence[jex.Var] = ()
-    waiting: Sequence[jex.Var] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,11 +39,6 @@ class RowUpdate:
     held: tuple[jex.Var, ...] = ()
     leaving: tuple[jex.Var, ...] = ()
     after: tuple[jex.Var, ...] = ()
-
-    @property
-    def results(self) -> list[jex.Var]:
-        """What it stores rows of."""
-        return [v for v in self.fused.rows.outputs if v in self.fused.replaced]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +76,17 @@ class Pipeline:
         default_factory=dict
     )
 
+    @classmethod
+    def of(
+        cls,
+        fused: Iterable[Fused],
+        sums: Iterable[Sum],
+        kept: Iterable[jex.Var] = (),
+        waiting: Iterable[jex.Var] = (),
+    ) -> Pipeline:
+        """A turn in which nothing has an order yet, but for the updates."""
+        return cls(tuple(map(RowUpdate, fused)), tuple(sums), (*kept,), (*waiting,))
+
     def lines(self, length: int) -> Iterator[str]:
         """Lines on what a turn does for others, and in which order.
 
@@ -116,46 +104,47 @@ class Pipeline:
             yield "stores in turn"
 
 
-def for_gpu(step: Step, scan: Scan, work: Work) -> Pipeline:
+def for_gpu(step: Step, scan: Scan, turn: Pipeline) -> Pipeline:
     """What a GPU's compiler needs: each update has a time, by what is stored (F65).
 
     Args:
       step: The step.
       scan: The scan.
-      work: What is moved into it.
+      turn: What is moved into it, the updates in the order of their gradients.
     """
-    fused = work.fused
+    fused = [u.fused for u in turn.updates]
     found = order.rows_ahead(step, scan)
     whole = [f for f in fused if f.parts is None]
     delayed = order.delayed_rows(scan, whole, found)
-    behind = [v for v in order.residuals_behind(step, scan) if v in work.kept]
+    behind = [v for v in order.residuals_behind(step, scan) if v in turn.kept]
     delayed = delayed.union(behind)
-    stores = order.by_gradients(scan, [*fused, *work.waiting])
+    stores = order.by_gradients(scan, [*fused, *turn.waiting])
     if not order.hides_transfers(scan, stores):
         # Rows that are loaded early take memory beside what gradients are computed of.
         stores = list(fused)
     ahead = order.placed_ahead(scan, stores, found, delayed)
     loaded, placed = _loaded(scan, fused, ahead), _placed(ahead)
-    waiting = {v: placed.get(n, ()) for n, v in enumerate(stores) if v in work.waiting}
-    of_updates = [n for n, v in enumerate(stores) if v not in work.waiting]
+    waiting = {v: placed.get(n, ()) for n, v in enumerate(stores) if v in turn.waiting}
+    of_updates = [n for n, v in enumerate(stores) if v not in turn.waiting]
     beside = {i: placed[n] for i, n in enumerate(of_updates) if n in placed}
     updates = _waiting(scan, fused, (*loaded, *ahead), beside)
     if delayed:
         in_turn = order.updates_in_turn(scan, fused)
         updates = list(_leaving_together(updates, delayed, in_turn))
-    results = (v for u in updates for v in u.results)
-    return _pipeline(
-        dataclasses.replace(work, waiting=tuple(waiting) or work.waiting),
-        updates,
+    results = (v for u in updates for v in u.fused.component.results)
+    return dataclasses.replace(
+        turn,
+        updates=tuple(updates),
+        waiting=tuple(waiting) or turn.waiting,
         ahead=tuple(ahead),
         loaded=loaded,
-        delayed=tuple(v for v in (*results, *work.kept) if v in delayed),
+        delayed=tuple(v for v in (*results, *turn.kept) if v in delayed),
         store_after=dict(zip([*waiting][1:], waiting, strict=False)),
         store_after_loads=waiting,
     )
 
 
-def for_tpu(step: Step, scan: Scan, work: Work) -> Pipeline:
+def for_tpu(step: Step, scan: Scan, turn: Pipeline) -> Pipeline:
     """What a TPU's compiler needs: an order of loads and stores, written down (F77).
 
     It spreads transfers over an iteration by itself: no row is stored a turn behind, so
@@ -164,9 +153,9 @@ def for_tpu(step: Step, scan: Scan, work: Work) -> Pipeline:
     Args:
       step: The step.
       scan: The scan.
-      work: What is moved into it.
+      turn: What is moved into it.
     """
-    fused = work.fused
+    fused = [u.fused for u in turn.updates]
     ahead = order.rows_ahead_in_turn(step, scan, fused)
     in_turn = order.moves_in_turn(step, scan, fused)
     loaded = _loaded(scan, fused, ahead)
@@ -177,34 +166,15 @@ def for_tpu(step: Step, scan: Scan, work: Work) -> Pipeline:
     reads = (*loaded, *ahead, *first)
     replaced = {v for f in fused for v in f.replaced.values()}
     begins = in_turn and bool(ahead)
-    return _pipeline(
-        work,
-        _waiting(scan, fused, reads, placed, in_turn=in_turn),
+    return dataclasses.replace(
+        turn,
+        updates=tuple(_waiting(scan, fused, reads, placed, in_turn=in_turn)),
         ahead=tuple(ahead),
         loaded=loaded,
         first=first,
         in_turn=begins,
         copied=tuple(v for v in ahead if begins and v not in replaced),
-        store_after=_in_turn(scan, work) if in_turn else {},
-    )
-
-
-def over_rows(work: Work) -> Pipeline:
-    """A turn that loads rows of what waits, and sums them up.
-
-    Args:
-      work: What is moved into it.
-    """
-    return _pipeline(work, list(map(RowUpdate, work.fused)))
-
-
-def _pipeline(work: Work, updates: Sequence[RowUpdate], **others: Any) -> Pipeline:
-    return Pipeline(
-        tuple(updates),
-        tuple(work.sums),
-        tuple(work.kept),
-        tuple(work.waiting),
-        **others,
+        store_after=_in_turn(scan, fused) if in_turn else {},
     )
 
 
@@ -261,7 +231,7 @@ def _waiting(
         if in_turn or f.parts is not None:
             held = [v for v in f.component.gradients if v in stacked]
         else:
-            held = RowUpdate(f).results
+            held = f.component.results
             held = [v for v in held if n in placed or f.replaced[v] in reads]
         found.append(RowUpdate(f, loads, tuple(held) if loads else ()))
     return found
@@ -277,7 +247,7 @@ def _leaving_together(
     """
     before: tuple[jex.Var, ...] = ()
     for u in updates:
-        now = (v for v in u.results if v not in delayed)
+        now = (v for v in u.fused.component.results if v not in delayed)
         leaving = tuple(v for v in now if memory.on_host(v.aval))
         if u.fused.parts is not None or not leaving:
             yield u
@@ -287,10 +257,10 @@ def _leaving_together(
             before = leaving[:1]
 
 
-def _in_turn(scan: Scan, work: Work) -> dict[jex.Var, jex.Var]:
+def _in_turn(scan: Scan, fused: Iterable[Fused]) -> dict[jex.Var, jex.Var]:
     """The stores that wait for another's, each large one for the one before it."""
-    whole = (f for f in work.fused if f.parts is None)
-    stores = [v for f in whole for v in RowUpdate(f).results]
+    whole = (f for f in fused if f.parts is None)
+    stores = [v for f in whole for v in f.component.results]
     least = limits.now.least_in_turn_bytes * scan.length
     large = [
         v

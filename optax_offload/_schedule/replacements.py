@@ -24,11 +24,10 @@ from optax_offload._program import (
     Step,
     Update,
     as_zero,
-    is_transfer,
     shape,
     variables,
 )
-from optax_offload._rows import is_arithmetic
+from optax_offload._rows import is_elementwise
 from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.grown import Grown
 
@@ -189,11 +188,7 @@ def _of_each_number(step: Step, i: int, sizes: tuple[int, ...]) -> bool:
     """Returns whether an equation computes each number from one, or moves it."""
     e = step.program.equations[i]
     return (
-        i not in step.inlined_at
-        and len(e.outvars) == 1
-        and shape(e.outvars[0]) == sizes
-        and all(shape(a) in ((), sizes) for a in e.invars)
-        and (is_transfer(e) or is_arithmetic(e))
+        i not in step.inlined_at and is_elementwise(e) and shape(e.outvars[0]) == sizes
     )
 
 

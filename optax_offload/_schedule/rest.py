@@ -55,6 +55,11 @@ class Outer(NamedTuple):
     left: RemainingUpdate | None = None
     in_turns: bool = False
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether it takes or leaves anything that rests on the host."""
+        return any(memory.on_host(v.aval) for v in (*self.reads, *self.defines))
+
     @classmethod
     def equation(cls, step: Step, i: int) -> Outer:
         """An equation of a step."""

@@ -12,7 +12,7 @@ from jax.extend import core as jex
 from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._places.step_options import LateGradients, Options
-from optax_offload._program import Program, Step, keeps_state, variables
+from optax_offload._program import Program, Step, find_branches, variables
 from optax_offload._rows import NotRowLocalError, RowLocal
 from optax_offload._schedule import waiting
 from optax_offload._schedule.chosen_state import ChosenState
@@ -26,13 +26,8 @@ from optax_offload._schedule.follow import (
     is_backward,
     without,
 )
-from optax_offload._schedule.fused import Fused, asked_window
-from optax_offload._schedule.fused_step import (
-    FusedScan,
-    FusedStep,
-    Way,
-    passes_of,
-)
+from optax_offload._schedule.fused import Fused, FusedScan, Way, asked_window
+from optax_offload._schedule.fused_step import FusedStep
 from optax_offload._schedule.inside import inside, microbatches
 from optax_offload._schedule.order import residuals_behind, rows_ahead
 from optax_offload._schedule.parts import parts
@@ -72,18 +67,16 @@ def plan(
     for i in reversed(positions) if asked.fuse else ():
         scan = Scan(i, equations[i])
         scan = dataclasses.replace(scan, is_backward=is_backward(step.program, scan))
-        found = _Search(step, scan, fused, asked.late_gradients, on_tpu).run()
-        if found.fused:
-            fused.append(found)
-        else:
-            unfused += found.unfused
+        found, left_out = _Search(step, scan, fused, asked.late_gradients, on_tpu).run()
+        fused += [found] if found else []
+        unfused += left_out
     done = {s.scan.position for s in fused}
     left = [i for i in positions if i not in done]
     sums = microbatches(step, left, plan_body)
     unfused += in_bodies(step, steps, sums) if asked.fuse else ()
     others = (Scan(i, equations[i]) for i in left if i not in sums)
     streaming = tuple(
-        FusedScan(scan, (), (), "host", ())
+        FusedScan(scan)
         for scan in others
         if rows_ahead(step, scan) or residuals_behind(step, scan)
     )
@@ -123,8 +116,8 @@ class _Search:
         self._replaced_before = {v for f in fused for v in f.replaced.values()}
         self._asked: LateGradients = asked
 
-    def run(self) -> FusedScan:
-        """Returns the result of the search."""
+    def run(self) -> tuple[FusedScan | None, list[Unfused]]:
+        """Returns the scan, if anything is fused, and the gradients that are not."""
         step, scan = self._step, self._scan
         used = {
             v for i in step.live for v in variables(step.program.equations[i].invars)
@@ -145,11 +138,11 @@ class _Search:
             }
             planned = self._planned(found)
             if isinstance(planned, FusedScan):
-                return dataclasses.replace(planned, unfused=tuple(unfused))
+                return (planned if planned.fused else None), unfused
             # Without these others may be fused.
             unfused += _waiting(planned, waits)
             followed = without(followed, (*found.unfused, *planned))
-        return FusedScan(scan, (), (), "host", tuple(unfused))
+        return None, unfused
 
     def _planned(self, found: RowUses) -> FusedScan | list[Unfused]:
         """The scan with all gradients that could be followed, or why some cannot be."""
@@ -167,7 +160,7 @@ class _Search:
         if late and way == "recompute":
             # The scan that comes second has to find the old parameters.
             now, late = (), fused
-        return FusedScan(self._scan, now, late, way, ())
+        return FusedScan(self._scan, now, late, way)
 
     def _unusable(
         self, found: RowUses, replaced: Mapping[jex.Var, jex.Var | None]
@@ -262,8 +255,8 @@ class _Search:
         possible = self._ways()
         if len(possible) == 1:
             return possible[0]
-        here = FusedScan(self._scan, (), tuple(late), "host", ())
-        passes = passes_of(self._step, [here, *self._before])
+        here = FusedScan(self._scan, late=tuple(late))
+        passes = waiting.passes(self._step, [here, *self._before])
         return waiting.cheaper(self._scan, late, passes)
 
     def _ways(self) -> list[Way]:
@@ -288,8 +281,8 @@ class _Search:
         """
         origins = self._step.origins
         for inlined in self._step.inlined_updates:
-            predicate = keeps_state(inlined.what.update)
-            if predicate is None or inlined.names.get(predicate) in found.late:
+            branches = find_branches(inlined.what.update)
+            if branches is None or inlined.names.get(branches.predicate) in found.late:
                 continue
             for f in fused:
                 of = (o for v in f.component.results for o in origins.get(v, ()))
@@ -310,7 +303,7 @@ class _Search:
         for v in variables([*scan.body.consts, *scan.body.carry]):
             if v in owner:
                 yield _unfused(owner[v], "the scan reads all of what it replaces")
-        here = FusedScan(scan, tuple(fused), (), "host", ())
+        here = FusedScan(scan, tuple(fused))
         for node in rest(self._step, [here]):
             if node.position == scan.position or found.late.isdisjoint(node.reads):
                 continue
@@ -414,7 +407,8 @@ def _row_bytes(fused: Fused) -> int:
 
 def _why_late(program: Program, found: RowUses, rows: RowLocal) -> str:
     """Returns why an update is late, by the sums that it waits for."""
-    names = {program.equations[i].primitive.name for i in found.sums}
+    sums = {s.position for c in found.components for s in c.sums}
+    names = {program.equations[i].primitive.name for i in sums}
     by = ", ".join(sorted(names)) or "what follows the scan"
     late = any(v in found.late for v in rows.inputs)
     return f"its update needs all gradients first ({by})" if late else by

@@ -11,8 +11,17 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core as jex
 
-from optax_offload._program import Body, Step, entered, scans, shape, variables
-from optax_offload._schedule.follow import Unfused, holds_update
+from optax_offload._program import (
+    Body,
+    Step,
+    called,
+    entered,
+    has_scan,
+    has_update,
+    shape,
+    variables,
+)
+from optax_offload._schedule.follow import Unfused
 
 
 def gradients(step: Step, unfused: Iterable[Unfused]) -> list[Unfused]:
@@ -32,7 +41,8 @@ def updates_inside(step: Step, planned: Collection[int]) -> list[str]:
     """Finds updates inside of other equations, which are not planned as steps."""
     live = sorted(step.live.difference(planned))
     equations = (step.program.equations[i] for i in live)
-    names = [e.primitive.name for e in equations if holds_update(e)]
+    others = (e for e in equations if called(e) is None)
+    names = [e.primitive.name for e in others if has_update(e)]
     return [f"the update is in a {name}" for name in dict.fromkeys(names)]
 
 
@@ -52,7 +62,7 @@ def in_bodies(
     for i in sorted(step.live.difference(steps)):
         e = program.equations[i]
         name = e.primitive.name
-        nested = scans(e)
+        nested = has_scan(e)
         # Of what other loops carry, nothing says what is a gradient.
         if name in ("while", "cond") or not (nested or name == "scan"):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from jax.extend import core as jex
@@ -10,8 +10,8 @@ from jax.extend import core as jex
 from optax_offload._ground import limits
 from optax_offload._program import Step
 from optax_offload._rows import Sum
-from optax_offload._schedule.follow import Scan
-from optax_offload._schedule.fused import Fused
+from optax_offload._schedule.follow import Scan, candidates
+from optax_offload._schedule.fused import Fused, FusedScan
 from optax_offload._schedule.order import flops
 
 
@@ -48,23 +48,17 @@ class Passes(NamedTuple):
         return {self.of[s.position] for f in late for s in f.component.sums} - {0}
 
 
-def passes(
-    step: Step, scans: Collection[int], late: Sequence[tuple[Scan, Sequence[Fused]]]
-) -> Passes:
+def passes(step: Step, scans: Sequence[FusedScan]) -> Passes:
     """Assigns each sum to a pass, as early as its operands are known.
 
     Args:
       step: The step.
-      scans: All scans of it, as positions.
-      late: The updates that wait, by scan. A pass takes the scans in this order.
+      scans: The scans that updates are moved into. A pass takes them in this order.
     """
-    gradients = {g for _, some in late for f in some for g in f.component.gradients}
-    at = {
-        s.position: scan.position
-        for scan, some in late
-        for f in some
-        for s in f.component.sums
-    }
+    every = candidates(step)
+    fused = [(each.scan.position, f) for each in scans for f in each.fused]
+    gradients = {g for _, f in fused for g in f.component.gradients}
+    at = {s.position: scan for scan, f in fused for s in f.component.sums}
     # The pass, and in it the scan, after which a variable is known.
     known: dict[jex.Var, tuple[int, int]] = {}
     of: dict[int, int] = {}
@@ -80,14 +74,12 @@ def passes(
             known.update((v, (of[i], at[i])) for v in step.defines(i))
             continue
         before = [known[v] for v in step.reads(i) if v in known]
-        if i in scans:
+        if i in every:
             before.append((0, i))
         if before:
             after = (v for v in step.defines(i) if v not in gradients)
             known.update((v, max(before)) for v in after)
-    results = (
-        number(f.component.results, scan.position) for scan, some in late for f in some
-    )
+    results = (number(f.component.results, scan) for scan, f in fused)
     return Passes(of, max([1, *of.values(), *results]))
 
 

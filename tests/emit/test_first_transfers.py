@@ -5,11 +5,12 @@ JAX lowers a transfer as nothing in a program in which it sees none before.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from jax import lax
 from limited import limited
+from small_steps import train_step
 
 import optax_offload as oo
 
@@ -38,26 +39,14 @@ def assert_stored_and_same(step, params, tx, **options):
     text = ours.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("annotate_device_placement") >= 2
     got, want = ours(*args), jax.jit(step)(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert_close(got, want, atol=1e-6)
     return ours.schedule(*args)
-
-
-def step_of(loss, tx):
-    """A train step."""
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
 
 
 def test_gradients_that_wait():
     """The optimizer is optax's own, and its norm needs all of them first."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    step = step_of(scanned, tx)
+    step = train_step(tx, scanned)
     found = assert_stored_and_same(step, {"w": WEIGHTS}, tx, late_gradients="host")
     assert found.gradient_bytes == WEIGHTS.nbytes
 
@@ -67,6 +56,6 @@ def test_residuals_of_a_loop(monkeypatch):
     """Where the backward pass begins, JAX says."""
     limited(monkeypatch, segment_bytes=2**18, least_residual_bytes=2**16)
     tx = optax.adam(1e-3)
-    step = step_of(looped, tx)
+    step = train_step(tx, looped)
     found = assert_stored_and_same(step, [*WEIGHTS], tx, residuals="host")
     assert found.residual_bytes >= (LAYERS - 1) * X.nbytes

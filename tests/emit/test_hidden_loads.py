@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
@@ -37,11 +38,6 @@ def lora(target):
         h, _ = jax.lax.scan(layer, x, (base, adapters))
         return jnp.mean(h.astype(jnp.float32) ** 2)
 
-    def step(adapters, state, base, x):
-        grads = jax.grad(loss)(adapters, base, x)
-        updates, state = tx.update(grads, state, adapters)
-        return optax.apply_updates(adapters, updates), state
-
     def struct(*shape):
         sharding = jax.sharding.NamedSharding(
             target.mesh(), jax.sharding.PartitionSpec()
@@ -51,7 +47,7 @@ def lora(target):
     adapters = {"a": struct(LAYERS, WIDTH, RANK), "b": struct(LAYERS, RANK, WIDTH)}
     base = oo.set_memory_kind(struct(LAYERS, WIDTH, WIDTH), ".*", "pinned_host")
     state = oo.eval_shape(tx.init, adapters)
-    return step, (adapters, state, base, struct(TOKENS, WIDTH))
+    return train_step(tx, loss), (adapters, state, base, struct(TOKENS, WIDTH))
 
 
 def over_floor(jitted, args, target):
@@ -63,7 +59,6 @@ def over_floor(jitted, args, target):
 @pytest.mark.parametrize("name", ["rtx4090", "h100"])
 def test_a_step_takes_as_long_as_its_computation(name):
     """Before Hopper too, whose compiler hides nothing by itself (F83)."""
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     target = aot.Target(name)
     step, args = lora(target)
     hidden = over_floor(oo.jit(step, donate_argnums=(0, 1)), args, target)

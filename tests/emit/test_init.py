@@ -113,7 +113,6 @@ def _peaks(shape, at_rest, chip="h100"):
 )
 def test_making_state_takes_rows(shape, at_rest):
     """However many leaves there are, stacked, large, or small."""
-    pytest.importorskip("jax_plugins", reason="needs the compilers")
     few, many = _peaks(shape, at_rest)
     assert many <= 128 * MIB
     assert many <= few + 64 * MIB

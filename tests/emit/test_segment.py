@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from limited import limited
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
@@ -146,12 +148,7 @@ def step_of(model, tx):
     def loss(params, x):
         return jnp.mean((model(params, x) @ params["head"]) ** 2)
 
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
+    return train_step(tx, loss, value=True)
 
 
 def all_of(inner):
@@ -190,11 +187,7 @@ def check(
         params, state, value = want(params, state, x)
         at_rest, offloaded, got = step(at_rest, offloaded, x)
         np.testing.assert_allclose(got, value, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        (at_rest, offloaded),
-        (params, state),
-    )
+    assert_close((at_rest, offloaded), (params, state))
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(at_rest["layers"])}
     assert kinds == {layers}
     assert at_rest["head"].sharding.memory_kind == "device"
@@ -305,14 +298,8 @@ def test_norms_of_what_is_updated(rooms, offload, monkeypatch):
     for _ in range(STEPS):
         want, numbers = plain(want, x)
         got, ours_of_it = ours(got, x)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
-            ours_of_it,
-            numbers,
-        )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want
-    )
+        assert_close(ours_of_it, numbers, rtol=1e-5, atol=0)
+    assert_close(got, want)
     assert {x.sharding.memory_kind for x in jax.tree.leaves(got)} == {"pinned_host"}
 
 
@@ -340,11 +327,7 @@ def test_averages_of_new_parameters():
     for _ in range(STEPS):
         both, state, _ = plain(both, state, x)
         at_rest, offloaded, _ = ours(at_rest, offloaded, x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        (at_rest, offloaded),
-        (both, state),
-    )
+    assert_close((at_rest, offloaded), (both, state))
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(at_rest)}
     assert kinds == {"pinned_host"}
 
@@ -445,11 +428,7 @@ def test_types_of_both_modes(devices, residuals):
             params, state, value = plain(params, state, tokens)
             at_rest, offloaded, got = step(at_rest, offloaded, tokens)
             np.testing.assert_allclose(got, value, rtol=1e-5)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-            (at_rest, offloaded),
-            (params, state),
-        )
+        assert_close((at_rest, offloaded), (params, state))
 
 
 @pytest.mark.parametrize("model", [plain, shared])
@@ -493,11 +472,7 @@ def test_microbatches_in_a_python_loop():
     # Two of each, and what the second takes.
     assert len(found.residuals) == 5
     want = jax.jit(step)(oo.set_memory_kind(params, ".*", "device"), *args[1:])
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        jitted(*args),
-        want,
-    )
+    assert_close(jitted(*args), want)
 
 
 @pytest.mark.parametrize("model", [plain, checkpointed])
@@ -604,11 +579,7 @@ def test_state_alone_at_rest(monkeypatch):
     for _ in range(STEPS):
         params, state, _ = want(params, state, x)
         ours, offloaded, _ = step(ours, offloaded, x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        (ours, offloaded),
-        (params, state),
-    )
+    assert_close((ours, offloaded), (params, state))
     assert {x.sharding.memory_kind for x in jax.tree.leaves(ours)} == {"device"}
     oo.memory_report(offloaded, oo.Rule(".*", min_bytes=0)).check()
 
@@ -619,15 +590,7 @@ def test_in_bfloat16():
 
 
 def test_effects_are_had_once(capfd):
-    """A print in a layer is in its segment."""
-    check(with_print, optax.sgd(1e-2, momentum=0.9))
-    jax.effects_barrier()
-    # By the plain steps, and by ours.
-    assert capfd.readouterr().out.count("in a layer") == 2 * STEPS
-
-
-def test_effects_are_in_their_order(capfd):
-    """In a layer, of the loss, and beside an update: each once in a step."""
+    """In a layer, of the loss, and beside an update: each in its segment."""
     tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
 
     def step(params, state, x):
@@ -679,10 +642,7 @@ def test_what_is_looked_up_is_looked_up_again(monkeypatch):
             x = x + jnp.tanh((x @ jnp.asarray(table)[w]) * scale[None])
         return jnp.mean(x**2)
 
-    def step(scales, state, codes, x):
-        grads = jax.grad(loss)(scales, codes, x)
-        updates, state = tx.update(grads, state, scales)
-        return optax.apply_updates(scales, updates), state
+    step = train_step(tx, loss)
 
     carried_out = []
 
@@ -718,10 +678,7 @@ def test_codes_on_the_device_are_decoded_by_turns():
             x = x + jnp.tanh(x @ w * scale[None])
         return jnp.mean(x**2)
 
-    def step(adapters, state, base, x):
-        grads = jax.grad(loss)(adapters, base, x)
-        updates, state = tx.update(grads, state, adapters)
-        return optax.apply_updates(adapters, updates), state
+    step = train_step(tx, loss)
 
     args = adapters, tx.init(adapters), base, jnp.ones((8, 128))
     jitted = oo.jit(step)
@@ -751,10 +708,7 @@ def compiled(name, count, *, late, batch=256, window_bytes=16 * MIB):
             x = jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w))(x, w)
         return jnp.mean(x**2)
 
-    def step(layers, state, x):
-        grads = jax.grad(loss)(layers, x)
-        updates, state = tx.update(grads, state, layers)
-        return optax.apply_updates(layers, updates), state
+    step = train_step(tx, loss)
 
     sharding = NamedSharding(target.mesh(), P())
     matrix = jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=sharding)
@@ -787,7 +741,6 @@ def test_a_peak_does_not_grow_with_the_depth(
     is taken of all gradients, these are at rest until it is known. A TPU's compiler
     keeps a part of each.
     """
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     limited(monkeypatch, segment_bytes=8 * MIB, least_residual_bytes=MIB // 4)
 
     def peak(count):
@@ -811,7 +764,6 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
 
     Residuals, and gradients that wait, which a TPU stores between turns.
     """
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     limited(monkeypatch, segment_bytes=8 * MIB, least_residual_bytes=MIB // 4)
     program = compiled(name, 12, late=late, batch=1024)
     found = aot.transfers(program)
@@ -827,7 +779,6 @@ def test_what_is_stored_as_a_whole_is_stored_once(name, late, monkeypatch):
 @pytest.mark.xdist_group("aot")
 def test_residuals_of_several_sequences_rest():
     """A TPU's compiler ends the process if a buffer's first tile is of one (F90)."""
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
 
     def loss(layers, x):
         for w in layers:
@@ -836,10 +787,7 @@ def test_residuals_of_several_sequences_rest():
 
     tx = oo.offload(ADAM)
 
-    def step(layers, state, x):
-        grads = jax.grad(loss)(layers, x)
-        updates, state = tx.update(grads, state, layers)
-        return optax.apply_updates(layers, updates), state
+    step = train_step(tx, loss)
 
     def struct(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -859,7 +807,6 @@ def test_residuals_of_several_sequences_rest():
 @pytest.mark.xdist_group("aot")
 def test_what_is_read_and_written_in_a_turn_is_not_copied(monkeypatch):
     """As a barrier over what is written would have it; and less is there at once."""
-    pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
     limited(monkeypatch, segment_bytes=16 * MIB)
     before = compiled("h100", 16, late=False, window_bytes=None)
     limited(monkeypatch, turn_bytes=16 * MIB)
@@ -894,11 +841,7 @@ def test_two_updates_of_the_same_state(inner):
     assert any("takes state that another one" in line for line in plan.reasons())
     got = step(at_rest, state, x)
     expected = jax.jit(twice(want))(params, inner.init(params), x)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        got,
-        expected,
-    )
+    assert_close(got, expected)
     oo.memory_report(got[1], oo.Rule(".*", min_bytes=0)).check()
 
 

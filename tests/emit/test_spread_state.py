@@ -4,9 +4,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from optax import contrib
@@ -14,6 +14,8 @@ from optax import contrib
 import optax_offload as oo
 from optax_offload import aot
 
+# Sums over several devices are in another order.
+NEAR = {"rtol": 2e-5, "atol": 1e-6}
 RULE = oo.Rule(".*", min_bytes=1024)
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-2),
@@ -50,12 +52,6 @@ def places(tree):
         spec = [*x.sharding.spec, *[None] * (x.ndim - len(x.sharding.spec))]
         found.append((x.shape, str(P(*spec)), x.sharding.memory_kind))
     return found
-
-
-def assert_close(got, want):
-    """But for sums over several devices, in another order."""
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6)
 
 
 def out_shardings(axis_type, *results):
@@ -96,7 +92,7 @@ def test_updates_are_those_of_replicated_state(name, axis_type):
             updates, state = step(grads, state, given)
             assert places(state) == before
             assert places(updates) == places(params)
-            assert_close((updates, state), (expected, want))
+            assert_close((updates, state), (expected, want), **NEAR)
     (report, replicated) = (oo.memory_report(x, RULE).check() for x in (state, want))
     big = [r for r in report.rows if r.actual == "pinned_host" and r.shape != (258,)]
     assert {r.copies_per_host for r in big} == {1}
@@ -150,7 +146,7 @@ def test_in_the_backward_pass(axis_type, late):
         for _ in range(2):
             want, got = plain(*want, x), ours(*got, x)
             assert places(got) == before
-    assert_close(got, want)
+    assert_close(got, want, **NEAR)
 
 
 def test_with_codes():
@@ -166,7 +162,7 @@ def test_with_codes():
         expected, _ = jax.jit(tx.update)(grads, want, params)
         updates, state = jax.jit(tx.update)(grads, state, params)
     assert places(state) == before
-    assert_close(updates, expected)
+    assert_close(updates, expected, **NEAR)
     oo.memory_report(state, rule).check()
 
 
@@ -185,7 +181,7 @@ def test_beside_parameters_that_are_sharded():
         updates, state = jax.jit(tx.update)(params, state, params)
     assert places(state) == before
     assert places(updates) == places(params)
-    assert_close(updates, expected)
+    assert_close(updates, expected, **NEAR)
 
 
 def test_a_template_and_a_restored_state():

@@ -4,11 +4,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from harness import plain, quick_of
+from harness import assert_close, plain, quick_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -152,11 +150,7 @@ def check(steps, inner, around=lambda tx: tx, *, params=None, at_rest="", **opti
         params, state, value = want(params, state, BATCHES)
         given, moved, found = got(given, moved, BATCHES)
         assert all(x.is_deleted() for x in jax.tree.leaves(before))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        (given, moved, found),
-        (params, state, value),
-    )
+    assert_close((given, moved, found), (params, state, value))
     assert kinds(moved) == {"pinned_host"}
     assert kinds(given) == placed
     return plan
@@ -201,21 +195,22 @@ def test_late_gradients_in_bodies(form, late_gradients):
     )
     late = [scan for step in plan.steps for scan in step.scans if scan.late]
     ways = {scan.way for scan in late}
-    assert ways == {"host", late_gradients} - {"auto"} or late_gradients != "host"
     assert ways
+    assert late_gradients == "auto" or ways == {late_gradients}
     assert all(f.gradient_bytes for scan in late for f in scan.late)
 
 
+@pytest.mark.parametrize("at_rest", ["layers/.*", ".*"])
 @pytest.mark.parametrize("form", ["scan", "while_loop", "cond"])
-def test_layers_at_rest_in_bodies(form):
+def test_layers_at_rest_in_bodies(form, at_rest):
     """Rows of parameters are loaded in a scan within a loop, and return there."""
     plan = check(
-        lambda tx: FORMS[form](make_step(tx)),
-        optax.adamw(1e-2),
-        at_rest="layers/.*",
+        lambda tx: FORMS[form](make_step(tx)), optax.adamw(1e-2), at_rest=at_rest
     )
     assert plan.inside
     assert plan.gradient_bytes
+    assert "of rows in each iteration of" in str(plan)
+    assert ("again in each of 3 iterations around" in str(plan)) == (form == "scan")
 
 
 @pytest.mark.parametrize(
@@ -315,44 +310,6 @@ def test_microbatches_of_a_python_loop(residuals, of, clip, monkeypatch):
         assert bool(found.residuals) == (residuals == "host")
 
 
-class Block(nn.Module):
-    """A layer, as `nn.scan` takes it."""
-
-    @nn.compact
-    def __call__(self, x, _):
-        """The layer's output, twice as wide inside."""
-        return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x))), None
-
-
-class Model(nn.Module):
-    """Layers that linen scans."""
-
-    @nn.compact
-    def __call__(self, tokens):
-        """The output for each token."""
-        scanned = nn.scan(
-            nn.remat(Block, prevent_cse=False),
-            variable_axes={"params": 0},
-            split_rngs={"params": True},
-            length=4,
-        )
-        return scanned()(nn.Embed(32, 16)(tokens), None)[0]
-
-
-def test_layers_of_linen_in_a_scan_of_steps():
-    """With `nn.scan` and `nn.remat`."""
-    model = Model()
-
-    def loss(params, tokens):
-        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, tokens)) - 1))
-
-    params = model.init(jax.random.key(0), BATCH)
-    plan = check(
-        lambda tx: in_scan(make_step(tx, loss)), optax.adamw(1e-3), params=params
-    )
-    assert plan.gradient_bytes
-
-
 @pytest.mark.parametrize(
     "form", ["scan", pytest.param("while_loop", marks=pytest.mark.slow)]
 )
@@ -389,11 +346,7 @@ def test_state_in_bodies_stays_spread():
     step = oo.jit(in_scan(make_step(tx)))
     want = jax.jit(in_scan(make_step(inner)))
     found = step(params, state, BATCHES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-        found,
-        want(params, inner.init(params), BATCHES),
-    )
+    assert_close(found, want(params, inner.init(params), BATCHES))
     for before, after in zip(
         jax.tree.leaves(state[0].mu), jax.tree.leaves(found[1][0].mu), strict=True
     ):

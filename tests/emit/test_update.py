@@ -9,7 +9,7 @@ import optax
 import pytest
 from updates import traced
 
-from optax_offload._emit import run
+from optax_offload._emit.update import Around, run
 from optax_offload._ground import compat
 from optax_offload._places import memory
 from optax_offload._schedule import schedule
@@ -34,7 +34,7 @@ def carried_out(tx, params, state, window_bytes=None, **options):
             memory.transfer(x, "pinned_host") if i.on_host else x
             for x, i in zip(args, update.inputs, strict=True)
         ]
-        return run(update, planned, placed)
+        return run(update, planned, placed, Around({}, {}))
 
     return update, planned, fn(*args)
 
@@ -69,8 +69,8 @@ def test_stages_give_the_plain_values(shapes, options, stages):
 def test_scalars_on_the_host_are_loaded_before():
     """A counter that is on the host, and goes back there."""
     tx, params = optax.adam(1e-2), parameters((8, 16))
-    everything = {"host": lambda x: True}
-    update, planned, results = carried_out(tx, params, tx.init(params), **everything)
+    state = tx.init(params)
+    update, planned, results = carried_out(tx, params, state, scalars=True)
     assert len(planned.scalars) == 1
     counts = [
         x for o, x in zip(update.outputs, results, strict=True) if "count" in o.path
@@ -107,7 +107,7 @@ def test_what_is_replaced_is_read_before():
             memory.transfer(x, "pinned_host") if i.on_host else x
             for x, i in zip(args, update.inputs, strict=True)
         ]
-        return run(update, planned, placed)
+        return run(update, planned, placed, Around({}, {}))
 
     text = jax.jit(fn).lower(*jax.tree.leaves((params, state, params))).as_text()
     barriers = re.findall(r"= stablehlo.optimization_barrier .*", text)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, Mesh
 
 import optax_offload as oo
 
@@ -91,6 +92,13 @@ def bits(tree: Any) -> list[tuple[str, tuple[int, ...], bytes]]:
     ]
 
 
+def assert_close(got: Any, want: Any, rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """The numbers of two trees of one structure are near each other."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want
+    )
+
+
 def _data(x: Any) -> Any:
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(x) if is_key else x
@@ -110,6 +118,42 @@ def committed(tree: Any) -> Any:
         ),
         tree,
     )
+
+
+def on_host(tree: Any, pattern: str = ".*") -> Any:
+    """A copy whose leaves of these paths rest on the host."""
+    return oo.set_memory_kind(jax.tree.map(jnp.copy, tree), pattern, "pinned_host")
+
+
+def mistyped(tree: Any) -> Any:
+    """A copy whose leaves on the host are values of the device to JAX's types (F28).
+
+    As a checkpoint gives them that is restored onto one device.
+    """
+
+    def made(x: Any) -> Any:
+        if x.sharding.memory_kind != "pinned_host":
+            return x
+        (device,), value = x.devices(), np.asarray(x)
+        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        return jax.make_array_from_callback(x.shape, host, lambda index: value[index])
+
+    return jax.tree.map(made, tree)
+
+
+def kinds(tree: Any) -> list[str | None]:
+    """The memory kind of each leaf."""
+    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
+
+
+def kinds_in(tree: Any) -> set[str | None]:
+    """The memory kinds that there are in a tree."""
+    return set(kinds(tree))
+
+
+def mesh_of(devices: int = 4, axis_type: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of one axis."""
+    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
 
 
 def run_updates(

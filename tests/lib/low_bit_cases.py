@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import committed
 
+from optax_offload._ground import trees
 from optax_offload._low_bit import Encoded
 
 MOMENTS = r".*/(mu|nu)/.*"
@@ -41,11 +42,7 @@ def encoded_leaves(state: Any) -> dict[str, Encoded]:
     leaves, _ = jax.tree_util.tree_flatten_with_path(
         state, is_leaf=lambda x: isinstance(x, Encoded)
     )
-    return {
-        jax.tree_util.keystr(keys, simple=True, separator="/"): x
-        for keys, x in leaves
-        if isinstance(x, Encoded)
-    }
+    return {trees.path_string(keys): x for keys, x in leaves if isinstance(x, Encoded)}
 
 
 def distance(got: Any, want: Any) -> float:

@@ -15,6 +15,7 @@ from jax.extend import core as jex
 import optax_offload as oo
 from optax_offload._places import memory
 from optax_offload._program import Step, take_apart
+from optax_offload._schedule.follow import Scan
 
 LAYERS, WIDTH = 6, 8
 
@@ -51,13 +52,40 @@ def loss(w: Any, x: Any) -> Any:
     return jnp.sum(h**2)
 
 
-def train_step(tx: Any, loss: Callable[..., Any] = loss) -> Callable[..., Any]:
-    """Gradients, an update, and new parameters."""
+def two_matrices(params: Any, x: Any) -> Any:
+    """A scan over layers of two matrices; the backward pass meets `b` first."""
 
-    def step(params: Any, state: Any, x: Any) -> Any:
-        grads = jax.grad(loss)(params, x)
+    def layer(h: Any, w: Any) -> Any:
+        return jnp.tanh(h @ w["a"]) @ w["b"], None
+
+    return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
+
+
+def unrolled(layers: Any, x: Any) -> Any:
+    """The mean square of what layers in a Python loop make."""
+    for w in layers:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def matrices(count: int = 5, width: int = 16) -> list[Any]:
+    """The parameters of so many layers of such a loop."""
+    return [jnp.full((width, width), 0.1 * (i + 1)) for i in range(count)]
+
+
+def train_step(
+    tx: Any, loss: Callable[..., Any] = loss, *, value: bool = False
+) -> Callable[..., Any]:
+    """Gradients, an update, and new parameters; the loss too if its value is wanted."""
+
+    def step(params: Any, state: Any, *batch: Any) -> Any:
+        if value:
+            number, grads = jax.value_and_grad(loss)(params, *batch)
+        else:
+            number, grads = None, jax.grad(loss)(params, *batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        new = optax.apply_updates(params, updates), state
+        return (*new, number) if value else new
 
     return step
 
@@ -66,6 +94,20 @@ def traced(step: Callable[..., Any], types: Sequence[Any]) -> jex.ClosedJaxpr:
     """A step, as if all of its arguments were on the device."""
     with memory.as_on_device(True):
         return jax.make_jaxpr(step)(*map(on_device, types))
+
+
+def step_of(fn: Callable[..., Any], *types: Any) -> Step:
+    """The step of a function that moves values itself."""
+    return take_apart(jax.make_jaxpr(fn)(*types))
+
+
+def scans_of(step: Step) -> list[Scan]:
+    """The scans of a step, in order."""
+    return [
+        Scan(i, e)
+        for i, e in enumerate(step.program.equations)
+        if e.primitive.name == "scan"
+    ]
 
 
 def taken_apart(step: Callable[..., Any], *types: Any, **options: Any) -> Step:

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_offload as oo
+from optax_offload._states import records
 
 
 def on_device(x):
@@ -53,6 +54,22 @@ def what(tree):
 def kinds(tree):
     """The memory kind of each leaf, by its path."""
     return {row.path: row.actual for row in oo.memory_report(tree).rows}
+
+
+def there_and_back(tree, donate, block, **options):
+    """A state that has been moved, and was brought back as it was."""
+    before, at_home, kind = what(tree), kinds(tree), options["memory_kind"]
+    there = oo.offload_states(tree, donate=donate, block=block, **options)
+    assert set(kinds(there).values()) == {kind, None}
+    records.settle()
+    for name, x in tree.items():
+        if isinstance(x, jax.Array) and (x.size or kind == "disk"):
+            assert x.is_deleted() == donate, name
+    back = oo.reload_states(there, donate=donate, block=block)
+    assert what(back) == before
+    assert kinds(back) == at_home
+    records.settle()
+    return there
 
 
 def steps(cycle, donate=True, count=12):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from small_steps import train_step
 
 import optax_offload as oo
 
@@ -22,18 +23,7 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["head"]) ** 2)
 
 
-def train_step(tx):
-    """A step with an optimizer."""
-
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
-step, plain_step = train_step(OFFLOADED), train_step(PLAIN)
+step, plain_step = (train_step(tx, loss_fn, value=True) for tx in (OFFLOADED, PLAIN))
 plain = jax.jit(plain_step)
 
 # Each with whether parameters rest on the host too.
@@ -79,11 +69,6 @@ def arguments(form=None):
     if form is not None and FORMS[form][1]:
         params = oo.set_memory_kind(params, ".*", "pinned_host")
     return params, state, x
-
-
-def kinds(tree):
-    """The memory kind of each leaf."""
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
 def assert_same(got, expected):

@@ -19,8 +19,8 @@ def traced(
     params: Any,
     *,
     slice_axis: int | None = None,
-    host: Any = lambda x: x.ndim > 0,
     path: str = ".*",
+    scalars: bool = False,
     in_place: bool = True,
 ) -> Update:
     """An update of an optimizer whose chosen state is on the host.
@@ -29,8 +29,8 @@ def traced(
       tx: the optimizer.
       params: its parameters, or their types.
       slice_axis: of all inputs.
-      host: whether a leaf of the state goes.
-      path: a regex that the path of such a leaf matches.
+      path: a regex that the path of a leaf matches, if it goes.
+      scalars: whether leaves without axes go too.
       in_place: whether outputs replace inputs.
     """
     state = jax.eval_shape(tx.init, params)
@@ -40,7 +40,7 @@ def traced(
     first = len(jax.tree.leaves(params))
 
     def on_host(name: str, x: Any) -> bool:
-        return bool(host(x) and re.fullmatch(path, name))
+        return bool((x.ndim or scalars) and re.fullmatch(path, name))
 
     inputs = [Input(False, slice_axis)] * first
     inputs += [

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from limited import limited
+from small_steps import train_step
 from step_factories import HEAD, STACK, adam_step
 
 import optax_offload as oo
@@ -47,13 +48,7 @@ def refused(monkeypatch):
 
 def stepped(tx, loss, params, x):
     """A step of structs, as factories return it."""
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return oo.Step(step, (params, oo.eval_shape(tx.init, params), x))
+    return oo.Step(train_step(tx, loss), (params, oo.eval_shape(tx.init, params), x))
 
 
 def compiler_of(make_step=adam_step, budget=3 * PARAMETERS, said=lambda _: None):

@@ -63,7 +63,6 @@ def test_parameters_and_gradients_are_found(factories, name):
 @pytest.mark.newest
 def test_fit_moves_parameters_of_a_step_as_it_is_written(factories, name, tmp_path):
     """And the file it writes is what a training needs."""
-    pytest.importorskip("jax_plugins")
     make_step = getattr(factories, name)
     found = oo.plan(small(make_step), target=H100, budget_bytes=64 * 2**20)
     assert found.after.parameter_bytes > 0

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from step_factories import adam_step
 
 import optax_offload as oo
 from optax_offload import aot
@@ -152,6 +153,7 @@ def test_given_rules_decide_about_frozen_parameters():
             "replaces: 'head'.* as of 'layers/w'",
         ),
         (adapter_step, "(", "not a valid regex"),
+        (adam_step, "base", "which matches no parameter. The step replaces all of its"),
     ],
 )
 def test_what_cannot_be_frozen(make_step, frozen, message):
@@ -160,11 +162,19 @@ def test_what_cannot_be_frozen(make_step, frozen, message):
         planner_of(make_step, frozen=frozen)
 
 
-@pytest.mark.parametrize("made", [LAYERS, oo.Step], ids=["no arguments", "class"])
-def test_what_is_no_factory(made):
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda tokens: tokens, "too many positional arguments"),
+        (lambda model, optimizer, tokens: tokens, "required argument: 'tokens'"),
+        (oo.Step, "Step is a class"),
+    ],
+    ids=["a step", "a step of three", "class"],
+)
+def test_what_is_no_factory(function, message):
     """It is told before it is called."""
-    function = made if made is oo.Step else lambda tokens: made
-    with pytest.raises(ValueError, match="A step factory is a function that takes"):
+    message += ". A step factory is a function that takes offload and target, and"
+    with pytest.raises(ValueError, match=message):
         oo.plan(function, target="h100")
 
 

@@ -78,7 +78,6 @@ def by_hand(found, make_step):
 )
 def test_a_mesh(name, axis_types, folder):
     """Bytes are those of each device; the program by hand is the one of the table."""
-    pytest.importorskip("libtpu" if name[0] == "v" else "jax_plugins")
     make_step = functools.partial(sharded_step, axis_types=axis_types)
     target = aot.Target(name)
     # Less than a GPU's gathered layers need, or than a TPU's arguments.
@@ -101,7 +100,6 @@ def test_a_mesh(name, axis_types, folder):
 @pytest.mark.slow
 def test_a_jitted_step_with_shardings(folder):
     """It is compiled as it is, in and out shardings too; its state moves."""
-    pytest.importorskip("jax_plugins")
     make_step = functools.partial(sharded_step, jitted=jax.jit)
     target = aot.Target("h100:4")
     budget = 21 * STACK // 4 // target.device_count
@@ -116,7 +114,6 @@ def test_a_jitted_step_with_shardings(folder):
 @pytest.mark.slow
 def test_several_hosts(folder):
     """Host memory is of each host: what its devices need together."""
-    pytest.importorskip("libtpu")
     target = aot.Target("v5e:4x4")
     assert (target.device_count, target.devices_per_host) == (16, 4)
     budget = 2 * STACK // target.device_count

@@ -18,7 +18,6 @@ from optax_offload import aot
 from optax_offload._plan.alternatives import Alternatives, NothingFitsError
 from optax_offload._plan.candidates import CompiledCandidate
 from optax_offload._plan.result import Plan
-from optax_offload._plan.step import compile_step
 from optax_offload._plan.variants import Variant
 
 H100 = aot.Target("h100")
@@ -70,24 +69,18 @@ def compiled(used, moved=0):
     return CompiledCandidate(Variant(), moved, used, None, True, 1.0, {})
 
 
-@pytest.fixture
-def compilers():
-    """The wheels of the real compilers."""
-    pytest.importorskip("jax_plugins")
-    pytest.importorskip("libtpu")
-
-
-def aot_mark(test):
-    """Marks a test that compiles with them."""
-    return pytest.mark.aot(pytest.mark.usefixtures("compilers")(test))
-
-
 def compile_with(offload, make_step=adam_step, target=H100, fuse=False):
     """The step, with its optimizer wrapped."""
     step = make_step(offload, target)
     if fuse:
         step = step._replace(fn=oo.stream(step.fn))
-    return compile_step(step, target)
+    return aot.compile(
+        step.fn,
+        *step.args,
+        target=target,
+        donate_argnums=step.donate_argnums,
+        out_shardings=step.out_shardings,
+    )
 
 
 def plain_bytes(make_step, folder, target=H100):
@@ -129,7 +122,7 @@ def program(compiled):
     return text[first.start() :]
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_what_fits_is_left_alone(tmp_path):
     """The plan is empty, and the step is the plain one: equations and program."""
@@ -164,7 +157,7 @@ def check_by_hand(found, tmp_path, make_step=adam_step):
     assert aot.step_time(compiled, found.target) == found.after.time
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param("h100", marks=pytest.mark.newest), "v5e:2x2"]
@@ -197,7 +190,7 @@ def test_the_rules_fit_the_budget(name, tmp_path, folder):
     check_by_hand(found, tmp_path)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_fusing_alone_may_do(tmp_path, folder):
     """Then nothing moves; with less memory the fused step's state does."""
@@ -218,7 +211,7 @@ def test_fusing_alone_may_do(tmp_path, folder):
     check_by_hand(less, tmp_path, unclipped_step)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
 def test_parameters_and_residuals_move(tmp_path, folder):
@@ -231,7 +224,7 @@ def test_parameters_and_residuals_move(tmp_path, folder):
     check_by_hand(found, tmp_path)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_host_memory(folder):
     """What the host has no room for is not taken, and said where it is all."""
@@ -258,7 +251,7 @@ def test_host_memory(folder):
     assert all(c.host_bytes <= 120 * MIB for c in found.compiled)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, oo.jit])
 def test_a_jitted_step(jit, folder):
@@ -278,7 +271,7 @@ def test_a_jitted_step(jit, folder):
         assert "jit it with oo.jit" in str(found)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_a_plan_is_quick_the_second_time(tmp_path, caplog):
     """Nothing is compiled that was; what is compiled is logged."""
@@ -299,7 +292,7 @@ def test_a_plan_is_quick_the_second_time(tmp_path, caplog):
     assert kept.count(False) == 1, "what is damaged is not read"
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
 def test_what_must_go_and_what_must_stay(folder):
@@ -319,7 +312,7 @@ def test_what_must_go_and_what_must_stay(folder):
     assert unmoved.config.rules == tuple(rules)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
 def test_what_cannot_be_fused_is_said(folder):
@@ -336,7 +329,7 @@ def test_what_cannot_be_fused_is_said(folder):
         oo.plan(logging_step, budget_bytes=MIB, **options)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.newest
 def test_does_not_fit(folder):
@@ -353,7 +346,7 @@ def test_does_not_fit(folder):
     assert [r.why.startswith("nearest: ") for r in table.rows].count(True) == 1
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_does_not_fit_for_rules(folder):
     """State that has to stay may be what is in the way."""
@@ -372,7 +365,7 @@ def test_does_not_fit_for_rules(folder):
         )
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_two_optimizers(folder):
     """Rules of one need not match in the other."""
@@ -396,7 +389,7 @@ def test_two_optimizers(folder):
         assert all(rule.optional for rule in found.config.rules)
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_codecs_are_in_the_search(tmp_path, folder):
     """Moments are encoded if that may be and is faster, and the file says so."""
@@ -419,7 +412,7 @@ masters_step = functools.partial(
 )
 
 
-@aot_mark
+@pytest.mark.aot
 @pytest.mark.slow
 def test_remainders_where_the_host_is_too_small(tmp_path, folder):
     """The error names the codecs to allow; with these the file says so, and fits."""

@@ -10,10 +10,21 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from harness import plain, quick_of
+from harness import kinds_in, on_host, plain, quick_of
 from jax import lax
 from limited import limited
-from scanned_models import BATCH, DONATED, make_params, make_step, offloaded
+from scanned_models import (
+    BATCH,
+    DONATED,
+    layer,
+    loss,
+    loss_with,
+    make_params,
+    make_step,
+    offloaded,
+    scanned,
+)
+from small_steps import train_step
 
 import optax_offload as oo
 from benchmarks.common.differences import ulps
@@ -29,37 +40,12 @@ def small_residuals(monkeypatch):
     limited(monkeypatch, least_residual_rows_bytes=0)
 
 
-def on_host(tree, pattern=".*"):
-    """A copy whose leaves of these paths rest on the host."""
-    return oo.set_memory_kind(jax.tree.map(jnp.copy, tree), pattern, "pinned_host")
-
-
-def kinds(tree):
-    """The memory kinds of all leaves."""
-    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
-
-
 def trained(step, params, state, batch=BATCH, steps=3):
     """The results of the last step."""
     rest = []
     for _ in range(steps):
         params, state, *rest = step(params, state, batch)
     return params, state, *rest
-
-
-def layer(h, w):
-    """One layer."""
-    return h + jnp.tanh(h @ w["in"]) @ w["out"], None
-
-
-def loss_of(apply):
-    """A loss of what applies layers to hidden values."""
-
-    def loss(params, tokens):
-        h = apply(params["embedding"][tokens], params["layers"])
-        return 4 * jnp.mean((h @ params["head"] - jax.nn.one_hot(tokens, 32)) ** 2)
-
-    return loss
 
 
 def as_bfloat16(h, w):
@@ -71,7 +57,7 @@ def as_bfloat16(h, w):
 def decayed(params, tokens):
     """A loss that takes parameters in a scan and outside of it."""
     norm = sum(jnp.sum(x**2) for x in jax.tree.leaves(params["layers"]))
-    return loss_of(lambda h, w: lax.scan(layer, h, w)[0])(params, tokens) + 1e-3 * norm
+    return loss(params, tokens) + 1e-3 * norm
 
 
 def grouped(h, w):
@@ -85,23 +71,19 @@ def twice(h, w):
 
 
 LOSSES = {
-    "scanned": loss_of(lambda h, w: lax.scan(layer, h, w)[0]),
-    "checkpointed layers": loss_of(
+    "scanned": loss,
+    "checkpointed layers": loss_with(
         lambda h, w: lax.scan(jax.checkpoint(layer), h, w)[0]
     ),
-    "checkpointed whole": jax.checkpoint(
-        loss_of(lambda h, w: lax.scan(layer, h, w)[0])
-    ),
-    "checkpointed stack": loss_of(
-        jax.checkpoint(lambda h, w: lax.scan(layer, h, w)[0])
-    ),
-    "reverse": loss_of(lambda h, w: lax.scan(layer, h, w, reverse=True)[0]),
-    "unrolled by two": loss_of(lambda h, w: lax.scan(layer, h, w, unroll=2)[0]),
-    "written out": loss_of(lambda h, w: lax.scan(layer, h, w, unroll=True)[0]),
-    "casts": loss_of(lambda h, w: lax.scan(as_bfloat16, h, w)[0]),
-    "shared": loss_of(twice),
+    "checkpointed whole": jax.checkpoint(loss),
+    "checkpointed stack": loss_with(jax.checkpoint(scanned)),
+    "reverse": loss_with(lambda h, w: lax.scan(layer, h, w, reverse=True)[0]),
+    "unrolled by two": loss_with(lambda h, w: lax.scan(layer, h, w, unroll=2)[0]),
+    "written out": loss_with(lambda h, w: lax.scan(layer, h, w, unroll=True)[0]),
+    "casts": loss_with(lambda h, w: lax.scan(as_bfloat16, h, w)[0]),
+    "shared": loss_with(twice),
     "outside too": decayed,
-    "nested": loss_of(grouped),
+    "nested": loss_with(grouped),
 }
 
 
@@ -144,7 +126,7 @@ def test_losses(name, residuals):
     got = trained(step, params, tx.init(params))
     bound = 2**17 if name == "casts" else BOUND  # bfloat16 numbers, rounded elsewhere.
     assert ulps(got, plain_results(name)) <= bound
-    assert kinds(got[0]) == {"pinned_host"}
+    assert kinds_in(got[0]) == {"pinned_host"}
     assert step._cache_size() == 1
     text = str(step.schedule(*got[:2], BATCH))
     assert re.search(r"of rows in each iteration of \d scans? of \d", text)
@@ -154,7 +136,6 @@ def test_losses(name, residuals):
 
 def accumulated(tx):
     """A step over microbatches in a scan."""
-    loss = LOSSES["scanned"]
 
     def step(params, state, tokens):
         def one(total, tokens):
@@ -169,79 +150,21 @@ def accumulated(tx):
     return step
 
 
-def several(tx):
-    """Several steps in a scan."""
-    step = make_step(tx, LOSSES["scanned"])
-
-    def steps(params, state, tokens):
-        def one(carry, tokens):
-            *carry, value = step(*carry, tokens)
-            return tuple(carry), value
-
-        (params, state), values = lax.scan(one, (params, state), tokens.reshape(2, 4))
-        return params, state, values
-
-    return steps
-
-
-def until(tx):
-    """Several steps in a while loop."""
-    step = make_step(tx, LOSSES["scanned"])
-
-    def steps(params, state, tokens):
-        def one(carry):
-            i, params, state, _ = carry
-            return i + 1, *step(params, state, tokens)
-
-        first = (jnp.int32(0), params, state, jnp.float32(0))
-        return lax.while_loop(lambda carry: carry[0] < 2, one, first)[1:]
-
-    return steps
-
-
-def in_a_branch(tx):
-    """A step that is taken if its loss is finite."""
-    step = make_step(tx, LOSSES["scanned"])
-
-    def steps(params, state, tokens):
-        value = LOSSES["scanned"](params, tokens)
-        return lax.cond(
-            jnp.isfinite(value),
-            lambda: step(params, state, tokens),
-            lambda: (params, state, value),
-        )
-
-    return steps
-
-
-@pytest.mark.parametrize("make", [accumulated, several, until, in_a_branch])
-def test_steps_in_loops_and_branches(make):
-    """What is not fused is right too, and returns to the host."""
+def test_microbatches():
+    """Each loads the rows again, and what replaces them returns to the host."""
     inner = optax.adamw(1e-2)
-    want = trained(jax.jit(make(inner)), make_params(), inner.init(make_params()))
+    plain_step = jax.jit(accumulated(inner))
+    want = trained(plain_step, make_params(), inner.init(make_params()))
     tx = offloaded(inner)
     params = on_host(make_params())
-    step = oo.jit(make(tx), **DONATED)
+    step = oo.jit(accumulated(tx), **DONATED)
     got = trained(step, params, tx.init(params))
     assert ulps(got, want) <= BOUND
-    assert kinds(got[0]) == {"pinned_host"}
-    assert kinds([x for x in jax.tree.leaves(got[1]) if x.ndim]) == {"pinned_host"}
+    assert kinds_in(got[0]) == {"pinned_host"}
+    assert kinds_in([x for x in jax.tree.leaves(got[1]) if x.ndim]) == {"pinned_host"}
     schedule = str(step.schedule(*got[:2], BATCH))
     assert "of rows in each iteration of" in schedule
-    again = "again in each of 2 iterations around" in schedule
-    assert again == (make in (accumulated, several))
-
-
-def test_some_parameters():
-    """The layers rest on the host, and what no scan has on the device."""
-    tx = offloaded(optax.lion(1e-3))
-    step = oo.jit(make_step(tx), **DONATED)
-    params = on_host(make_params(), "layers/.*")
-    got = trained(step, params, tx.init(params))
-    want = trained(jax.jit(make_step(tx)), make_params(), tx.init(make_params()))
-    assert ulps(got, want) == 0
-    assert kinds(got[0]["layers"]) == {"pinned_host"}
-    assert kinds([got[0]["head"], got[0]["embedding"]]) == {"device"}
+    assert "again in each of 2 iterations around" in schedule
 
 
 def test_a_frozen_base():
@@ -251,7 +174,9 @@ def test_a_frozen_base():
     adapters = {k: jnp.full(s, 0.01) for k, s in shapes.items()}
     tx = optax.adamw(1e-2)
 
-    def loss(adapters, base, tokens):
+    def loss(adapters, batch):
+        base, tokens = batch
+
         def adapted(h, w):
             w, (a, b) = w
             return layer(h, w)[0] + h @ a @ b, None
@@ -260,17 +185,13 @@ def test_a_frozen_base():
         h = lax.scan(adapted, base["embedding"][tokens], layers)[0]
         return jnp.mean((h @ base["head"]) ** 2)
 
-    def step(adapters, state, batch):
-        grads = jax.grad(loss)(adapters, *batch)
-        updates, state = tx.update(grads, state, adapters)
-        return optax.apply_updates(adapters, updates), state
-
+    step = train_step(tx, loss)
     want = trained(jax.jit(step), adapters, tx.init(adapters), (base, BATCH))
     streamed = oo.jit(step)
     batch = on_host(base), BATCH
     got = trained(streamed, adapters, tx.init(adapters), batch)
     assert ulps(got, want) <= BOUND
-    assert kinds(got) == {"device"}
+    assert kinds_in(got) == {"device"}
     text = str(streamed.schedule(adapters, tx.init(adapters), batch))
     assert "2 arguments of 12.00 KiB at rest on the host" in text
     assert "returns" not in text
@@ -287,16 +208,6 @@ def test_evaluation():
     assert "3.00 KiB of rows in each iteration of 1 scan of 4" in text
     with pytest.raises(ValueError, match="memory_space"):
         jax.jit(loss)(params, BATCH)
-
-
-def test_under_a_jit_of_jax():
-    """As trainers have it that own their `jax.jit`."""
-    tx = offloaded(optax.adamw(1e-2))
-    step = jax.jit(oo.stream(make_step(tx), residuals="host"))
-    params = on_host(make_params())
-    got = trained(step, params, tx.init(params))
-    assert ulps(got, plain_results("scanned")) <= BOUND
-    assert kinds(got[0]) == {"pinned_host"}
 
 
 def test_casts_are_not_kept():
@@ -318,7 +229,7 @@ def test_residuals_alone():
     step = oo.jit(make_step(plain(tx)), residuals="host")
     got = trained(step, make_params(), tx.init(make_params()))
     assert ulps(got, plain_results("scanned")) <= BOUND
-    assert kinds(got) == {"device"}
+    assert kinds_in(got) == {"device"}
     text = str(step.schedule(*got[:2], BATCH))
     assert "of residuals rest on the host between the forward and the backward" in text
 
@@ -361,8 +272,8 @@ def test_what_replaces_a_parameter():
 
     params = on_host(jnp.ones((4, 4)))
     *others, new, old = oo.jit(step)(params, jnp.ones((2, 4)))
-    assert kinds(others) == {"device"}
-    assert kinds([new, old]) == {"pinned_host"}
+    assert kinds_in(others) == {"device"}
+    assert kinds_in([new, old]) == {"pinned_host"}
 
 
 def test_what_a_state_keeps_of_parameters_stays_where_it_is():
@@ -372,8 +283,8 @@ def test_what_a_state_keeps_of_parameters_stays_where_it_is():
     state = tx.init(jax.tree.map(jnp.copy, params))
     step = oo.jit(make_step(tx), **DONATED)
     params, state, _ = step(on_host(params), state, BATCH)
-    assert kinds(params) == {"pinned_host"}
-    assert kinds(state) == {"device"}
+    assert kinds_in(params) == {"pinned_host"}
+    assert kinds_in(state) == {"device"}
 
 
 @pytest.mark.parametrize("returned", ["nothing", "another dtype", "moved"])
@@ -392,7 +303,7 @@ def test_what_is_donated_is_not_lost(returned):
     params = on_host({"w": jnp.ones((4, 8, 8))})
     jitted = oo.jit(step, donate_argnums=0)
     if returned == "moved":
-        assert kinds(jitted(params, jnp.ones((2, 8)))[0]) == {"pinned_host"}
+        assert kinds_in(jitted(params, jnp.ones((2, 8)))[0]) == {"pinned_host"}
         assert params["w"].is_deleted()
         return
     with pytest.raises(ValueError, match=r"no result replaces them there: '0/w'"):
@@ -430,8 +341,8 @@ def test_making_it():
     made = oo.jit(make)
     got, want = made(keys), jax.jit(make)(keys)
     assert ulps(got, want) <= 1
-    assert kinds(got[0]) == {"pinned_host"}
-    assert kinds([x for x in jax.tree.leaves(got[1]) if x.ndim]) == {"pinned_host"}
+    assert kinds_in(got[0]) == {"pinned_host"}
+    assert kinds_in([x for x in jax.tree.leaves(got[1]) if x.ndim]) == {"pinned_host"}
     assert "are stored row by row as scans make them" in str(made.schedule(keys))
 
 
@@ -491,8 +402,11 @@ def test_a_model_that_is_handed_through_its_scan():
         want, _ = plain_step(want, x)
         got, _ = jitted(got, x)
     assert ulps(got, want) <= BOUND
-    assert kinds(nnx.filter_state(got, nnx.Param)) == {"pinned_host"}
-    assert "loaded whole" not in str(jitted.schedule(got, x))
+    assert kinds_in(nnx.filter_state(got, nnx.Param)) == {"pinned_host"}
+    text = str(jitted.schedule(got, x))
+    assert "loaded whole" not in text
+    assert "backward scan of 4 iterations: 2 gradients" in text
+    assert "left outside" not in text
 
 
 @nnx.split_rngs(splits=4)
@@ -525,7 +439,7 @@ def test_what_a_vmapped_initialiser_makes(make, monkeypatch):
     made = oo.jit(moved)
     got, want = made(keys), jax.jit(make)(keys)
     assert ulps(got, want) <= 1
-    assert kinds(got) == {"pinned_host"}
+    assert kinds_in(got) == {"pinned_host"}
     nbytes = sum(x.nbytes for x in jax.tree.leaves(want))
     line = f"{nbytes / 1024:.2f} KiB are stored row by row as scans make them"
     assert line in str(made.schedule(keys))

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from small_jaxprs import names, on_device, program_of, run
 from updates import traced
 
@@ -157,7 +158,6 @@ def test_a_version_for_each_value(fn):
     update = small(fn)
     found = branches.find_branches(update)
     assert found is not None
-    assert branches.keeps_state(update) is found.predicate
     keeps, updates = found.versions
     # The counter is no output of a version: it is computed beside both.
     assert set(found.outputs) == {0, 2}
@@ -222,7 +222,6 @@ def test_no_versions(fn):
     """Where nothing decides, or only what is loaded does, and of effects."""
     update = small(fn)
     assert branches.find_branches(update) is None
-    assert branches.keeps_state(update) is None
     assert branches.as_zero(update) == {}
 
 
@@ -276,18 +275,7 @@ def test_a_random_key_that_both_versions_leave_out():
     for _ in range(4):
         updates, got = jax.jit(tx.update)(params, got, params)
         wanted, want = jax.jit(plain.update)(params, want, params)
-        for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(wanted), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-6)
-
-
-def test_a_dropped_update_is_zero():
-    """Optax multiplies the update by zero, which has a sign, or is NaN."""
-    tx = multi_steps()
-    updates, *_ = next(history(oo.offload(tx, oo.Rule(".*", min_bytes=8))))
-    plain, *_ = next(history(tx))
-    assert np.signbit(plain["w0"]).any()
-    assert not np.signbit(updates["w0"]).any()
-    np.testing.assert_array_equal(updates["w0"], plain["w0"])
+        assert_close(updates, wanted, rtol=1e-6, atol=0)
 
 
 @pytest.mark.aot
@@ -295,7 +283,6 @@ def test_a_dropped_update_is_zero():
 @pytest.mark.parametrize("name", ["MultiSteps", "apply_if_finite"])
 def test_state_that_is_kept_is_in_no_transfer(target, name):
     """Transfers are all in a loop that runs once or not at all; no host copies."""
-    pytest.importorskip("libtpu" if target.startswith("v") else "jax_plugins")
     tx = {
         "MultiSteps": multi_steps(),
         "apply_if_finite": optax.apply_if_finite(optax.adam(1e-2), 3),

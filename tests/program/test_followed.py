@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import on_host
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -196,11 +197,6 @@ def step_of(loss, decode, microbatches=1):
         return optax.apply_updates(adapters, updates), state, values
 
     return step, tx.init(ADAPTERS)
-
-
-def on_host(tree, pattern=".*"):
-    """A copy that rests on the host."""
-    return oo.set_memory_kind(jax.tree.map(jnp.copy, tree), pattern, "pinned_host")
 
 
 def text_of_same(step, *args, base, host):

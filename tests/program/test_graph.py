@@ -11,7 +11,6 @@ from small_jaxprs import closed_of, names, on_device, only, program_of
 
 from optax_offload._program import (
     Components,
-    ancestors,
     dependents,
     described,
     evaluate,
@@ -102,14 +101,6 @@ def test_live_without_effects():
     """What no result follows from is not live."""
     program = program_of(diamond, VECTOR, VECTOR)
     assert named(program, program.live) == ["exp", "tanh", "add", "sin"]
-
-
-def test_ancestors_of_one_variable():
-    """They are positions, in order; an argument has none."""
-    program = program_of(diamond, VECTOR, VECTOR)
-    total, _ = program.outvars
-    assert named(program, ancestors(program, total)) == ["exp", "tanh", "add"]
-    assert ancestors(program, program.invars[0]) == ()
 
 
 def test_dependents_are_what_follows():

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from small_steps import train_step
 
 import optax_offload as oo
 
@@ -38,12 +39,7 @@ def losses(**how):
         layer = jax.checkpoint(lambda h, w: (h + squashed(h @ w), None))
         return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
 
-    @oo.jit(donate_argnums=(0, 1), **how)
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    step = oo.jit(train_step(tx, loss_fn, value=True), donate_argnums=(0, 1), **how)
     params = jax.random.normal(jax.random.key(0), (4, 128, 128)) / 12
     params = oo.set_memory_kind(params, "", "pinned_host")
     state, x = tx.init(params), jax.random.normal(jax.random.key(1), (64, 128))

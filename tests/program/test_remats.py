@@ -8,7 +8,7 @@ from jax import lax
 from jax.extend import core as jex
 from small_jaxprs import closed_of, names, on_device, only, values
 
-from optax_offload._program.remats import around, has_scan, opened, scans
+from optax_offload._program.remats import around, has_scan, opened
 
 STACK, ROW = on_device(4, 3), on_device(3)
 W = np.linspace(0.1, 1.2, 12, dtype=np.float32).reshape(4, 3)
@@ -42,13 +42,10 @@ def backward(fn, *types, **how):
 
 
 def test_has_scan():
-    """It has, if a scan is anywhere in it, and if it is of `jax.checkpoint`."""
+    """It has, if a scan is anywhere in it."""
     assert has_scan(forward(layers, STACK, ROW))
     assert has_scan(forward(lambda w, x: jax.jit(layers)(w, x), STACK, ROW))
     assert not has_scan(forward(norm, STACK, ROW))
-    (jit,) = closed_of(jax.jit(layers), STACK, ROW).jaxpr.eqns
-    assert scans(jit)
-    assert not has_scan(jit)
 
 
 def test_opened_forward_is_the_body():
@@ -56,7 +53,7 @@ def test_opened_forward_is_the_body():
     e = forward(layers, STACK, ROW)
     found = opened(e, e.invars)
     assert names(found.equations) == ["scan"]
-    (got,) = values(found.equations, e.invars, found.results, (W, X), found.constants)
+    (got,) = values(found.equations, e.invars, found.outvars, (W, X), found.constants)
     np.testing.assert_allclose(got, layers(W, X), rtol=1e-6)
 
 
@@ -73,7 +70,7 @@ def test_opened_backward_is_behind_a_barrier():
     for scan in (x for x in found.equations if x.primitive.name == "scan"):
         assert held.isdisjoint(scan.invars)
     args = [np.full(a.aval.shape, 0.5, a.aval.dtype) for a in e.invars]
-    got = values(found.equations, e.invars, found.results, args, found.constants)
+    got = values(found.equations, e.invars, found.outvars, args, found.constants)
     want = values([e], e.invars, e.outvars, args)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
@@ -86,11 +83,7 @@ def test_a_stack_that_is_also_taken_whole_is_held():
         return layers(w, x) + jnp.sum(w**3)
 
     e = backward(decayed, STACK, ROW)
-    (barrier,) = (
-        x
-        for x in opened(e, e.invars).equations
-        if x.primitive.name == "optimization_barrier"
-    )
+    barrier = only(opened(e, e.invars).equations, "optimization_barrier")
     assert set(barrier.invars) == set(e.invars)
 
 
@@ -107,11 +100,9 @@ def test_a_number_is_not_held():
     aval = e.invars[at].aval
     operands = list(e.invars)
     operands[at] = jex.Literal(np.ones(aval.shape, aval.dtype), aval)
-    found = opened(e, operands)
-    for x in found.equations:
-        if x.primitive.name == "optimization_barrier":
-            assert operands[at] not in x.invars
-            assert all(isinstance(a, jex.Var) for a in x.invars)
+    barrier = only(opened(e, operands).equations, "optimization_barrier")
+    assert barrier.invars
+    assert all(isinstance(a, jex.Var) for a in barrier.invars)
 
 
 @pytest.mark.parametrize("prevent_cse", [True, False])

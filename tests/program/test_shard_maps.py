@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
@@ -84,17 +86,6 @@ def values(mesh, spec, experts=False):
     return put(w, spec), put(x, P("d"))
 
 
-def training(loss, tx):
-    """A step."""
-
-    def step(w, state, x):
-        value, grads = jax.value_and_grad(loss)(w, x)
-        updates, state = tx.update(grads, state, w)
-        return optax.apply_updates(w, updates), state, value
-
-    return step
-
-
 def check_step(make, w, x, steps=2):
     """A step with everything at rest, against one with everything on the device."""
     tx = optax.sgd(0.1, momentum=0.9)
@@ -104,8 +95,7 @@ def check_step(make, w, x, steps=2):
     want, got = (w, tx.init(w)), (rest, ours.init(rest))
     for _ in range(steps):
         want, got = plain(*want[:2], x), step(*got[:2], x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert_close(got, want, rtol=1e-7)
     kinds = {a.sharding.memory_kind for a in jax.tree.leaves(got[:2])}
     assert kinds == {"pinned_host"}
     return step.schedule(rest, ours.init(rest), x)
@@ -127,7 +117,7 @@ def test_models(name, kind):
         np.testing.assert_array_equal(oo.jit(model)(rest, x), jax.jit(model)(w, x))
         assert "of rows in each iteration" in str(oo.jit(model).schedule(rest, x))
         loss = lambda w, x: jnp.mean(model(w, x) ** 2)  # noqa: E731
-        schedule = check_step(lambda tx: training(loss, tx), w, x)
+        schedule = check_step(lambda tx: train_step(tx, loss, value=True), w, x)
     assert "of rows in each iteration" in str(schedule)
     assert "loaded whole" not in str(schedule)
 
@@ -145,7 +135,7 @@ def test_an_update_inside(kind, spec):
 
     def make(tx):
         def local(w, state, x):
-            w, state, value = training(loss, tx)(w, state, x)
+            w, state, value = train_step(tx, loss, value=True)(w, state, x)
             return w, state, lax.psum(value, "d")
 
         taken, made = (spec, spec, P("d")), (spec, spec, P())
@@ -189,7 +179,7 @@ def test_parameters_that_are_sharded_otherwise(name, microbatches):
         return lax.map(lambda x: jnp.mean(model(w, x) ** 2), each).mean()
 
     with context:
-        check_step(lambda tx: training(loss, tx), w, x, steps=1)
+        check_step(lambda tx: train_step(tx, loss, value=True), w, x, steps=1)
 
 
 def test_a_jit_inside_constrains_what_it_did():

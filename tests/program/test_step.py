@@ -7,7 +7,15 @@ import optax
 import pytest
 from jax import lax
 from small_jaxprs import closed_of, load, names, on_device, on_host, only, store
-from small_steps import at_rest, loss, offloaded, stack, taken_apart, trained
+from small_steps import (
+    at_rest,
+    loss,
+    offloaded,
+    stack,
+    step_of,
+    taken_apart,
+    trained,
+)
 
 from optax_offload._program import (
     apart,
@@ -15,18 +23,12 @@ from optax_offload._program import (
     handed_on,
     is_transfer,
     of_values,
-    take_apart,
     variables,
     within,
 )
 from optax_offload._program.primitives import is_load, is_store
 
 STACK, ROW = on_device(4, 3), on_device(3)
-
-
-def of_types(fn, *types):
-    """The step of a function that moves values itself."""
-    return take_apart(closed_of(fn, *types))
 
 
 def test_an_update_is_its_equations():
@@ -104,7 +106,7 @@ def test_a_loop_around_a_scan_loads_rows_again():
 
 def test_nothing_at_rest():
     """A step whose arguments are all on the device moves no rows."""
-    step = of_types(lambda x: x + 1.0, ROW)
+    step = step_of(lambda x: x + 1.0, ROW)
     assert step.at_rest is None
     assert not step.moves_rows
 
@@ -160,7 +162,7 @@ def test_scans_in_checkpoints_are_taken_out():
     assert names(step.program.equations).count("scan") == 3
     assert names(step.program.equations).count("optimization_barrier") == 1
     assert "remat2" not in names(step.program.equations)
-    without = of_types(lambda x: jax.checkpoint(jnp.sin)(x), ROW)
+    without = step_of(lambda x: jax.checkpoint(jnp.sin)(x), ROW)
     assert names(without.program.equations) == ["remat2"]
 
 
@@ -174,7 +176,7 @@ def test_rows_that_a_scan_passes_on_are_its_operand():
         h, same = lax.scan(body, x, w)
         return h, same * 2.0
 
-    step = of_types(fn, STACK, ROW)
+    step = step_of(fn, STACK, ROW)
     product = only(step.program.equations, "mul")
     assert product.invars[0] is step.program.invars[0]
 
@@ -189,7 +191,7 @@ def printing(x):
 
 def test_effects_follow_each_other():
     """Each has a token, which it takes of the one before; other equations have none."""
-    step = of_types(printing, ROW)
+    step = step_of(printing, ROW)
     equations = step.program.equations
     first, second = (i for i in range(len(equations)) if step.tokens(i))
     assert set(step.tokens(first)) <= set(step.reads(second))
@@ -343,7 +345,7 @@ def test_a_function_that_stores_stacks():
         _, rows = lax.scan(lambda c, _: (c * 2.0, c), x, None, length=4)
         return store(rows)
 
-    step = of_types(init, ROW)
+    step = step_of(init, ROW)
     assert step.at_rest is not None
     assert step.at_rest.made_bytes == 4 * 3 * 4
     scan = only(step.program.equations, "scan")

@@ -217,15 +217,6 @@ def lowered():
     return tx, program, [str(w.message) for w in said]
 
 
-@functools.cache
-def updated():
-    """Updates and state, ours and the plain ones."""
-    tx, program, _ = lowered()
-    plain = optimizer(FUNCTIONS)
-    got = program.compile()(GRADS, tx.init(PARAMS))
-    return got, jax.jit(lambda p: plain.update(GRADS, plain.init(p)))(PARAMS)
-
-
 @pytest.mark.xdist_group("refused")
 def test_rows_are_taken_one_by_one():
     """Where nothing mixes them: in slices of two."""
@@ -240,12 +231,3 @@ def test_refused(name):
     """Updated whole, because of this equation."""
     why = rf"'{name}'.*cannot be updated in slices \({REFUSED[name][1]}\)"
     assert any(re.search(why, message) for message in lowered()[-1])
-
-
-@pytest.mark.xdist_group("refused")
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_right_because_refused(name):
-    """The update and the state of a leaf, against those of the plain optimizer."""
-    for x, y in zip(*updated(), strict=True):
-        size = float(jnp.max(jnp.abs(y[name])))
-        np.testing.assert_allclose(x[name], y[name], rtol=1e-5, atol=1e-5 * size)

@@ -1,5 +1,7 @@
 """What a step evaluates beside the rows of its scans, each after what it takes."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -193,4 +195,6 @@ def test_residuals_alone_are_no_turns_beside_a_scan(scanned, monkeypatch):
     state = oo.eval_shape(tx.init, params)
     x = jax.ShapeDtypeStruct((2, WIDTH), jnp.float32)
     jitted = oo.jit(step, donate_argnums=(0, 1), residuals="host")
-    assert (jitted.schedule(params, state, x).chain is None) == scanned
+    refused = pytest.warns(oo.OffloadWarning, match="nothing is kept there")
+    with refused if scanned else contextlib.nullcontext():
+        assert (jitted.schedule(params, state, x).chain is None) == scanned

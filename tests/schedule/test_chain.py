@@ -10,6 +10,8 @@ import optax
 import pytest
 from jax.extend import core as jex
 from limited import limited
+from small_steps import matrices
+from small_steps import unrolled as loss
 from small_updates import update_of
 
 import optax_offload as oo
@@ -37,13 +39,6 @@ def one_layer_to_a_segment(monkeypatch):
     limited(monkeypatch, least_segments=3, least_residual_bytes=1)
 
 
-def loss(layers, x):
-    """The mean square of what layers in a Python loop make."""
-    for w in layers:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
-
-
 def cut(fn, *args, **options):
     """The chain of a function whose first argument rests on the host, with its step."""
     plan = planned(fn, *args, **options)
@@ -55,11 +50,6 @@ def planned(fn, *args, **options):
     """The plan of such a function."""
     at_rest = oo.set_memory_kind(args[0], ".*", "pinned_host")
     return oo.jit(fn, **options).schedule(at_rest, *args[1:])
-
-
-def matrices(count=LAYERS):
-    """The parameters of so many layers."""
-    return [jnp.full(WEIGHT, 0.1 * (i + 1)) for i in range(count)]
 
 
 def names(step: Step, positions):
@@ -846,7 +836,9 @@ def test_residuals_are_cut_for_where_nothing_else_rests():
     assert plan.chain is not None
     assert plan.chain.residuals
     # And without a backward pass nothing waits for one.
-    assert oo.jit(skipping, residuals="host").schedule(layers, args[2]).chain is None
+    fused = oo.jit(skipping, residuals="host")
+    with pytest.warns(oo.OffloadWarning, match="nothing is kept there"):
+        assert fused.schedule(layers, args[2]).chain is None
 
 
 def test_what_a_layer_computes_again_is_no_residual():
@@ -869,6 +861,70 @@ def test_what_a_layer_computes_again_is_no_residual():
     # In the last layer's turns the most is alive.
     assert 0 < max(making) < len(layers) + 3
     assert len(found.segments) > 2 * len(layers)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"residuals": "host"},
+        {"late_gradients": "host"},
+        {"parameters": True},
+    ],
+)
+def test_a_step_of_few_gradients_is_not_searched(asked, monkeypatch):
+    """Where nothing but state rests, and turns could free no more than these."""
+    limited(monkeypatch, least_freed_bytes=2 * LAYERS * MATRIX_BYTES + 1)
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    options = {k: v for k, v in asked.items() if k != "parameters"}
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    if "parameters" in asked:
+        args = oo.set_memory_kind(args[0], ".*", "pinned_host"), *args[1:]
+    plan = oo.jit(train_step(tx), **options).schedule(*args)
+    assert ("lower the peak by at most 5.00 KiB" in plan.uncut) == (not asked)
+    limited(monkeypatch, least_freed_bytes=2 * LAYERS * MATRIX_BYTES)
+    plan = oo.jit(train_step(tx), **options).schedule(*args)
+    assert "at most" not in plan.uncut
+
+
+def test_residuals_made_after_the_most_is_alive_stay():
+    """As after a layer that has far more of its own: they are not there with it."""
+
+    def loss_with(much):
+        def loss(layers, x):
+            for i, w in enumerate(layers):
+                x = jnp.tanh(x @ w)
+                if i == 1:
+                    own = jnp.tanh(x @ jnp.ones((WIDTH, much)))
+                    x = x + jax.lax.stop_gradient(own @ jnp.ones((much, WIDTH)))
+            return jnp.mean(x**2)
+
+        return jax.grad(loss)
+
+    args = matrices(8), jnp.ones((4, WIDTH))
+    little, much = (
+        cut(loss_with(n), *args, residuals="host")[0].residuals for n in (1, 1024)
+    )
+    assert 0 < len(much) < len(little)
+
+
+def test_new_parameters_that_are_evaluated():
+    """They are on the device until then, which is said."""
+    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
+    args = matrices(), tx.init(matrices()), jnp.ones((4, WIDTH))
+    once = train_step(tx)
+
+    def step(layers, state, x):
+        layers, state = once(layers, state, x)
+        return layers, state, loss(layers, x)
+
+    kept = {fn: cut(fn, *args)[0] for fn in (once, step)}
+    assert not kept[once].kept
+    # The first layer's are used in the turn in which they are made.
+    assert [v.aval.shape for v in kept[step].kept] == [WEIGHT] * (LAYERS - 1)
+    said = "4.00 KiB of what updates make is on the device until the step has used it"
+    assert [x.startswith(said) for x in kept[step].lines()].count(True) == 1
+    assert not any("updates make" in x for x in kept[once].lines())
 
 
 def test_what_is_printed():

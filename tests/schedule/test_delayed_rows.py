@@ -16,15 +16,9 @@ from scanned_models import BATCH, DONATED, layer, make_step, offloaded, train
 
 import optax_offload as oo
 from benchmarks.common.differences import ulps
-from benchmarks.common.steps import train_step
-from benchmarks.common.workloads import gated
 from optax_offload import aot
 from optax_offload._emit import streamed_step
 from optax_offload._ground import compat
-from optax_offload._places import memory
-from optax_offload._places.step_options import Options
-from optax_offload._schedule import order
-from optax_offload._step.streaming import plan_of
 
 BOUND = 32
 
@@ -128,48 +122,9 @@ def test_late_rows_with_every_jax(reverse, monkeypatch):
     assert re.search(r"optimization_barrier .* tensor<16x32xf32>", text)
 
 
-def delayed(tx, length):
-    """The shapes of the rows that are delayed, and what is updated, in order."""
-    params, step = make_params(length), make_step(tx, make_loss())
-    state = tx.init(params)
-    args = params, state, BATCH
-    closed = jax.make_jaxpr(step)(*args)
-    (each,) = plan_of(closed, Options(), None, (args, {})).scans
-    ordered = order.by_gradients(each.scan, each.now)
-    found = order.delayed_rows(each.scan, ordered)
-    on_host = [
-        sum(memory.on_host(v.aval) for v in f.component.results) for f in ordered
-    ]
-    return sorted(v.aval.shape for v in found), on_host
-
-
 later_jax = pytest.mark.skipif(
     not compat.STORES_OVERLAP, reason="no row is delayed before JAX 0.11"
 )
-
-
-@later_jax
-def test_the_last_update_and_the_small_one_are_delayed():
-    """As many bytes as the first update stores, and what costs nothing to keep."""
-    found, on_host = delayed(offloaded(optax.adam(1e-2)), 5)
-    assert on_host == [2, 2, 2]
-    # The gradient of `out` is there first.
-    assert found == [(5, 4)] * 2 + [(5, 16, 24)] * 2
-
-
-@later_jax
-def test_of_one_update_a_half_is_delayed():
-    """Its other half is stored beside the load of this one."""
-    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*/out", min_bytes=0))
-    found, _ = delayed(tx, 5)
-    assert found == [(5, 24, 16)]
-
-
-@pytest.mark.parametrize(("place", "length"), [("host", 3), ("device", 5)])
-def test_nothing_is_delayed(place, length):
-    """Of a short scan, and where nothing is stored to host memory."""
-    tx = optax.adam(1e-2)
-    assert delayed(offloaded(tx) if place == "host" else tx, length)[0] == []
 
 
 @pytest.mark.aot
@@ -182,7 +137,6 @@ def test_positions_of_copies_are_those_of_rows(reverse):
     A GPU's compiler does not clamp them (F66). Where it would take any position for the
     loop's counter (U10), it knows none, and no copy goes by one.
     """
-    pytest.importorskip("jax_plugins")
     tx = offloaded(optax.adam(1e-2))
     target = aot.Target("h100")
     step = oo.stream(make_step(tx, make_loss(reverse=reverse)))
@@ -231,7 +185,6 @@ def test_rows_are_loaded_ahead(computes_longer, monkeypatch):
 
     Nothing is copied within host memory, nor where updates are in parts.
     """
-    pytest.importorskip("jax_plugins")
     limited(
         monkeypatch,
         flops_per_byte=0 if computes_longer else 1e9,
@@ -253,47 +206,6 @@ def test_rows_are_loaded_ahead(computes_longer, monkeypatch):
         assert sorted(loads[shape]) == sorted([*parameter, *moment, *moment])
     for compiled in (ahead, alone):
         assert not [t for t in aot.transfers(compiled) if t.direction == "host copy"]
-
-
-def loaded_ahead(residuals, monkeypatch):
-    """The shapes of what is loaded ahead, by the update that is stored after it.
-
-    Layers are those of the benchmark `gated_16k`, each size a 64th of what it is there.
-    """
-    found, placed_ahead = [], order.placed_ahead
-
-    def recorded(scan, fused, ahead, delayed):
-        placed = placed_ahead(scan, fused, ahead, delayed)
-        found.append(
-            [[v.aval.shape[1:] for v in placed if placed[v] == n] for n in range(6)]
-        )
-        return placed
-
-    monkeypatch.setattr(order, "placed_ahead", recorded)
-    workload = gated(tokens=256, layers=6, width=32, inner=88, vocabulary=256)
-    params = jax.tree.map(lambda p: jnp.zeros(p.shape, p.dtype), workload.params)
-    params = oo.set_memory_kind(committed(params), "layers/.*", "pinned_host")
-    tx = oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=0))
-    x = jnp.zeros(workload.x.shape, workload.x.dtype)
-    step = oo.jit(train_step(workload, tx), residuals=residuals)
-    step.lower(params, tx.init(params), x)
-    # The forward scan has no updates.
-    return max(found, key=lambda some: len([x for x in some if x]))
-
-
-@later_jax
-@pytest.mark.parametrize("residuals", ["device", "host"])
-def test_loads_ahead_are_beside_most_products(residuals, monkeypatch):
-    """Those of a layer's first three updates, before the first; others where is room.
-
-    `out` is the fourth, and its gradient needs the products that lead through all of
-    the three before it. Beside the last update are two more products, and no state.
-    """
-    limited(monkeypatch, least_residual_rows_bytes=0)
-    found = loaded_ahead(residuals, monkeypatch)
-    assert sorted(found[0]) == [(32, 88), (32, 88), (88, 32)]
-    assert {(32, 32), (32, 96)} <= {*found[3]}
-    assert ((256, 32) in found[5]) == (residuals == "host")
 
 
 def every_row(computes_longer, monkeypatch):
@@ -334,17 +246,6 @@ def test_updates_are_in_turn(computes_longer, reverse, monkeypatch):
         rf"optimization_barrier .* : ({row}, )+tensor<6x\S+$", text, re.M
     )
     assert bool(in_turn) == computes_longer
-
-
-@later_jax
-def test_a_window_bounds_what_is_loaded_ahead():
-    """A row that is larger is loaded by the iteration that takes it."""
-    rows = "of {} loaded ahead"
-    for asked, nbytes in ((None, "3.02 KiB"), (2**11, "1.52 KiB")):
-        step, args = step_at_rest(6, window_bytes=asked)
-        assert rows.format(nbytes) in str(oo.jit(step).schedule(*args))
-    step, args = step_at_rest(6, window_bytes=15)
-    assert "loaded ahead" not in str(oo.jit(step).schedule(*args))
 
 
 @pytest.mark.parametrize("residuals", ["device", "host"])

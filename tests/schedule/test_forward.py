@@ -26,8 +26,8 @@ def test_what_a_forward_pass_takes_itself_is_no_residual(monkeypatch):
     assert len(nodes) == 4
     (first,) = nodes[0].defines
     there = [*in_memory(step, nodes)]
-    assert not [*residuals(there, [Pass(0, 4, 9, 2)])]
-    assert [*residuals(there, [Pass(0, 2, 9, 1)])] == [first]
+    assert not [*residuals(there, [Pass(0, 4, 2)])]
+    assert [*residuals(there, [Pass(0, 2, 1)])] == [first]
 
 
 def test_what_rests_is_near_the_layers_that_take_it():
@@ -37,5 +37,5 @@ def test_what_rests_is_near_the_layers_that_take_it():
     takes = {2: [resting], 3: [other], 7: [resting], 8: [resting, other]}
     nodes = [Outer(k, tuple(takes.get(k, ())), ()) for k in range(10)]
     spans = [Span(resting, 1, 8, over=True), Span(other, 0, 8)]
-    found = near_layers(spans, nodes, [Pass(0, 5, 10, 5)], {resting})
+    found = near_layers(spans, nodes, [Pass(0, 5, 5)], {resting})
     assert [*found] == [Span(resting, 1, 2), Span(resting, 7, 8, True), spans[1]]

@@ -10,13 +10,9 @@ from small_updates import update_of
 from optax_offload._ground import compat
 from optax_offload._schedule.updates.groups import group
 
+pytestmark = pytest.mark.usefixtures("runs_once")
+
 STACK = 16, 128, 256
-
-
-@pytest.fixture(autouse=True)
-def runs_once(monkeypatch):
-    """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def only(fn, state, gradient=STACK, **options):
@@ -79,6 +75,19 @@ def test_two_parts_where_half_of_the_loads_suffice():
     assert second.row_local is not None
     assert m in first.row_local.outputs
     assert m in second.row_local.inputs
+
+
+def test_the_larger_half_is_loaded_first():
+    """Of three loads, as of AMSGrad, two; the update comes last."""
+
+    def amsgrad(g, m, v, most):
+        m, v = 0.9 * m + g, 0.9 * v + g * g
+        most = jnp.maximum(most, v)
+        return m / jnp.sqrt(most + 1e-3), m, v, most
+
+    update, found = only(amsgrad, [STACK] * 3)
+    assert [part.loads for part in found.parts] == [(1, 2), (3,)]
+    assert outputs(update, found.parts) == [["s0", "s1"], ["g0", "s2"]]
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,12 @@ import pytest
 from small_jaxprs import names
 from small_updates import update_of
 
-from optax_offload._ground import compat
 from optax_offload._schedule.updates.groups import group
+
+pytestmark = pytest.mark.usefixtures("runs_once")
 
 STACK = 16, 128, 256
 ROW_BYTES = 4 * 128 * 256
-
-
-@pytest.fixture(autouse=True)
-def runs_once(monkeypatch):
-    """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def momenta(fn=lambda g, s: 0.9 * s + g):

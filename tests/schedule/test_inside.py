@@ -95,14 +95,15 @@ def test_a_body_of_which_nothing_is_fused():
             x = jnp.tanh(x @ w[i])
         return jnp.sum(x**2)
 
-    for step, options in (
-        (train_step(tx, unrolled), {}),
-        (train_step(tx, loss), {"fuse": False}),
+    for form, of, options, where in (
+        (looped, unrolled, {}, "scan"),
+        (looped, loss, {"fuse": False}, "scan"),
+        (skipped, unrolled, {}, "cond"),
     ):
-        found = planned(looped(step), tx, **options)
+        found = planned(form(train_step(tx, of)), tx, **options)
         assert not found.inside
         assert not found.is_streamed
-        assert str(found).endswith("the update is in a scan")
+        assert str(found).endswith(f"the update is in a {where}")
 
 
 def test_an_update_alone_in_a_branch():

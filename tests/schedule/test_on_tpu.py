@@ -7,6 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
@@ -72,17 +73,6 @@ def parameters(dtype, layers=LAYERS):
     return {"layers": jax.tree.map(lambda x: x.astype(dtype), made)}
 
 
-def a_step(tx, loss):
-    """A train step with an optimizer."""
-
-    def step(params, state, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
-
-
 TX = {
     "adam": optax.adam(1e-2),
     "clipped": optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2)),
@@ -118,7 +108,7 @@ def test_numbers_of_the_plan(tx, loss, at_rest):
         params = oo.set_memory_kind(params, ".*", "pinned_host")
     x = jax.random.normal(jax.random.key(1), (16, WIDTH))
     args = params, state, x
-    step = a_step(tx, loss)
+    step = train_step(tx, loss, value=True)
     plan, values, _ = traced(step, args, late_gradients="host", residuals="host")
     shapes = {v.aval.shape for v in whole(plan)}
     assert shapes >= {(LAYERS, WIDTH), (LAYERS,)}
@@ -182,7 +172,7 @@ def test_a_plan_without_small_rows_is_as_it_was():
 
     tx = oo.offload(TX["adam"], oo.Rule(".*", min_bytes=1))
     args = params, tx.init(params), jnp.ones((16, WIDTH))
-    plan, _, _ = traced(a_step(tx, loss), args)
+    plan, _, _ = traced(train_step(tx, loss, value=True), args)
     assert plan.scans
     assert for_tpu(plan, (), {}) is plan
     assert "on a TPU" not in str(plan)
@@ -202,7 +192,6 @@ def test_a_plan_without_small_rows_is_as_it_was():
 )
 def test_compiles_for_a_tpu(kind, dtype):
     """Where what is before the layers has XLA shard the vectors themselves."""
-    pytest.importorskip("libtpu")
     target = aot.Target("v5e:2x2")
     mesh = None if kind is None else target.mesh(axis_types=kind)
     width = 4 * WIDTH
@@ -238,7 +227,7 @@ def test_compiles_for_a_tpu(kind, dtype):
     params = oo.set_memory_kind(params, "layers/.*", "pinned_host")
     tokens = struct(1024, dtype=jnp.int32)
     where = jax.tree.map(lambda x: x.sharding, (params, state))
-    step = oo.stream(a_step(tx, of_tokens), residuals="host")
+    step = oo.stream(train_step(tx, of_tokens, value=True), residuals="host")
     out = (*where, NamedSharding(mesh, P())) if mesh else None
     with jax.sharding.use_abstract_mesh(mesh or target.mesh()):
         compiled = aot.compile(

@@ -6,16 +6,23 @@ import optax
 import pytest
 from jax import lax
 from small_jaxprs import load, on_device, on_host
-from small_steps import WIDTH, offloaded, taken_apart, trained
+from small_steps import (
+    WIDTH,
+    offloaded,
+    scans_of,
+    step_of,
+    taken_apart,
+    trained,
+    two_matrices,
+)
 
 from optax_offload._ground import compat, limits
 from optax_offload._places import memory
 from optax_offload._places.step_options import Options
-from optax_offload._program import take_apart
-from optax_offload._schedule import Scan, plan
 from optax_offload._schedule import order as ordering
+from optax_offload._schedule import plan
 from optax_offload._schedule.order import by_gradients
-from optax_offload._schedule.pipeline import Work, for_gpu, for_tpu
+from optax_offload._schedule.pipeline import Pipeline, for_gpu, for_tpu
 
 LENGTH, ROWS = 6, 512
 TRACE = optax.trace(0.9)
@@ -33,16 +40,7 @@ def stack(width=WIDTH, length=LENGTH):
     return jax.ShapeDtypeStruct((length, WIDTH, width), jnp.float32)
 
 
-def two_layers(params, x):
-    """A scan over layers of two matrices; the backward pass meets `b` first."""
-
-    def layer(h, w):
-        return jnp.tanh(h @ w["a"]) @ w["b"], None
-
-    return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
-
-
-def planned(inner=TRACE, params=None, loss=two_layers, length=LENGTH, **options):
+def planned(inner=TRACE, params=None, loss=two_matrices, length=LENGTH, **options):
     """A step of two matrices a layer, its backward scan, and what is fused in it."""
     params = params or dict.fromkeys("ab", stack(length=length))
     step = trained(inner, params, loss=loss, **options)
@@ -69,8 +67,8 @@ def test_updates_come_as_their_gradients_do():
 def test_on_a_cpu_or_tpu_nothing_is_delayed():
     """Rows are stored an iteration late on a GPU only."""
     step, scan, fused = planned()
-    assert not for_tpu(step, scan, Work(fused, ())).delayed
-    assert for_gpu(step, scan, Work(fused, ())).delayed
+    assert not for_tpu(step, scan, Pipeline.of(fused, ())).delayed
+    assert for_gpu(step, scan, Pipeline.of(fused, ())).delayed
 
 
 def test_the_last_rows_are_delayed():
@@ -80,6 +78,37 @@ def test_the_last_rows_are_delayed():
     found = ordering.delayed_rows(scan, fused)
     (state,) = (v for v in fused[1].replaced if memory.on_host(v.aval))
     assert found == {state}
+
+
+def test_small_rows_are_delayed_too():
+    """To keep them for an iteration costs nothing."""
+
+    def loss(params, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w["a"]) @ w["b"] + w["c"][None], None
+
+        return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
+
+    shapes_of = {"b": (LENGTH, 256, WIDTH), "c": (LENGTH, WIDTH)}
+    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes_of.items()}
+    _, scan, fused = planned(params={"a": stack(256), **params}, loss=loss)
+    found = ordering.delayed_rows(scan, by_gradients(scan, fused))
+    assert sorted(shapes(found)) == [(LENGTH, WIDTH), (LENGTH, WIDTH, 256)]
+
+
+def test_of_one_update_a_half_is_delayed():
+    """Its other half is stored beside the load of this one."""
+    step = trained(optax.scale_by_adam())
+    (each,) = plan(step, Options()).scans
+    (fused,) = each.now
+    _, last = (v for v in fused.replaced if memory.on_host(v.aval))
+    assert ordering.delayed_rows(each.scan, each.now) == {last}
+
+
+def test_what_stays_on_the_device_is_not_delayed():
+    """Nothing of it is stored, at whatever time."""
+    _, scan, fused = planned(optax.sgd(0.1), wrap=lambda tx: tx)
+    assert not ordering.delayed_rows(scan, by_gradients(scan, fused))
 
 
 @pytest.mark.parametrize(
@@ -147,12 +176,7 @@ def test_rows_that_nothing_needs_are_not_loaded():
 
 def scan_of(fn, *types):
     """The only scan of a function that moves rows itself."""
-    step = take_apart(jax.make_jaxpr(fn)(*types))
-    (scan,) = (
-        Scan(i, e)
-        for i, e in enumerate(step.program.equations)
-        if e.primitive.name == "scan"
-    )
+    (scan,) = scans_of(step_of(fn, *types))
     return scan
 
 
@@ -164,11 +188,7 @@ def scanned_at_rest(length=LENGTH, unroll=1):
         return lax.scan(body, x, w, unroll=unroll)[0]
 
     step = taken_apart(fn, on_host(length, 3), on_device(3))
-    (scan,) = (
-        Scan(i, e)
-        for i, e in enumerate(step.program.equations)
-        if e.primitive.name == "scan"
-    )
+    (scan,) = scans_of(step)
     return step, scan
 
 
@@ -176,7 +196,7 @@ def test_rows_of_parameters_are_loaded_ahead():
     """Each iteration loads those of the next one."""
     step, scan = scanned_at_rest()
     assert ordering.rows_ahead(step, scan) == [step.program.invars[0]]
-    assert for_gpu(step, scan, Work((), ())).ahead == (step.program.invars[0],)
+    assert for_gpu(step, scan, Pipeline.of((), ())).ahead == (step.program.invars[0],)
 
 
 @pytest.mark.parametrize("how", ["unrolled", "short", "older"])
@@ -231,11 +251,7 @@ def test_residuals_are_stored_behind():
             on_device(2**15),
             residuals=True,
         )
-        forward, backward = (
-            Scan(i, e)
-            for i, e in enumerate(step.program.equations)
-            if e.primitive.name == "scan"
-        )
+        forward, backward = scans_of(step)
         assert ordering.residuals_behind(step, backward) == []
         return ordering.residuals_behind(step, forward)
 
@@ -270,7 +286,7 @@ def test_gradients_that_wait_leave_when_rows_are_loaded(monkeypatch):
     """Where this hides loads, which else begin when all gradients have left (F83)."""
     step, scan, fused = planned(params_at_rest=True)
     first, last = (v for f in by_gradients(scan, fused) for v in f.component.gradients)
-    work = Work((), (), (), (last, first))
+    work = Pipeline.of((), (), (), (last, first))
     turn = for_gpu(step, scan, work)
     assert turn.waiting == work.waiting
     assert not turn.store_after
@@ -291,7 +307,7 @@ def test_a_tpu_is_told_the_order_where_it_matters(monkeypatch):
     assert not ordering.moves_in_turn(step, scan, fused)
     monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
     assert ordering.moves_in_turn(step, scan, fused)
-    turn = for_tpu(step, scan, Work(fused, ()))
+    turn = for_tpu(step, scan, Pipeline.of(fused, ()))
     state = [v for f in fused for v in f.rows.inputs if memory.on_host(v.aval)]
     assert turn.first == tuple(dict.fromkeys(state))
     assert turn.updates[0].loads == turn.first
@@ -300,7 +316,7 @@ def test_a_tpu_is_told_the_order_where_it_matters(monkeypatch):
     monkeypatch.setattr(compat, "STORES_OVERLAP", True)
     step, scan, fused = planned(params_at_rest=True)
     assert ordering.moves_in_turn(step, scan, fused)
-    assert not for_tpu(step, scan, Work(fused, ())).first
+    assert not for_tpu(step, scan, Pipeline.of(fused, ())).first
 
 
 def test_a_window_that_was_asked_for_is_kept_on_a_tpu(monkeypatch):
@@ -309,4 +325,4 @@ def test_a_window_that_was_asked_for_is_kept_on_a_tpu(monkeypatch):
     step, scan, fused = planned(wrap=wrap)
     monkeypatch.setattr(ordering, "flops", lambda _: 1e18)
     assert not ordering.loads_first(step, scan, fused)
-    assert not for_tpu(step, scan, Work(fused, ())).first
+    assert not for_tpu(step, scan, Pipeline.of(fused, ())).first

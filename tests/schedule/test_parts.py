@@ -17,6 +17,7 @@ from scanned_models import (
     make_step,
     train,
 )
+from small_steps import train_step
 
 import optax_offload as oo
 from benchmarks.common.differences import ulps
@@ -92,11 +93,7 @@ def test_parts_of_rows_whose_type_has_a_sharding():
             out, _ = lax.scan(lambda h, w: (jnp.tanh(h * w + x), None), x, layers)
             return jnp.mean(out**2)
 
-        def step(layers, state, x):
-            grads = jax.grad(loss)(layers, x)
-            updates, state = tx.update(grads, state, layers)
-            return optax.apply_updates(layers, updates), state
-
+        step = train_step(tx, loss)
         given = jnp.copy(layers)
         state = tx.init(given)
         text = str(oo.jit(step).schedule(given, state, x))
@@ -160,28 +157,6 @@ def momentum(update, decayed=lambda m, g, p: 0.9 * m + 0.1 * g):
     )
 
 
-@pytest.mark.parametrize(
-    ("update", "why"),
-    [
-        (
-            lambda m, g, p: -0.01 * (g @ jnp.swapaxes(p, 1, 2) @ p) - 0.01 * m,
-            "transpose takes whole what has rows",
-        ),
-        (
-            lambda m, g, p: -0.01 * m - 0.01 * mean(g, p),
-            "mul takes whole what has rows",
-        ),
-    ],
-    ids=["product", "sum"],
-)
-def test_parameters_that_are_taken_whole_and_in_parts(update, why):
-    """The row is whole then: what its parts give is no part of what it gives."""
-    inner = momentum(update)
-    got, text = trained(inner, WINDOW // 4)
-    assert ulps(got, train(jax.jit(make_step(inner), **DONATED), inner)) <= 16
-    assert why in text, text
-
-
 def test_parameters_that_are_replaced_and_taken_whole():
     """Each part takes them as they were before the first one was written."""
     inner = momentum(
@@ -205,12 +180,6 @@ def test_parameters_that_are_replaced_and_taken_whole():
     assert ulps(got, train(jax.jit(make(inner), **DONATED), inner)) <= 16
 
 
-def test_what_cannot_be_divided_is_said():
-    """By the equation that mixes a row."""
-    text = scheduled(optax.lamb(1e-2), WINDOW, late_gradients="recompute")
-    assert "over the window: 1 gradient of 6.00 KiB, a row at once: " in text, text
-
-
 def test_rows_whose_gradients_wait_are_whole():
     """They are updated after the scan; that is said, and warned of."""
     inner = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
@@ -230,7 +199,6 @@ def test_rows_whose_gradients_wait_are_whole():
 )
 def test_less_of_a_row_is_on_the_device(target):
     """Compiled: by most of a row's state; nothing is made on the host."""
-    pytest.importorskip("libtpu" if target == "v5e" else "jax_plugins")
     shape = (6, 2048, 2048)
     mesh = aot.Target(target).mesh()
 

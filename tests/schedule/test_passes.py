@@ -10,6 +10,7 @@ import optax
 import pytest
 from harness import EVERYTHING, quick_of
 from small_jaxprs import names
+from small_steps import train_step
 from small_updates import update_of
 
 import optax_offload as oo
@@ -122,32 +123,12 @@ def test_a_slice_waits_for_the_one_before():
     assert not any(s.load_after for loop in update.loops for s in loop.steps)
 
 
-@pytest.mark.parametrize("why", ["it fits", "an effect", "a median"])
-def test_no_pass(why):
-    """Where it is of no use, or would be had twice."""
-
-    def by_median(updates, state, params=None):
-        if why == "an effect":
-            jax.debug.callback(lambda _: None, optax.tree.norm(updates))
-        if why == "a median":
-            leaves = [*map(jnp.ravel, jax.tree.leaves(updates))]
-            middle = jnp.median(jnp.concatenate(leaves))
-            updates = jax.tree.map(lambda u: u / middle, updates)
-        return updates, state
-
-    last = optax.GradientTransformation(lambda p: optax.EmptyState(), by_median)
-    inner = optax.chain(optax.trace(0.9), CLIP(1.0), last)
-    tx = oo.offload(inner, window_bytes=2**26 if why == "it fits" else WINDOW)
-    assert "a pass that reads" not in str(tx.schedule(make_params()))
-
-
 @pytest.mark.aot
 @pytest.mark.parametrize(
     "target", ["h100", pytest.param("v5e", marks=pytest.mark.slow)]
 )
 def test_accumulate_clip_adamw(target):
     """The recipe of language models: at least 0.9 of the state leaves the peak."""
-    pytest.importorskip("libtpu" if target == "v5e" else "jax_plugins")
     chip = aot.Target(target)
 
     def struct(*shape):
@@ -167,10 +148,7 @@ def test_accumulate_clip_adamw(target):
         inner = optax.MultiSteps(optax.chain(CLIP(1.0), optax.adamw(1e-3)), 4)
         tx = wrap(inner)
 
-        def step(params, state, x):
-            updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-            return optax.apply_updates(params, updates), state
-
+        step = train_step(tx, loss)
         state = oo.eval_shape(tx.init, params)
         state = jax.tree.map(
             lambda s: s if s.sharding is not None else struct(*s.shape), state
@@ -209,6 +187,12 @@ def by_norm(a, b):
     """Both by the norm of both."""
     norm = jnp.sqrt(jnp.sum(a * a) + jnp.sum(b * b))
     return a / norm, b / norm
+
+
+def by_median(a, b):
+    """Both by the median of both."""
+    middle = jnp.median(jnp.concatenate([a.ravel(), b.ravel()]))
+    return a / middle, b / middle
 
 
 def reduced(passes):
@@ -273,8 +257,9 @@ def test_only_numbers_that_state_leads_to_are_read():
         (lambda a, b: (a, b), WINDOW),
         (by_norm, 2**40),
         (lambda a, b: (a + b, b), WINDOW),
+        (lambda a, b: by_median(*by_norm(a, b)), WINDOW),
     ],
-    ids=["nothing joins", "it fits", "no number joins"],
+    ids=["nothing joins", "it fits", "no number joins", "a median joins too"],
 )
 def test_no_pass_where_it_is_of_no_use(scaled, most_bytes):
     """The update is as it was."""

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 from limited import limited
-from small_steps import taken_apart
+from small_steps import matrices, taken_apart
+from small_steps import unrolled as loss
 
 import optax_offload as oo
 from optax_offload._ground import compat
@@ -14,7 +15,7 @@ from optax_offload._schedule.rest import rest
 from optax_offload._schedule.turns.liveness import spans
 from optax_offload._schedule.turns.penalties import beside_layers
 
-WIDTH = 16
+LAYERS, WIDTH = 6, 16
 WEIGHT = (WIDTH, WIDTH)
 ALL = [oo.Rule(".*", min_bytes=0)]
 
@@ -31,13 +32,6 @@ def one_layer_to_a_segment(monkeypatch):
         least_residual_bytes=WIDTH * WIDTH * 4,
     )
     monkeypatch.setattr(compat, "SEGMENTS_ARE_FREED", True)
-
-
-def loss(params, x):
-    """The mean square of what layers in a Python loop make."""
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
 
 
 def with_penalty(penalty):
@@ -62,15 +56,10 @@ def train_step(tx, loss_fn, reduced=optax.tree.norm):
     return step
 
 
-def matrices(count=6):
-    """The parameters of so many layers."""
-    return [jnp.full(WEIGHT, 0.1 * (i + 1)) for i in range(count)]
-
-
 def loaded(loss_fn, reduced=len):
     """What each segment of a step loads for its equations, as numbers of parameters."""
     tx = oo.offload(optax.adam(1e-3), ALL)
-    params = oo.place(matrices(), ALL)
+    params = oo.place(matrices(LAYERS), ALL)
     plan = oo.jit(train_step(tx, loss_fn, reduced)).schedule(
         params, tx.init(params), jnp.ones((4, WIDTH))
     )
@@ -136,7 +125,7 @@ def ordered(fn, *args):
 
 def test_numbers_of_layers_are_beside_these():
     """Each is reduced where its layer ends, and not where the last one does."""
-    _, names = ordered(hidden, matrices(), jnp.ones((64, WIDTH)))
+    _, names = ordered(hidden, matrices(LAYERS), jnp.ones((64, WIDTH)))
     some = [name for name in names if name in ("dot_general", "reduce_sum")]
     assert some == ["dot_general", "reduce_sum"] * 6
 
@@ -148,7 +137,7 @@ def test_numbers_wait_for_what_else_they_are_made_of():
         value = hidden(params, x)
         return jnp.mean((x - value) ** 2)
 
-    _, names = ordered(spread, matrices(), jnp.ones((64, WIDTH)))
+    _, names = ordered(spread, matrices(LAYERS), jnp.ones((64, WIDTH)))
     some = [name for name in names if name in ("dot_general", "reduce_sum")]
     assert some == [*["dot_general", "reduce_sum"] * 6, "reduce_sum"]
 
@@ -156,7 +145,7 @@ def test_numbers_wait_for_what_else_they_are_made_of():
 def test_gradients_of_numbers_of_layers():
     """They are made where layers take them, and not all of them first."""
     y = jnp.ones((64, WIDTH))
-    nodes, names = ordered(jax.grad(hidden), matrices(), y)
+    nodes, names = ordered(jax.grad(hidden), matrices(LAYERS), y)
     products = [k for k, name in enumerate(names) if name == "dot_general"]
     forward, backward = products[5:7]
     new = [x for x in spans(nodes) if forward < x.made < backward <= x.last]
@@ -277,7 +266,7 @@ def test_exact(name, written):
     """Three steps give what they give with plain JAX."""
     loss_fn, x = written(PENALTIES[name]), jnp.linspace(-1, 1, WIDTH)[None]
     plain, ours = optax.adam(1e-2), oo.offload(optax.adam(1e-2), ALL)
-    plain_params, params = matrices(), oo.place(matrices(), ALL)
+    plain_params, params = matrices(LAYERS), oo.place(matrices(LAYERS), ALL)
     plain_state, state = plain.init(plain_params), ours.init(params)
     plain_step = jax.jit(train_step(plain, loss_fn))
     step = oo.jit(train_step(ours, loss_fn), donate_argnums=(0, 1))

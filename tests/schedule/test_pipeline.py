@@ -114,3 +114,23 @@ def test_nothing_is_stored_before_its_buffer_is_read(chip, monkeypatch):
     others = [v for v in turn.ahead if v not in replaced]
     assert len(others) == 1
     assert list(turn.copied) == (others if chip == "TPU" else [])
+
+
+@pytest.mark.parametrize("residuals", ["device", "host"])
+def test_loads_ahead_are_beside_most_products(residuals):
+    """Those of a layer's first three updates, before the first; others where is room.
+
+    `out` is the fourth, and its gradient needs the products that lead through all of
+    the three before it. Beside the last update are two more products, and no state.
+    """
+    plan, _ = planned(optax.identity(), residuals=residuals)
+    (each,) = plan.scans
+    turns = plan.turns(each, 0, on_tpu=False)
+    assert turns is not None
+    found, left = [], {*turns.turn.ahead}
+    for u in turns.turn.updates:
+        found.append([v.aval.shape[1:] for v in u.loads if v in left])
+        left.difference_update(u.loads)
+    assert sorted(found[0]) == [(32, 88), (32, 88), (88, 32)]
+    assert {(32, 32), (32, 96)} <= {*found[3]}
+    assert ((256, 32) in found[5]) == (residuals == "host")

@@ -10,17 +10,13 @@ from updates import plan_of, stacked, traced
 
 import optax_offload as oo
 from optax_offload._ground import compat
-from optax_offload._program import described
 from optax_offload._schedule import schedule as scheduled
+from optax_offload._schedule.updates.update import Alone
+
+pytestmark = pytest.mark.usefixtures("runs_once")
 
 SHAPE = (8, 4)
 NBYTES = 8 * 4 * 4
-
-
-@pytest.fixture(autouse=True)
-def runs_once(monkeypatch):
-    """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def layers(n):
@@ -28,37 +24,11 @@ def layers(n):
     return {f"layers_{i}": jax.ShapeDtypeStruct(SHAPE, jnp.float32) for i in range(n)}
 
 
-def test_adam_has_a_group_for_each_parameter_last_layer_first():
-    """In the natural order of numbers, in which 10 comes after 9."""
-    schedule, names = plan_of(optax.adamw(1e-3), layers(12))
-    assert names == [[f"layers_{i}"] for i in reversed(range(12))]
-    for group in schedule.groups:
-        assert len(group.loads) == 2
-        assert len(group.outputs) == 3
-        assert group.nbytes == 2 * NBYTES
-        assert group.tied_by == ()
-
-
-def test_norm_of_gradients_ties_nothing():
-    """Clipping before Adam is shared by all groups."""
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
-    schedule, names = plan_of(tx, layers(3))
-    assert [len(n) for n in names] == [1, 1, 1]
-    assert schedule.shared
-
-
 def test_multi_steps_is_not_tied_by_its_cond():
     """Its predicate is the constant False: the cond is the branch."""
     tx = optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation()
     keeps, moves = scheduled(traced(tx, layers(3))).straights()
     assert [len(s.groups) for s in (keeps, moves)] == [3, 3]
-
-
-def test_counter_on_the_host_ties_nothing():
-    """Scalars are loaded before all groups."""
-    schedule, names = plan_of(optax.adam(1e-3), layers(3), host=lambda x: True)
-    assert [n for n in names if n] == [[f"layers_{i}"] for i in (2, 1, 0)]
-    assert len(schedule.scalars) == 1
 
 
 def by_median(of):
@@ -72,15 +42,6 @@ def by_median(of):
     return optax.GradientTransformation(
         lambda p: jax.tree.map(jnp.zeros_like, p), update
     )
-
-
-def test_a_median_of_state_ties_all():
-    """Correct, in one group, and the schedule says by what."""
-    schedule, names = plan_of(by_median(lambda updates, state: state), layers(3))
-    assert sorted(names[0]) == ["layers_0", "layers_1", "layers_2"]
-    tie, *_ = schedule.groups[0].tied_by
-    place = r"by_median \(\S*test_schedule.py:\d+\)"
-    assert re.fullmatch(f"'concatenate' in {place}", described(tie))
 
 
 def test_a_median_of_accumulated_gradients():
@@ -119,7 +80,7 @@ def test_dead_equations_tie_nothing():
 def waits_of(schedule):
     """For each group in no loop how many, from the first, must have been updated."""
     waits = [0]
-    for stage in schedule.alone:
+    for stage in (s for s in schedule.stages if isinstance(s, Alone)):
         waits.append(max((waits[-1], *(at + 1 for at in stage.after))))
     return tuple(waits[1:])
 
@@ -166,21 +127,6 @@ def test_a_group_has_what_only_it_needs():
     assert in_no_group(in_place=False) - in_no_group() >= 4 * 2
 
 
-def test_default_window_is_a_sixteenth_of_the_state():
-    """Within bounds; that of 12 leaves of 64 MiB and their two moments is 64 MiB."""
-    mib = 2**20
-
-    def window(rows):
-        params = {
-            f"w{i}": jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for i in range(12)
-        }
-        return plan_of(optax.adam(1e-3), params)[0].window.nbytes
-
-    assert window(8) == 16 * mib
-    assert window(4096) == 2 * 12 * 16 * mib // 16
-    assert window(16384) == 64 * mib
-
-
 def test_summary():
     """What the log says of an update."""
     schedule, _ = plan_of(optax.adam(1e-3), layers(2), window_bytes=1000)
@@ -215,29 +161,6 @@ def test_planning_is_linear_in_leaves():
         return len(used)
 
     assert equations(50) - equations(5) == 45 * (equations(6) - equations(5))
-
-
-@pytest.mark.parametrize(
-    ("tx", "rows", "parts"),
-    [
-        (optax.adam(1e-3), 512, [1, 1]),
-        (optax.adam(1e-3), 64, [2]),  # of 256 KiB each, not worth a kernel more
-        (optax.lion(1e-3), 512, [1]),
-        (optax.amsgrad(1e-3), 512, [2, 1]),
-        (optax.rmsprop(1e-3, momentum=0.9), 512, [1, 1]),
-    ],
-)
-def test_half_of_a_group_is_stored_beside_the_other_halfs_loads(tx, rows, parts):
-    """Where what is loaded first suffices for a store; the update comes last."""
-    schedule, _ = plan_of(tx, stacked((rows, 1024)), slice_axis=0)
-    (group,) = schedule.groups
-    assert [len(part.loads) for part in group.parts] == parts
-    assert tuple(i for part in group.parts for i in part.loads) == group.loads
-    stored = [part.outputs for part in group.parts]
-    assert sorted(sum(stored, ())) == sorted(group.outputs)
-    aliases = {t.output: t.alias for t in group.targets}
-    for part in group.parts[:-1]:
-        assert {aliases[k] for k in part.outputs} <= set(part.loads)
 
 
 @pytest.mark.parametrize(

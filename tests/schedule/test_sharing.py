@@ -2,7 +2,6 @@
 
 import pytest
 
-from optax_offload._ground import compat
 from optax_offload._rows import RowLocal
 from optax_offload._schedule import Group, Loop, Part
 from optax_offload._schedule.updates import sharing
@@ -13,13 +12,9 @@ from optax_offload._schedule.updates.loops import (
 )
 from optax_offload._schedule.updates.sharing import MOST_UNFILLED_LOOPS, stages
 
+pytestmark = pytest.mark.usefixtures("runs_once")
+
 MIB = 2**20
-
-
-@pytest.fixture(autouse=True)
-def runs_once(monkeypatch):
-    """Whatever the version of JAX: nothing is compiled here."""
-    monkeypatch.setattr(compat, "LOOPS_RUN_ONCE", True)
 
 
 def group(number, rows, nbytes, *, in_place=True, parts=1):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
-from small_steps import trained
+from small_steps import trained, two_matrices
 
 from optax_offload._ground import limits
 from optax_offload._places.step_options import Options
@@ -13,15 +13,6 @@ from optax_offload._schedule import plan, waiting
 
 CLIP = optax.clip_by_global_norm
 SIZE = 6, 8, 8
-
-
-def two_matrices(params, x):
-    """A scan over layers of two matrices."""
-
-    def layer(h, w):
-        return jnp.tanh(h @ w["a"]) @ w["b"], None
-
-    return jnp.sum(lax.scan(layer, x, params)[0] ** 2)
 
 
 def two_scans(params, x):

@@ -10,12 +10,12 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
+from harness import kinds
 from step_forms import (
     FORMS,
     OFFLOADED,
     arguments,
     assert_same,
-    kinds,
     loss_fn,
     made_anew,
     plain_step,

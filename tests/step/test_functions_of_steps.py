@@ -7,14 +7,14 @@ import copy
 import functools
 import inspect
 import itertools
-import pickle
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import pytest
+from harness import kinds
 from jax.experimental import checkify
-from step_forms import DEVICE, FORMS, arguments, assert_same, kinds, loss_fn, plain
+from step_forms import DEVICE, FORMS, arguments, assert_same, loss_fn, plain
 
 import optax_offload as oo
 
@@ -314,10 +314,3 @@ def test_checks_in_a_step(wrap):
     error, _ = find(params, jnp.abs(x))
     with pytest.raises(checkify.JaxRuntimeError, match="nan generated"):
         error.throw()
-
-
-def test_pickled():
-    """A jitted function of a module's own."""
-    jitted = pickle.loads(pickle.dumps(oo.jit(loss_fn)))
-    params, _, x = arguments("at rest")
-    assert_same(jitted(params, x), jax.jit(loss_fn)(arguments()[0], x))

@@ -1,7 +1,6 @@
 """What `jax.jit` takes, has and raises, `oo.jit` does."""
 
 import functools
-import pickle
 
 import jax
 import jax.export
@@ -187,16 +186,6 @@ def test_calls_do_not_compile_again():
     np.testing.assert_array_equal(step(jnp.ones(4)), 2.0)
 
 
-def test_without_jit():
-    """Under `jax.disable_jit` the function runs as it is."""
-    seen = []
-    step = oo.jit(lambda x: seen.append(x) or x + 1, donate_argnums=0)
-    with jax.disable_jit():
-        np.testing.assert_array_equal(step(jnp.ones(4)), 2.0)
-    assert isinstance(seen[0], jax.Array)
-    assert not isinstance(seen[0], jax.core.Tracer)
-
-
 def test_errors_are_those_of_jax():
     """Letter for letter."""
 
@@ -231,14 +220,6 @@ def test_errors_are_those_of_jax():
 def first_line(message):
     """What of a message is the same in every process."""
     return message.splitlines()[0].split(" at 0x")[0]
-
-
-def test_same_buffer_in_two_arguments():
-    """Where one is donated and the other is not, it is JAX's error, if it is one."""
-    x = host(jnp.ones(4))
-    step = oo.jit(lambda a, b: (a, b))
-    first, second = step(x, x)
-    assert first.sharding.memory_kind == second.sharding.memory_kind == "pinned_host"
 
 
 def test_results_without_arrays_and_steps_without_arguments():
@@ -290,12 +271,6 @@ def test_export():
     exported = jax.export.export(step)(jnp.ones(4), jnp.ones(4))
     assert exported.mlir_module().count("tf.aliasing_output") == 2
     np.testing.assert_array_equal(exported.call(jnp.ones(4), jnp.ones(4))[0], 2.0)
-
-
-def test_pickle():
-    """Of functions that can be."""
-    step = pickle.loads(pickle.dumps(oo.jit(scale, static_argnames="factor")))
-    assert step(2.0, factor=3)["y"] == 6.0
 
 
 def test_with_debug_nans():

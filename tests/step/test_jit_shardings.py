@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import assert_close, kinds
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -48,11 +49,6 @@ def shardings_of_a_trainer(mesh):
     )
 
 
-def kinds(tree):
-    """The memory kind of each leaf."""
-    return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
-
-
 def train(jit, shardings, steps=3):
     """Some steps as a trainer makes them; the jitted step, and what is left."""
     carry = jit(init, out_shardings=shardings)(jax.random.key(0))
@@ -80,11 +76,7 @@ def test_a_trainers_shardings_keep_the_state_on_the_host(prefix):
     assert step._cache_size() == 1
     _, plain = train(jax.jit, shardings)
     assert kinds(plain[1]).count("pinned_host") == 0
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        carry,
-        plain,
-    )
+    assert_close(carry, plain, rtol=1e-5, atol=1e-6)
     jax.tree.map(
         lambda a, b: (
             a.sharding.is_equivalent_to(

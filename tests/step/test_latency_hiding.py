@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from limited import limited
+from small_steps import train_step, unrolled
 
 import optax_offload as oo
 from optax_offload import aot
@@ -35,22 +36,9 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
 def step_of(loss):
-    """A train step with its arguments, all layers at rest."""
+    """A train step with its optimizer."""
     tx = oo.offload(optax.adam(1e-3))
-
-    def step(params, state, x):
-        grads = jax.grad(loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step, tx
-
-
-def unrolled(params, x):
-    """Layers in a Python loop, each of which loads its matrix whole."""
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
+    return train_step(tx, loss), tx
 
 
 def scanned(params, x):
@@ -126,10 +114,7 @@ def test_a_large_update_outside_of_scans_leaves_it_to_the_compiler():
     def loss(params, x):
         return scanned(params["layers"], x @ params["embed"])
 
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = train_step(tx, loss)
     params = {
         "embed": jnp.ones((2**11, WIDTH)),
         "layers": jnp.ones((LAYERS, WIDTH, WIDTH)),

@@ -1,9 +1,9 @@
 """Steps made with other libraries, in the forms that they have there."""
 
-import dataclasses
 import functools
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -12,16 +12,12 @@ import optax
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from harness import kinds_in
 
 import optax_offload as oo
 
 RULES = r".*/(mu|nu)/.*"
 X = jnp.linspace(-1.0, 1.0, 4 * 256).reshape(4, 256)
-
-
-def kinds(tree):
-    """The memory kinds of all leaves."""
-    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
 def wrap(offloaded):
@@ -92,38 +88,14 @@ def nnx_only_the_optimizer_donated(jit, tx):
     return losses, params, rest
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclasses.dataclass
-class Module:
-    """A module as Equinox has them: arrays and functions are leaves."""
+class Module(eqx.Module):
+    """A module whose leaves are an array and a function."""
 
     weight: Any
     activation: Any
 
-    def tree_flatten(self):
-        return (self.weight, self.activation), None
-
-    @classmethod
-    def tree_unflatten(cls, aux, children):
-        return cls(*children)
-
     def __call__(self, x):
         return self.activation(x @ self.weight)
-
-
-def partition(tree):
-    """`equinox.partition(tree, equinox.is_array)`; the second half can be hashed."""
-    leaves, treedef = jax.tree.flatten(tree)
-    arrays = [x if isinstance(x, jax.Array) else None for x in leaves]
-    others = tuple(None if isinstance(x, jax.Array) else x for x in leaves)
-    return arrays, (others, treedef)
-
-
-def combine(arrays, static):
-    """`equinox.combine`."""
-    others, treedef = static
-    leaves = [a if b is None else b for a, b in zip(arrays, others, strict=True)]
-    return jax.tree.unflatten(treedef, leaves)
 
 
 def equinox_partition(jit, tx):
@@ -132,23 +104,24 @@ def equinox_partition(jit, tx):
 
     @functools.partial(jit, static_argnums=1, donate_argnums=0)
     def train_step(arrays, static, x):
-        model, opt_state = combine(arrays, static)
-        weights, rest = partition(model)
+        model, opt_state = eqx.combine(arrays, static)
+        weights, rest = eqx.partition(model, eqx.is_array)
 
         def loss(weights):
-            return jnp.mean(combine(weights, rest)(x) ** 2)
+            return jnp.mean(eqx.combine(weights, rest)(x) ** 2)
 
         value, grads = jax.value_and_grad(loss)(weights)
         updates, opt_state = tx.update(grads, opt_state, weights)
-        model = combine(optax.apply_updates(weights, updates), rest)
-        return value, partition((model, opt_state))[0]
+        model = eqx.apply_updates(model, updates)
+        return value, eqx.filter((model, opt_state), eqx.is_array)
 
-    arrays, static = partition((model, tx.init(partition(model)[0])))
+    opt_state = tx.init(eqx.filter(model, eqx.is_array))
+    arrays, static = eqx.partition((model, opt_state), eqx.is_array)
     losses = []
     for _ in range(3):
         loss, arrays = train_step(arrays, static, X)
         losses.append(loss)
-    model, opt_state = combine(arrays, static)
+    model, opt_state = eqx.combine(arrays, static)
     return losses, model.weight, opt_state
 
 
@@ -192,8 +165,8 @@ def test_steps(form):
     losses, params, state = form(oo.jit, wrap(True))
     plain_losses, plain_params, _ = form(jax.jit, wrap(False))
     np.testing.assert_allclose(losses, plain_losses, rtol=1e-5)
-    assert kinds(params) == {"device"}
-    assert kinds(state) == {"device", "pinned_host"}
+    assert kinds_in(params) == {"device"}
+    assert kinds_in(state) == {"device", "pinned_host"}
     for a, b in zip(
         jax.tree.leaves(params), jax.tree.leaves(plain_params), strict=True
     ):

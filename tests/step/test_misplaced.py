@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from small_steps import train_step
+from step_forms import loss_fn
 
 import optax_offload as oo
 from optax_offload._places import memory
@@ -14,21 +16,9 @@ RULE = oo.Rule(".*", min_bytes=64)
 HOST = "pinned_host"
 
 
-def loss(params, x):
-    """Of scanned layers and a head."""
-    h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
-    return jnp.mean((h @ params["head"]) ** 2)
-
-
 def jitted(tx, fuse=True):
     """A donated train step."""
-
-    @oo.jit(donate_argnums=(0, 1), fuse=fuse)
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
+    return oo.jit(train_step(tx, loss_fn), donate_argnums=(0, 1), fuse=fuse)
 
 
 def arguments():
@@ -64,12 +54,7 @@ def test_what_is_not_donated_is_told_once_state_is_right(on_misplaced):
     """Where the step belongs comes first, and what to donate then."""
     tx = oo.offload(optax.adam(1e-3), RULE, on_misplaced=on_misplaced)
     params, x = arguments()
-
-    @oo.jit
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = oo.jit(train_step(tx, loss_fn))
     if on_misplaced == "raise":
         with pytest.raises(oo.MemoryKindError):
             step(params, plain(tx, params), x)

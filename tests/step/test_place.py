@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from harness import mesh_of
 from jax.experimental.array_serialization import serialization
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -20,11 +21,6 @@ RULES = ".*/(mu|nu)/.*"
 # Of float32: the kernel is 128 KiB, and the bias, of 512 bytes, is under `min_bytes`.
 SHAPES = {"dense": {"kernel": (256, 128), "bias": (128,)}}
 TX = oo.offload(optax.adam(1e-3), RULES)
-
-
-def mesh_of(devices=4):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def make(key=0):

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
+from harness import assert_close
 from jax import lax
 
 import optax_offload as oo
@@ -83,10 +83,7 @@ def test_it_is_made_in_any_case_and_chosen(decided):
     assert {memory.memory_kind_of(x) for x in (state[0].mu["w"], state[0].nu["w"])} == {
         "pinned_host"
     }
-    for a, b in zip(
-        jax.tree.leaves((params, state)), jax.tree.leaves(want[:2]), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert_close((params, state), want[:2], rtol=1e-5, atol=1e-7)
     step = oo.jit(step_of(ours, decided), donate_argnums=(0, 1))
     found = step.schedule(params, state, X)
     assert found.gradient_bytes == BYTES
@@ -123,10 +120,7 @@ def test_parameters_at_rest_are_replaced_as_they_are_loaded():
     for scale in (1.0, jnp.nan):
         rests, state = ours(rests, state, X * scale)
     assert {memory.memory_kind_of(x) for x in rests.values()} == {"pinned_host"}
-    for a, b in zip(
-        jax.tree.leaves((rests, state)), jax.tree.leaves(want), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    assert_close((rests, state), want, rtol=1e-5, atol=1e-7)
 
 
 def test_what_a_count_skips_moves_nothing():

@@ -7,7 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from harness import mistyped
 from jax.experimental.layout import Format
+from small_steps import train_step
+from step_forms import loss_fn
 
 import optax_offload as oo
 from optax_offload._places import memory
@@ -15,17 +18,7 @@ from optax_offload._places import memory
 TX = oo.offload(optax.adamw(1e-3), oo.Rule(".*", min_bytes=64))
 
 
-def loss(params, x):
-    """Of scanned layers and a head."""
-    h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0]
-    return jnp.mean((h @ params["head"]) ** 2)
-
-
-def step(params, state, x):
-    """A train step."""
-    value, grads = jax.value_and_grad(loss)(params, x)
-    updates, state = TX.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
+step = train_step(TX, loss_fn, value=True)
 
 
 def arguments(at_rest):
@@ -110,22 +103,14 @@ def test_arrays_that_jax_types_wrongly():
     State is taken from where it is, whatever its type.
     """
     params, state, x = arguments("layers")
-
-    def wrong(x):
-        if x.sharding.memory_kind != "pinned_host":
-            return x
-        (device,), kept = x.devices(), np.asarray(x)
-        host = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        return jax.make_array_from_callback(x.shape, host, lambda index: kept[index])
-
-    given = jax.tree.map(wrong, params)
+    given = mistyped(params)
     assert not memory.on_host(given["layers"])
     jitted = oo.jit(step, donate_argnums=())
     with pytest.warns(oo.OffloadWarning, match=r"arguments '0/0/layers' are in host"):
-        new, _, _ = jitted(given, jax.tree.map(wrong, state), x)
+        new, _, _ = jitted(given, mistyped(state), x)
     assert new["layers"].sharding.memory_kind == "device"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jitted(given, jax.tree.map(wrong, state), x)
+        jitted(given, mistyped(state), x)
         new, _, _ = jitted(oo.place(given, given), state, x)
     assert new["layers"].sharding.memory_kind == "pinned_host"

@@ -1,6 +1,5 @@
 """Saving and restoring: what belongs on the host is there, and never on the device."""
 
-import contextlib
 import functools
 import pickle
 from typing import Any
@@ -82,11 +81,6 @@ def make_bare(tx):
 MAKERS = {"linen": make_linen, "nnx": make_nnx, "bare": make_bare}
 
 
-def mesh_of(devices, axis_type=AxisType.Auto):
-    """A mesh of one axis."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(axis_type,))
-
-
 def shardings_of(form, make, mesh):
     """As Flax says from its metadata; of bare states by their first axis."""
     if form == "linen":
@@ -105,7 +99,7 @@ def shardings_of(form, make, mesh):
 def state_and_template(form, tx, devices):
     """A state, and the template that was made without it."""
     make = functools.partial(MAKERS[form], tx)
-    mesh = mesh_of(devices)
+    mesh = harness.mesh_of(devices)
     with jax.set_mesh(mesh):  # nnx asks for it where there is metadata
         template = oo.eval_shape(make, out_shardings=shardings_of(form, make, mesh))
         shardings = jax.tree.map(lambda x: x.sharding, template)
@@ -122,11 +116,6 @@ def state_and_template(form, tx, devices):
 def places(tree):
     """The shape, dtype and sharding of each leaf."""
     return [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
-
-
-def kinds(tree):
-    """The memory kinds of a tree."""
-    return {x.sharding.memory_kind for x in jax.tree.leaves(tree)}
 
 
 @pytest.fixture
@@ -195,7 +184,7 @@ def test_kinds_are_kept(form, library, devices, tmp_path, placed):
     """Every byte is put once, where it belongs."""
     state, template = state_and_template(form, OFFLOADED, devices)
     assert places(template) == places(state)
-    assert kinds(state) == {"device", "pinned_host"}
+    assert harness.kinds_in(state) == {"device", "pinned_host"}
     restore = LIBRARIES[library](tmp_path / "state", state)
     placed.clear()
     restored = restore(template)
@@ -220,7 +209,7 @@ def test_offloaded_and_plain_are_interchangeable(form, saved, wanted, tmp_path, 
     placed.clear()
     restored = restore(template)
     assert placed == oo.memory_report(restored).totals_per_host
-    assert ("pinned_host" in kinds(restored)) == (wanted is OFFLOADED)
+    assert ("pinned_host" in harness.kinds_in(restored)) == (wanted is OFFLOADED)
     assert places(restored) == places(other)
     assert harness.bits(restored) == harness.bits(state)
 
@@ -235,7 +224,7 @@ def test_training_goes_on(before, after, tmp_path):
     def parameters(devices):
         if devices == 1:
             return harness.make_params()
-        sharding = NamedSharding(mesh_of(devices), P())
+        sharding = NamedSharding(harness.mesh_of(devices), P())
         return jax.device_put(harness.make_params(), sharding)
 
     plain = optax.adam(1e-2)
@@ -260,7 +249,7 @@ def test_without_a_template(library, tmp_path):
     """Orbax then puts all of it on the device. That is what the templates are for."""
     state, _ = state_and_template("bare", OFFLOADED, 1)
     restored = LIBRARIES[library](tmp_path / "state", state)()
-    assert kinds(restored) == {"device"}
+    assert harness.kinds_in(restored) == {"device"}
     with pytest.raises(oo.MemoryKindError, match="0/mu/layers_10: planned pinn"):
         oo.memory_report(restored, RULES, under="opt_state/1").check()
 
@@ -291,7 +280,7 @@ def test_pytree_restore_takes_all_from_the_file(tmp_path):
         alone = ocp.args.PyTreeRestore(template)
         with pytest.warns(UserWarning, match="Sharding info not provided"):
             restored = checkpointer.restore(tmp_path / "state", args=alone)
-        assert kinds(restored) == {"device"}
+        assert harness.kinds_in(restored) == {"device"}
         both = ocp.args.PyTreeRestore(template, restore_args=restore_args)
         restored = checkpointer.restore(tmp_path / "state", args=both)
         assert places(restored) == places(state)
@@ -329,7 +318,7 @@ def one_replica_of_the_older_api(path, state):
 )
 def test_saving_replicated_state(save, through_the_device, tmp_path, monkeypatch):
     """By default each replica saves a slice, and Orbax cuts it on the device."""
-    sharding = NamedSharding(mesh_of(4), P(), memory_kind="pinned_host")
+    sharding = NamedSharding(harness.mesh_of(4), P(), memory_kind="pinned_host")
     state = {"mu": jax.device_put(np.ones((256, 128), np.float32), sharding)}
     slices = []
     slice_in_dim = jax.lax.slice_in_dim
@@ -341,7 +330,7 @@ def test_saving_replicated_state(save, through_the_device, tmp_path, monkeypatch
     monkeypatch.setattr(jax.lax, "slice_in_dim", cut)
     save(tmp_path / "state", state)
     assert bool(slices) == through_the_device
-    assert kinds(slices) <= {"device"}
+    assert harness.kinds_in(slices) <= {"device"}
     restored = ocp_v1.load(tmp_path / "state", state)
     assert harness.bits(restored) == harness.bits(state)
 
@@ -371,7 +360,7 @@ def test_bytes(form, saved, wanted):
     shardings = jax.tree.map(lambda x: x.sharding, template)
     for through in (through_bytes, through_pickle):
         restored = jax.device_put(through(state, template), shardings)
-        assert ("pinned_host" in kinds(restored)) == (wanted is OFFLOADED)
+        assert ("pinned_host" in harness.kinds_in(restored)) == (wanted is OFFLOADED)
         assert places(restored) == places(other)
         assert harness.bits(restored) == harness.bits(state)
 
@@ -396,7 +385,7 @@ def test_flax_nnx_shards_eagerly(axis_type):
 
     Not so what is made under jit, with the shardings of a template.
     """
-    mesh = mesh_of(4, axis_type)
+    mesh = harness.mesh_of(4, axis_type)
     make = functools.partial(make_nnx, OFFLOADED)
     with jax.set_mesh(mesh):
         model = Nnx(nnx.Rngs(0))
@@ -414,76 +403,3 @@ def test_flax_nnx_shards_eagerly(axis_type):
         nnx.update((model, optimizer), jax.jit(make, out_shardings=shardings)())
     assert misplaced(nnx.state((model, optimizer)), template) == []
     oo.memory_report(nnx.state(optimizer), RULES, under="opt_state/1").check()
-
-
-def test_parameters_are_enough():
-    """Their shardings, on abstract arrays too, are those of all that is like them."""
-    sharding = NamedSharding(mesh_of(4), P("x"))
-    params = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        {"dense": {"kernel": jnp.ones((8, 4)), "bias": jnp.ones(8)}},
-    )
-    template = oo.eval_shape(
-        lambda p, key: State.create(
-            apply_fn=None, params=p, tx=OFFLOADED, batch_stats=jax.random.normal(key)
-        ),
-        params,
-        jax.random.key(0),
-    )
-    for name in ("params", "mu", "nu"):
-        leaves = {
-            jax.tree_util.keystr(keys, simple=True, separator="/"): x
-            for keys, x in jax.tree_util.tree_flatten_with_path(template)[0]
-        }
-        (path,) = (p for p in leaves if f"{name}/dense/kernel" in p)
-        kind = "device" if name == "params" else "pinned_host"
-        assert leaves[path].sharding == sharding.with_memory_kind(kind)
-    # A random key on one device says nothing of counters.
-    for scalar in (template.step, template.batch_stats, template.opt_state[1][0].count):
-        assert scalar.sharding == NamedSharding(mesh_of(4), P(), memory_kind="device")
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit, None])
-def test_template_without_arguments(axis_type):
-    """On the mesh that is set; in Explicit mode, sharded as the types say."""
-
-    def make():
-        x = jnp.ones((8, 4))
-        if axis_type == AxisType.Explicit:
-            x = jax.sharding.reshard(x, P("x"))
-        return oo.offload(optax.adam(1e-2), oo.Rule(".*", min_bytes=8)).init(x)
-
-    mesh = axis_type and mesh_of(4, axis_type)
-    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
-        template = oo.eval_shape(make)
-    sharding = template[0].mu.sharding
-    assert sharding.memory_kind == "pinned_host"
-    assert sharding.num_devices == (4 if mesh else 1)
-    if mesh:
-        spec = P("x", None) if axis_type == AxisType.Explicit else P()
-        assert (sharding.mesh, sharding.spec) == (mesh, spec)
-        assert template[0].count.sharding.mesh == mesh
-
-
-def test_out_shardings_of_a_part():
-    """A prefix of the tree; None leaves it to the library, and may be in the tree."""
-    sharding = NamedSharding(mesh_of(4), P("x"))
-
-    def make():
-        return {"a": (jnp.ones(4), None, jnp.ones(8)), "b": [None, jnp.ones(3)]}
-
-    template = oo.eval_shape(make, out_shardings={"a": sharding, "b": None})
-    assert [x.sharding for x in jax.tree.leaves(template)] == [
-        sharding,
-        sharding,
-        NamedSharding(mesh_of(4), P()),
-    ]
-    assert jax.tree.structure(template) == jax.tree.structure(make())
-
-
-def test_out_shardings_that_are_wrong():
-    """No prefix of the tree, or no shardings."""
-    with pytest.raises(ValueError, match="out_shardings is not a tree prefix of what"):
-        oo.eval_shape(lambda: {"a": jnp.ones(1)}, out_shardings={"b": None})
-    with pytest.raises(TypeError, match=r"'a' \(int\)\. For a PartitionSpec give jax"):
-        oo.eval_shape(lambda: {"a": jnp.ones(1)}, out_shardings={"a": 1})

@@ -14,9 +14,6 @@ import optax_offload as oo
 from optax_offload import aot
 from optax_offload._ground import compat
 
-pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-pytest.importorskip("libtpu", reason='needs pip install "optax-offload[aot]"')
-
 pytestmark = [
     pytest.mark.aot,
     pytest.mark.parametrize("chip", ["h100", "v5e"]),

@@ -24,6 +24,8 @@ from optimizers import INSIDE, OUTSIDE
 import optax_offload as oo
 from optax_offload._ground import compat
 
+pytestmark = pytest.mark.usefixtures("rank_promotion")
+
 # Bits are compared as users compile; what is as near as rounding goes, with fewer
 # optimizations, which takes a quarter of the time.
 QUICK = {"adafactor", "adamw", "lamb", "lion", "multi_steps", "muon", "sgd_momentum"}
@@ -70,13 +72,6 @@ DROPPED_UPDATES = {"multi_steps", "multi_steps_skip"}
 def weak_types(tree):
     """Which leaves promote like Python numbers; a random key cannot."""
     return [getattr(x, "weak_type", False) for x in jax.tree.leaves(tree)]
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """Optimizers of optax promote ranks; that is theirs to do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -88,7 +88,6 @@ def check_printed(expected, printed, numbers_vary):
 @pytest.mark.slow
 def test_the_command_beside_a_step_factory(tmp_path, monkeypatch):
     """It plans for what the page has up to there, and the file is read."""
-    pytest.importorskip("jax_plugins")
     text = (ROOT / "docs" / "planning.md").read_text()
     command = re.search(r"^optax-offload (fit my_steps.*)$", text, re.MULTILINE)
     assert command is not None

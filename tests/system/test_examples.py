@@ -80,7 +80,6 @@ def test_losses_are_those_without_offload(program, offloaded, tmp_path):
 @pytest.mark.xdist_group("aot")
 def test_demo_compiles_its_step_for_chips(tmp_path):
     """A row with the peaks, less with offload by what was moved, and the picture."""
-    pytest.importorskip("jax_plugins")
     sizes = ("--steps=2", "--layers=6", "--width=128", "--context=16", "--batch=4")
     result = run("train_lm.py", "--chips=h100", cwd=tmp_path, sizes=sizes)
     assert result.returncode == 0, result.stderr

@@ -146,7 +146,6 @@ def adapters_of_nnx(x: jax.Array) -> Any:
 @pytest.mark.parametrize("make", [linen_of_qwix, nnx_of_qwix, adapters_of_nnx])
 def test_a_step_has_few_layers_of_the_base_on_the_device(make):
     """Of twelve, decoded, the memory of three; the codes are all on the host."""
-    pytest.importorskip("jax_plugins")
     x = jax.ShapeDtypeStruct((256, WIDTH), jnp.float32)
     adapters, base, apply = make(jnp.ones(x.shape))
     tx = oo.offload(optax.adamw(1e-3), MOMENTS)

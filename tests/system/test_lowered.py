@@ -1,16 +1,10 @@
 """Programs change when they are meant to, and not when code is moved about."""
 
-import jax
 import lowered
 import pytest
 from cases import CASES
 
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """Optimizers of optax promote ranks; that is theirs to do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -12,22 +12,18 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from small_steps import train_step
 
 import optax_offload as oo
 from optax_offload import aot
 
-pytest.importorskip("jax_plugins", reason='needs pip install "optax-offload[aot]"')
-
-pytestmark = [pytest.mark.aot, pytest.mark.xdist_group("aot")]
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.xdist_group("aot"),
+    pytest.mark.usefixtures("rank_promotion"),
+]
 TARGET = aot.Target("h100")
 ADAMW = optax.adamw(1e-3)
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """These models promote ranks, as those do that they are like."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def struct(*shape, dtype=jnp.float32):
@@ -214,12 +210,7 @@ def measured(model, *, offload, jit, clip=False, at_rest="", form=None, target=T
     """The figures of a train step; of a function of it where a form is given."""
     tx = oo.offload(ADAMW) if offload else ADAMW
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx) if clip else tx
-
-    def step(params, state, x):
-        loss, grads = jax.value_and_grad(model.loss)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
+    step = train_step(tx, model.loss, value=True)
     step = step if form is None else form(step)
     params = model.parameters()
     state = oo.eval_shape(tx.init, params)
@@ -431,11 +422,10 @@ def test_all_transfers_are_in_loops():
     tx = oo.offload(optax.adam(1e-3), window_bytes=2**20)
     params = [struct(4099, 512), struct(4096, 512)]
 
-    def step(params, state, x):
-        grads = jax.grad(lambda p: sum(jnp.mean(jnp.tanh(x @ w.T)) for w in p))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def loss(params, x):
+        return sum(jnp.mean(jnp.tanh(x @ w.T)) for w in params)
 
+    step = train_step(tx, loss)
     state = oo.eval_shape(tx.init, params)
     args = params, state, struct(64, 512)
     compiled = aot.compile(step, *args, target=TARGET, donate_argnums=(0, 1))
@@ -464,10 +454,7 @@ def test_residuals_of_a_loop_without_checkpoints_at_rest():
     state = oo.eval_shape(tx.init, params)
     params = oo.place(params, ".*")
 
-    def step(params, state, x):
-        grads = jax.grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    step = train_step(tx, loss_fn)
 
     def peak_with(residuals):
         jitted = oo.jit(step, donate_argnums=(0, 1), residuals=residuals)

@@ -28,6 +28,8 @@ from benchmarks.common.differences import ulps
 from optax_offload._low_bit import known_fields
 from optax_offload._places import memory
 
+pytestmark = pytest.mark.usefixtures("rank_promotion")
+
 # In units of the last place of each leaf's maximum, after five steps. 16.4 was seen, of
 # clipping, whose norm is summed up in another order; 4 of what needs no norm as a rule.
 BOUND = 32
@@ -114,13 +116,6 @@ OF_CODEC = {"int8": QUICK, "bfloat16-stochastic": ["adamw"]}
 # They keep other things, or in other ways, than those do.
 KINDS = ["adafactor", "adamax", "ema", "mechanic", "muon", "partition", "sm3"]
 KINDS += ["adam_bfloat16_mu", "apply_if_finite", "dadapt_adamw", "lbfgs", "yogi"]
-
-
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """Optimizers of optax promote ranks; that is theirs to do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def case(name, *values, quick):

@@ -18,7 +18,10 @@ from jax.sharding import AxisType
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._ground.trees import leaves_with_paths
 from optax_offload.aot import _hlo
+
+pytestmark = pytest.mark.usefixtures("rank_promotion")
 
 TARGETS = {
     "tpu": {1: "v5e", 4: "v5e:2x2", 8: "v5e:2x4"},
@@ -51,13 +54,6 @@ each_compiler = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def rank_promotion():
-    """Optimizers of optax promote ranks; that is theirs to do."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.fixture
 def devices(request):
     """The devices to run on: the CPU's, or an accelerator's."""
@@ -81,14 +77,6 @@ def compiled_for(case, platform, train=None):
     return compiled, carry, batch
 
 
-def with_paths(tree):
-    """The leaves of a tree, each with its path."""
-    return [
-        (jax.tree_util.keystr(keys, simple=True, separator="/"), x)
-        for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-    ]
-
-
 def nbytes(x):
     """The bytes of an array."""
     return x.size * x.dtype.itemsize
@@ -106,7 +94,7 @@ def check_signature(case, compiled, carry, batch):
     What comes out goes in again: the second step is the same program.
     """
     arguments, results = program.signature(compiled)
-    leaves = with_paths(carry)
+    leaves = leaves_with_paths(carry)
     want = [on_one_device(x, case.kind(path, nbytes(x))) for path, x in leaves]
     want += [on_one_device(x, "device") for x in jax.tree.leaves(batch)]
     got = [
@@ -126,7 +114,7 @@ def check_memory(case, platform, compiled, carry):
     """On the host are the offloaded bytes, once."""
     offloaded = sum(
         np.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for path, x in with_paths(carry)
+        for path, x in leaves_with_paths(carry)
         if case.kind(path, nbytes(x)) == "pinned_host"
     )
     assert offloaded
@@ -176,7 +164,9 @@ ULPS = 4
 
 def check_arrays(case, carry, before):
     """Each array is where it has to be, sharded as it was."""
-    for (path, x), y in zip(with_paths(carry), jax.tree.leaves(before), strict=True):
+    for (path, x), y in zip(
+        leaves_with_paths(carry), jax.tree.leaves(before), strict=True
+    ):
         assert x.sharding.memory_kind == case.kind(path, nbytes(x)), path
         assert x.sharding.is_equivalent_to(y.sharding, x.ndim), path
         assert (x.dtype, x.weak_type) == (y.dtype, y.weak_type), path
@@ -200,7 +190,9 @@ def drift(got, want):
     """The mean difference of parameters whose gradients were computed apart."""
     return max(
         float(np.mean(np.abs(np.asarray(x, "f") - np.asarray(y, "f"))))
-        for (path, x), y in zip(with_paths(got), jax.tree.leaves(want), strict=True)
+        for (path, x), y in zip(
+            leaves_with_paths(got), jax.tree.leaves(want), strict=True
+        )
         if "opt_state" not in path.split("/")
     )
 

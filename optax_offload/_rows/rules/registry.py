@@ -110,6 +110,13 @@ def is_arithmetic(e: jex.JaxprEqn) -> bool:
     return rule_of(e).arithmetic and len(e.outvars) == 1
 
 
+def is_elementwise(e: jex.JaxprEqn) -> bool:
+    """Returns whether each number of a result is computed from one of each operand."""
+    return is_arithmetic(e) and all(
+        shape(a) in ((), shape(e.outvars[0])) for a in e.invars
+    )
+
+
 _REFUSED = RowRule()
 
 

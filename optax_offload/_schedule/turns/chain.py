@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-import jax.numpy as jnp
 from jax.extend import core as jex
 
 from optax_offload._ground import limits
@@ -23,8 +22,8 @@ from optax_offload._places.step_options import Options
 from optax_offload._program import (
     Loaded,
     Step,
-    are_codes,
     is_load,
+    nbytes,
     shape,
     variables,
 )
@@ -39,9 +38,14 @@ from optax_offload._schedule.turns.segments import (
     Link,
     Segment,
     in_stacks,
-    nbytes,
 )
 from optax_offload._schedule.turns.ties import in_order, small_first
+from optax_offload._schedule.turns.uncut import (
+    UPDATED_TWICE,
+    frees_little,
+    is_updated_twice,
+    too_few,
+)
 
 
 def chain(
@@ -58,11 +62,8 @@ def chain(
         itself, and keeps more where updates are in turns (3.2 MB of a layer of 4 MiB
         instead of 2.0).
     """
-    if _is_updated_twice(beside.nodes):
-        return (
-            "layers that no scan runs are not cut into turns: an update takes state "
-            "that another one in the step makes. Several steps in a lax.scan are cut"
-        )
+    if is_updated_twice(beside.nodes):
+        return UPDATED_TWICE
     found = _Cut(step, beside, asked.residuals == "host")
     # Where scans have theirs overlapped, those of updates would be at once, too (F01).
     scans = any(node.in_turns for node in beside.nodes)
@@ -77,54 +78,9 @@ def chain(
     part = int(limits.now.least_freed_part * found.peak)
     least = max(limits.now.least_freed_bytes, part)
     if not whole and freed < least:
-        return (
-            "layers that no scan runs are not cut into turns: gradients freed turn by "
-            f"turn would lower the peak by {size_text(freed)}, and "
-            f"turns are worth it from {size_text(least)}, or where "
-            "parameters or residuals are at rest"
-        )
+        return frees_little(size_text(freed), least)
     waiting = found.waiting(on_host=on_host)
     return found.chain(on_tpu, waiting)
-
-
-def _is_updated_twice(nodes: Iterable[Outer]) -> bool:
-    """Returns whether an update takes what rests because another one has made it."""
-    made: set[jex.Var] = set()
-    for left in (node.left for node in nodes if node.left):
-        if not made.isdisjoint(variables(left.operands)):
-            return True
-        made.update(v for v in left.results if memory.on_host(v.aval))
-    return False
-
-
-def is_small(step: Step, asked: Options, elsewhere: Collection[jex.Var]) -> bool:
-    """Whether so little rests on the host that no search for turns is needed.
-
-    What is loaded elsewhere, by scans, does not count.
-    """
-    if asked.residuals == "host":
-        return False
-    named = {v for e in step.program.equations if are_codes(e) for v in e.invars}
-    inputs = (v for v in step.program.invars if v not in elsewhere)
-    resting = [v for v in inputs if memory.on_host(v.aval) or v in named]
-    dtypes = ((v, getattr(v.aval, "dtype", bool)) for v in resting)
-    codes = [v for v, dtype in dtypes if jnp.issubdtype(dtype, jnp.integer)]
-    # Each may be taken twice, by turns that end in the second half of their room, and
-    # codes of four bits are decoded in 32.
-    most = 4 * nbytes(resting) + 28 * nbytes(codes)
-    now = limits.now
-    return most < now.least_segments * now.segment_bytes / now.least_part
-
-
-def too_few() -> str:
-    """Why a step of few turns is not cut."""
-    now = limits.now
-    return (
-        "layers that no scan runs are not cut into turns: that takes "
-        f"{now.least_segments} turns or more, each with "
-        f"{size_text(now.segment_bytes // now.least_part)} of arrays on the "
-        "host, or of gradients or residuals that may be stored there"
-    )
 
 
 class _Cut:
@@ -318,7 +274,8 @@ class _Cut:
         filling = cutting.Filling(taken, sizes, frozenset(self.residuals), most)
         # What is fused is not handed on, but made again (`crossing.py`).
         passing = liveness.passing(self._there, len(nodes))
-        apart = [self._is_apart(node) for node in nodes]
+        # What has turns of its own, or takes or leaves what rests.
+        apart = [node.in_turns or node.at_rest for node in nodes]
         handed = gradients.union(variables(self._program.outvars))
         there, resting = self._there, self.residuals
         spans = forward.near_layers(there, nodes, self._passes, resting)
@@ -335,14 +292,6 @@ class _Cut:
             for x in sources:
                 found[x] = max(found[x], round(share * nbytes([x])))
         return found
-
-    def _is_apart(self, node: Outer) -> bool:
-        """Returns whether it has turns of its own, or takes or leaves what rests."""
-        if node.in_turns:
-            return True
-        e = self._program.equations[node.position]
-        atoms = (*variables(e.invars), *e.outvars)
-        return any(memory.on_host(v.aval) for v in atoms)
 
     def chain(self, on_tpu: bool, waiting: set[jex.Var]) -> Chain:
         """The chain; gradients that wait do so on the host if they are of these."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from jax.extend import core as jex
 
 from optax_offload._places import memory
-from optax_offload._program import Step, facts, shape, variables
+from optax_offload._program import Step, facts, nbytes, shape, variables
 from optax_offload._rows import is_arithmetic
 
 
@@ -140,4 +140,4 @@ class Crossing:
 
 
 def _nbytes(v: jex.Var) -> int:
-    return memory.nbytes_on_each_device(v.aval) if shape(v) else 0
+    return nbytes([v]) if shape(v) else 0

@@ -13,8 +13,8 @@ from jax.extend import core as jex
 
 from optax_offload._ground import limits
 from optax_offload._places import memory
+from optax_offload._program import nbytes
 from optax_offload._schedule.turns.liveness import Span
-from optax_offload._schedule.turns.segments import nbytes
 
 
 class Piece(NamedTuple):

@@ -22,13 +22,11 @@ class Pass(NamedTuple):
       begin: Its first node.
       backward: The first node of the backward pass: until something is transposed. What
         the backward pass computes again has no such name, and comes after that.
-      end: The first node after both.
       most: The node before which the most is alive.
     """
 
     begin: int
     backward: int
-    end: int
     most: int
 
 
@@ -60,7 +58,7 @@ def passes(
 
 def _pass(begin: int, backward: int, end: int, live: Sequence[int]) -> Pass:
     most = max(range(begin, end), key=live.__getitem__)
-    return Pass(begin, backward, end, most)
+    return Pass(begin, backward, most)
 
 
 def residuals(

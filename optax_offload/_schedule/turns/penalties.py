@@ -15,11 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from jax.extend import core as jex
 
 from optax_offload._ground import limits
-from optax_offload._places import memory
-from optax_offload._program import Step, facts, flops_of, shape, variables
+from optax_offload._program import Step, facts, flops_of, nbytes, shape, variables
 from optax_offload._rows import is_arithmetic
 from optax_offload._schedule.rest import Outer
-from optax_offload._schedule.turns.segments import nbytes
 
 
 def beside_layers(
@@ -243,16 +241,13 @@ def _until_added(
 def _is_light(step: Step, node: Outer) -> bool:
     """Returns whether it is arithmetic that makes a large array."""
     e = step.program.equations[node.position]
-    cheap = is_arithmetic(e) or facts(e).again or e.primitive.name == "add_any"
+    cheap = is_arithmetic(e) or facts(e).again
     return cheap and any(map(_is_large, e.outvars)) and _may_move(step, node)
 
 
 def _may_move(step: Step, node: Outer) -> bool:
     return not (
-        node.left
-        or node.in_turns
-        or step.tokens(node.position)
-        or any(memory.on_host(v.aval) for v in (*node.reads, *node.defines))
+        node.left or node.in_turns or step.tokens(node.position) or node.at_rest
     )
 
 

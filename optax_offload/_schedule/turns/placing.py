@@ -18,13 +18,14 @@ from optax_offload._program import (
     dependents,
     find_branches,
     flops_of,
+    nbytes,
     shape,
     variables,
 )
 from optax_offload._schedule import late
 from optax_offload._schedule.chosen_state import is_reduced
 from optax_offload._schedule.rest import Outer, RemainingUpdate
-from optax_offload._schedule.turns.segments import Chain, Link, Segment, nbytes
+from optax_offload._schedule.turns.segments import Chain, Link, Segment
 
 # A moment of a chain: a link, and before its equations, among them, or after them.
 _Moment = tuple[int, int]
@@ -278,9 +279,7 @@ class Placing:
           at: When all that it takes is there.
         """
         e = self._step.program.equations[node.position]
-        atoms = (*variables(e.invars), *e.outvars)
-        on_host = any(memory.on_host(v.aval) for v in atoms)
-        if on_host or node.in_turns or self._step.tokens(node.position):
+        if node.at_rest or node.in_turns or self._step.tokens(node.position):
             return at[0], _AFTER
         if at[1] == _BEFORE:
             return at

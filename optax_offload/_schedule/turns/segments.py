@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from optax_offload._ground import limits
 from optax_offload._ground.units import size_text
 from optax_offload._places import memory, tpu_layout
-from optax_offload._program import shape
+from optax_offload._program import nbytes, shape
 from optax_offload._schedule.rest import Outer
 
 
@@ -209,6 +209,18 @@ class Chain:
         return made.intersection(v for node in nodes for v in node.reads)
 
     @property
+    def kept(self) -> set[jex.Var]:
+        """What follows from updates and later links take, on the device until then."""
+        found: set[jex.Var] = set()
+        made: dict[jex.Var, int] = {}
+        for n, link in enumerate(self.links):
+            for node in link.updates if isinstance(link, Segment) else link:
+                found.update(v for v in node.reads if made.get(v, n) < n)
+                if node.left or not made.keys().isdisjoint(node.reads):
+                    made |= dict.fromkeys(node.defines, n)
+        return {v for v in found if shape(v) and not memory.on_host(v.aval)}
+
+    @property
     def moves_much(self) -> bool:
         """Whether many copies in flight are worth their memory."""
         loads = [s.loads for s in self.segments]
@@ -259,6 +271,11 @@ class Chain:
                 "them first, are stored to host memory by the turn after, and loaded "
                 "with their state"
             )
+        if kept := self.kept:
+            yield (
+                f"{size_text(nbytes(kept))} of what updates make is on the device "
+                "until the step has used it, as new parameters that it evaluates"
+            )
         if self.residuals:
             yield (
                 f"{size_text(nbytes(self.residuals))} of residuals rest on the host "
@@ -299,8 +316,3 @@ def _may_be_a_stack(some: Sequence[jex.Var]) -> bool:
     of = memory.stack_type(some[0].aval, len(some))
     axes = tpu_layout.order(of)
     return len(some) > 1 and axes == tuple(range(len(axes)))
-
-
-def nbytes(some: Iterable[jex.Var]) -> int:
-    """The bytes of variables on each device."""
-    return sum(memory.nbytes_on_each_device(v.aval) for v in some)

@@ -10,13 +10,14 @@ from jax.extend import core as jex
 
 from optax_offload._ground import compat, limits
 from optax_offload._places import tpu_layout
-from optax_offload._program import Atom, Program, Update, facts, shape, variables
+from optax_offload._program import Atom, Program, Update, shape, variables
 from optax_offload._rows import (
     NotRowLocalError,
     RowLocal,
     Sum,
     analyze,
     analyze_made,
+    makes_number,
     summed,
 )
 from optax_offload._schedule.updates.group import Group, Part, Written
@@ -99,7 +100,7 @@ def _sums(program: Program, group: Group) -> dict[int, Sum]:
         if i is None:  # It hands an argument on.
             return {}
         e = program.equations[i]
-        if facts(e).summed_by is None or shape(e.outvars[0]):
+        if not makes_number(e):
             return {}
         found[k] = Sum(i, tuple(variables(e.invars)))
     return found

@@ -15,14 +15,7 @@ from jax.extend import core as jex
 
 from optax_offload._ground import compat
 from optax_offload._places import memory
-from optax_offload._program import (
-    Components,
-    Program,
-    Update,
-    ancestors,
-    shape,
-    variables,
-)
+from optax_offload._program import Components, Program, Update, needed, shape, variables
 from optax_offload._schedule.updates.group import Group, Written
 from optax_offload._schedule.updates.group_slices import sliced
 from optax_offload._schedule.updates.loops import MOST_SLICE_BYTES
@@ -257,7 +250,12 @@ def _joined(
     program: Program, loads: Sequence[int], tied_by: Sequence[jex.JaxprEqn]
 ) -> tuple[int, ...]:
     """The loads that equations depend on."""
-    of = {i for e in tied_by for v in e.outvars[:1] for i in ancestors(program, v)}
+    of = {
+        i
+        for e in tied_by
+        for v in e.outvars[:1]
+        for i in needed(program.equations, [v])
+    }
     read = {v for i in of for v in variables(program.equations[i].invars)}
     return tuple(i for i in loads if program.invars[i] in read)
 

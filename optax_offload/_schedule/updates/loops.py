@@ -193,19 +193,6 @@ class Loop:
                 stored.append(part.outputs)
             passed = max(passed, wait)
 
-    def __str__(self) -> str:
-        """The order within an iteration, a line for each step."""
-
-        def after(what: str, outputs: Sequence[int]) -> str:
-            return f", {what} after {', '.join(map(str, outputs))}" if outputs else ""
-
-        return "\n".join(
-            f"slice {step.slice} of group {step.group}: outputs "
-            f"{', '.join(map(str, self.groups[step.group].parts[step.part].outputs))}"
-            f"{after('loaded', step.load_after)}{after('stored', step.store_after)}"
-            for step in self.steps
-        )
-
 
 def _before(group: Group, earlier: Group, n: int) -> tuple[int, ...]:
     """The outputs of an earlier group that the n-th part of a group comes after."""

@@ -14,15 +14,8 @@ from collections.abc import Collection, Sequence
 from jax.extend import core as jex
 
 from optax_offload._ground import compat
-from optax_offload._program import (
-    Output,
-    Update,
-    ancestors,
-    dependents,
-    facts,
-    shape,
-    variables,
-)
+from optax_offload._program import Output, Update, dependents, needed, shape, variables
+from optax_offload._rows import makes_number
 from optax_offload._schedule.updates.groups import Grouping, group
 
 
@@ -76,11 +69,7 @@ def _sums(update: Update, loads: Collection[int]) -> list[jex.Var]:
         used = variables(e.invars)
         if not late.isdisjoint(used):
             late.update(e.outvars)
-        elif (
-            facts(e).summed_by is not None
-            and not any(map(shape, e.outvars))
-            and any(v in loaded and shape(v) for v in used)
-        ):
+        elif makes_number(e) and any(v in loaded and shape(v) for v in used):
             found += e.outvars
             late.update(e.outvars)
     return found
@@ -98,7 +87,7 @@ def _reading(update: Update, sums: Sequence[jex.Var]) -> Update:
 def _path(update: Update, v: jex.Var) -> str:
     """The path of a leaf that a variable is reduced from."""
     program = update.program
-    equations = (program.equations[i] for i in ancestors(program, v))
+    equations = (program.equations[i] for i in needed(program.equations, [v]))
     used = {x for e in equations for x in variables(e.invars)}
     loads = {i for i in update.loads if program.invars[i] in used}
     loads = {i for i in loads if shape(program.invars[i])}

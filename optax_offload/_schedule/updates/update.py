@@ -86,11 +86,6 @@ class Straight(Schedule):
         return tuple(s for s in self.stages if isinstance(s, Loop))
 
     @property
-    def alone(self) -> tuple[Alone, ...]:
-        """The stages that are groups in no loop."""
-        return tuple(s for s in self.stages if isinstance(s, Alone))
-
-    @property
     def groups(self) -> tuple[Group, ...]:
         """All groups, in the order in which they run."""
         stages = (s.groups if isinstance(s, Loop) else (s.group,) for s in self.stages)
