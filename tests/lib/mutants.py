@@ -1,14 +1,15 @@
 """Small mistakes in the package, each of which a test has to find. Run by hand.
 
-`python tests/lib/mutants.py` makes each mistake in a copy of the tree, runs the tests
-that are to find it until the first one fails, and prints a table. ``--only`` takes
-parts of names. A mutant whose text is not in its file any more is an error: it is to be
-written for what stands there now.
+`python tests/lib/mutants.py` makes each mistake of `mutants.diff` in a copy of the
+tree, runs the tests that are to find it until the first one fails, and prints a table.
+``--only`` takes parts of names. A mutant whose text is not in its file any more is an
+error: it is to be written for what stands there now.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import re
@@ -18,16 +19,51 @@ import sys
 import tempfile
 import time
 
-from mutant import Mutant
-from mutants_of_engine import IN_ENGINE
-from mutants_of_plans import IN_PLANS
-from mutants_outside import OUTSIDE
-
 ROOT = pathlib.Path(__file__).parent.parent.parent
 COPIED = ("optax_offload", "tests", "examples", "configs", "docs", "pyproject.toml")
 PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider")
 PYTEST += ("-m", "not aot and not slow")
-MUTANTS = IN_ENGINE | IN_PLANS | OUTSIDE
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A mistake.
+
+    Attributes:
+      file: The file of the package that has it.
+      old: The text that is replaced; it is there once.
+      new: What it is replaced by.
+      tests: The tests that are to find it.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+def mutants_in(text: str) -> dict[str, Mutant]:
+    """The mutants of a text like `mutants.diff`, by name.
+
+    Raises:
+      ValueError: Two have one name, or a line is of another kind.
+    """
+    found: dict[str, Mutant] = {}
+    file = ""
+    for part in re.split(r"^(?=--- |@@ )", text, flags=re.MULTILINE)[1:]:
+        head, *lines = [x for x in part.splitlines() if x and not x.startswith("# ")]
+        if head.startswith("--- ") and not lines:
+            file = head[4:]
+            continue
+        name, *tests = head[3:].split(" | ")
+        old, new = ([x[1:] for x in lines if x[0] == sign] for sign in "-+")
+        if name in found or not old or len(old) + len(new) != len(lines):
+            raise ValueError(f"two mutants of this name, or a line of no kind: {part}")
+        found[name] = Mutant(file, "\n".join(old), "\n".join(new), tuple(tests))
+    return found
+
+
+MUTANTS = mutants_in((ROOT / "tests" / "lib" / "mutants.diff").read_text())
 
 
 def text_of(mutant: Mutant) -> str:
