@@ -919,12 +919,31 @@ def test_new_parameters_that_are_evaluated():
         return layers, state, loss(layers, x)
 
     kept = {fn: cut(fn, *args)[0] for fn in (once, step)}
-    assert not kept[once].kept
+    assert kept[once].most_kept == 0
     # The first layer's are used in the turn in which they are made.
-    assert [v.aval.shape for v in kept[step].kept] == [WEIGHT] * (LAYERS - 1)
+    assert kept[step].most_kept == (LAYERS - 1) * MATRIX_BYTES
     said = "4.00 KiB of what updates make is on the device until the step has used it"
     assert [x.startswith(said) for x in kept[step].lines()].count(True) == 1
     assert not any("updates make" in x for x in kept[once].lines())
+
+
+def test_new_parameters_that_are_averaged():
+    """None waits: an average is taken as soon as they are there."""
+    tx = oo.offload(optax.adam(1e-2))
+    once = train_step(tx)
+
+    def step(layers, state, average, x):
+        layers, state = once(layers, state, x)
+        return layers, state, optax.incremental_update(layers, average, 0.1)
+
+    def layers():
+        return [jax.ShapeDtypeStruct((256, 256), jnp.float32) for _ in range(LAYERS)]
+
+    state = oo.eval_shape(tx.init, layers())
+    x = jax.ShapeDtypeStruct((4, 256), jnp.float32)
+    plan = cut(step, layers(), state, layers(), x)[0]
+    assert plan.between[-1]
+    assert plan.most_kept == 0
 
 
 def test_what_is_printed():

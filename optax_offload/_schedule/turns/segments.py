@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -209,16 +210,31 @@ class Chain:
         return made.intersection(v for node in nodes for v in node.reads)
 
     @property
-    def kept(self) -> set[jex.Var]:
-        """What follows from updates and later links take, on the device until then."""
-        found: set[jex.Var] = set()
-        made: dict[jex.Var, int] = {}
+    def most_kept(self) -> int:
+        """The most bytes at once of what follows from updates, and waits to be used.
+
+        What is between segments is evaluated as soon as all that it takes is there.
+        """
+        at: dict[jex.Var, int] = {}
+        follows: set[jex.Var] = set()
+        until: dict[jex.Var, int] = {}
         for n, link in enumerate(self.links):
-            for node in link.updates if isinstance(link, Segment) else link:
-                found.update(v for v in node.reads if made.get(v, n) < n)
-                if node.left or not made.keys().isdisjoint(node.reads):
-                    made |= dict.fromkeys(node.defines, n)
-        return {v for v in found if shape(v) and not memory.on_host(v.aval)}
+            inside = isinstance(link, Segment)
+            at |= dict.fromkeys(link.results if inside else (), n)
+            for node in link.updates if inside else link:
+                there = [at.get(v, 0) for v in node.reads]
+                now = n if inside else max(there, default=0)
+                kept = [v for v in node.reads if v in follows and at[v] < now]
+                until |= {v: max(now, until.get(v, 0)) for v in kept}
+                if node.left or not follows.isdisjoint(node.reads):
+                    follows.update(node.defines)
+                at |= dict.fromkeys(node.defines, now)
+        change = [0] * len(self.links)
+        for v, end in until.items():
+            if shape(v) and not memory.on_host(v.aval):
+                change[at[v]] += nbytes([v])
+                change[end] -= nbytes([v])
+        return max(itertools.accumulate(change))
 
     @property
     def moves_much(self) -> bool:
@@ -271,9 +287,9 @@ class Chain:
                 "them first, are stored to host memory by the turn after, and loaded "
                 "with their state"
             )
-        if kept := self.kept:
+        if kept := self.most_kept:
             yield (
-                f"{size_text(nbytes(kept))} of what updates make is on the device "
+                f"{size_text(kept)} of what updates make is on the device "
                 "until the step has used it, as new parameters that it evaluates"
             )
         if self.residuals:
