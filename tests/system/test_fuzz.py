@@ -60,6 +60,9 @@ FOUND = [
     "turns=least",
     # State that is chosen between two updates, and is at rest for the second.
     "modes=auto; optimizer=adamw; selected=where, state; loop=twice",
+    # A gradient whose update is there before a turn could store it.
+    "modes=host; width=12; params=bfloat16; effect=debug in loss; residuals=host; "
+    "turns=least; penalty=norm",
 ]
 
 

@@ -163,9 +163,7 @@ class Placing:
         """Returns whether what a turn makes is updated later than in the next."""
         if not isinstance(a, jex.Var) or a not in self._known or not shape(a):
             return False
-        made = self._known[a][0]
-        after = next((n for n in self._segments if n > made), len(self._links))
-        return at[0] > after
+        return at[0] > self._next(self._known[a])
 
     def _stored(
         self, node: Outer, left: RemainingUpdate, v: jex.Var, path: str
@@ -216,10 +214,7 @@ class Placing:
           made: The bytes that it makes.
           asked: The most that are loaded for the updates of a turn, if that was asked.
         """
-        n, when = at
-        if when != _BEFORE:
-            later = [m for m in self._segments if m > n] or [len(self._links)]
-            n = next((m for m in later if self._products(m)), later[0])
+        n = self._next(at)
         if n == self._segments[0]:  # Nothing has loaded for it.
             return at[0], _AFTER
         if asked is None:
@@ -234,6 +229,14 @@ class Placing:
         self._taken.setdefault(n, []).append(size)
         self._alive[n] += size + made
         return n, _BEFORE
+
+    def _next(self, at: _Moment) -> int:
+        """The turn that updates, or stores, what is there at a moment."""
+        n, when = at
+        if when == _BEFORE:
+            return n
+        later = [m for m in self._segments if m > n] or [len(self._links)]
+        return next((m for m in later if self._products(m)), later[0])
 
     def _has_room(self, n: int, size: int, asked: int | None) -> bool:
         """Whether the turn before loads so much more, or a product is beside it."""
