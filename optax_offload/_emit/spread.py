@@ -23,7 +23,6 @@ from optax_offload._program import (
     evaluated,
     is_store,
     spread_over,
-    variables,
 )
 
 
@@ -40,8 +39,8 @@ def spread_by(program: Program, a: Atom, x: Any, has: Sharded | None) -> Any:
     """
     i = program.producers.get(a) if isinstance(a, jex.Var) else None
     if i is not None and is_store(program.equations[i]):
-        (stored,) = variables(program.equations[i].invars)
-        i = program.producers.get(stored)
+        (stored,) = program.equations[i].invars
+        i = program.producers.get(stored) if isinstance(stored, jex.Var) else None
     if has is None or i is None:
         return x
     e = program.equations[i]

@@ -127,6 +127,10 @@ _CAUSES = {
         "jax.pmap or flax.jax_utils.replicate, whose results are on the device",
         "jit a step over arrays that are sharded along a leading axis",
     ),
+    "before": (
+        "state that the step changes before its update",
+        "change it after the update",
+    ),
     "types": (
         "arrays in host memory that JAX types as on the device, as of some checkpoint "
         "libraries",

@@ -25,6 +25,7 @@ from optax_offload._program.graph import (
     variables,
 )
 from optax_offload._program.primitives import facts
+from optax_offload._program.wanted import has_update
 
 # Most of what replaces an argument adds something to it.
 _ADDS = {"adds"}
@@ -49,7 +50,8 @@ def returning(
     What is made of such a result alone, and has the place of the argument among the
     results, is what replaces it: parameters that are clipped. So does what has the
     place of a donated argument that nothing else replaces, however it is made; unless
-    the step says itself where either belongs.
+    the step says itself where either belongs, or what is made of an update's new state
+    is in the place of the old.
 
     Args:
       closed: A step that was traced as if all were on the device.
@@ -61,11 +63,14 @@ def returning(
     resting = {
         v for v, x in zip(program.invars, types, strict=True) if memory.on_host(x)
     }
-    for e in program.equations:  # New state is where its update leaves it.
+    given, updates = {*resting}, set[int]()
+    for at, e in enumerate(program.equations):
         what = called(e)
-        if what is not None:
+        if what is not None:  # New state is where its update leaves it.
             resting.difference_update(variables(e.invars[i] for i in what.update.loads))
-    if not resting:
+        if what is not None or has_update(e):
+            updates.add(at)
+    if not given:
         return {}
     others = set(program.invars) - resting
     found: list[tuple[bool, bool, int, int, jex.Var]] = []
@@ -98,9 +103,14 @@ def returning(
     by_hand = {v for e in puts for v in (*variables(e.invars), *e.outvars)}
     for k, i in places.items():
         v, a = program.invars[i], program.outvars[k]
-        if k in replaced or v not in resting or not isinstance(a, jex.Var):
+        if k in replaced or v not in given or not isinstance(a, jex.Var):
             continue
         if a is v or not _alike(v, a.aval) or not by_hand.isdisjoint({v, a}):
+            continue
+        if v not in resting and (
+            memory.on_host(a.aval)
+            or not updates.isdisjoint(needed(program.equations, [a]))
+        ):
             continue
         other = next((n for n, x in replaced.items() if x == i), None)
         if other is None:

@@ -235,3 +235,27 @@ def test_on_chips(chip, axis_type):
     for direction in ("load", "store"):
         moved = [t.nbytes * t.times for t in transfers if t.direction == direction]
         assert sum(moved) == 2 * nbytes // 4
+
+
+def test_a_constant_in_the_place_of_state():
+    """A count that an update sets to zero is stored as any other result."""
+
+    def counted():
+        return optax.GradientTransformation(
+            lambda params: jnp.ones(()), lambda u, s, params=None: (u, jnp.zeros(()))
+        )
+
+    rule = oo.Rule(".*", min_bytes=0)
+    tx = oo.offload(optax.chain(counted(), optax.sgd(0.1, 0.9)), rule)
+
+    def loss(layers, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, layers)[0] ** 2)
+
+    def step(layers, state, x):
+        updates, state = tx.update(jax.grad(loss)(layers, x), state, layers)
+        return optax.apply_updates(layers, updates), state
+
+    layers = jnp.ones((4, 16, 16)) / 16
+    step = oo.jit(step, donate_argnums=(0, 1))
+    _, (count, _) = step(layers, tx.init(layers), jnp.ones((4, 16)))
+    assert (count, count.sharding.memory_kind) == (0, "pinned_host")

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from small_jaxprs import closed_of, on_device, on_host
 from small_steps import at_rest, offloaded, traced
 
+import optax_offload as oo
 from optax_offload._program.replaced import returning
 
 H, D = on_host(4, 3), on_device(4, 3)
@@ -269,3 +270,26 @@ def test_another_sharding_is_no_argument():
 
     assert updated("d") == {0: 0}
     assert updated("e") == {}
+
+
+def test_state_that_is_made_anew_returns():
+    """What has its place, unless it follows from an update."""
+    tx = oo.offload(optax.adam(0.1), oo.Rule(".*", min_bytes=0))
+    w = jnp.ones((8, 4))
+
+    def fn(make):
+        def step(state, g):
+            (adam, *rest) = tx.update(g, state, w)[1]
+            return (adam._replace(mu=make(adam.mu, g)), *rest)
+
+        return step
+
+    def found(make):
+        state = tx.init(w)
+        closed = jax.make_jaxpr(fn(make))(state, w)
+        types = [jax.typeof(x) for x in jax.tree.leaves((state, w))]
+        return returning(closed, types, {1: 1})
+
+    assert found(lambda mu, g: jnp.zeros_like(mu)) == {1: 1}
+    assert found(lambda mu, g: g) == {1: 1}
+    assert found(lambda mu, g: mu) == {}

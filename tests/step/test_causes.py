@@ -29,12 +29,12 @@ SHARDINGS, PUT = "in_shardings or out_shardings", "a device_put in the trainer"
     ],
 )
 def test_the_likeliest_come_first(known, first, second):
-    """With their fixes; the other five are named."""
+    """With their fixes; the other six are named."""
     lines = causes(Evidence(**known)).splitlines()
     for line, what in zip(lines[1:], (first, second), strict=False):
         assert line.startswith(f"- {what}")
         assert ": " in line
-    assert lines[3].count(";") == 4
+    assert lines[3].count(";") == 5
 
 
 def move(state):
