@@ -99,8 +99,9 @@ class Update:
 
     @property
     def only_stores(self) -> bool:
-        """Returns whether it computes nothing, as where gradients wait on the host."""
-        return not self.program.equations
+        """Returns whether it stores what it is given, as where gradients wait."""
+        given = all(isinstance(a, jex.Var) for a in self.program.outvars)
+        return given and not (self.program.equations or self.loads)
 
     @property
     def paths(self) -> list[str]:

@@ -9,10 +9,12 @@ import pytest
 from harness import assert_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from limited import limited
 from optax import contrib
 
 import optax_offload as oo
 from optax_offload import aot
+from optax_offload._ground import compat
 
 # Sums over several devices are in another order.
 NEAR = {"rtol": 2e-5, "atol": 1e-6}
@@ -237,25 +239,45 @@ def test_on_chips(chip, axis_type):
         assert sum(moved) == 2 * nbytes // 4
 
 
-def test_a_constant_in_the_place_of_state():
-    """A count that an update sets to zero is stored as any other result."""
+def counted():
+    """An optimizer whose count is set to zero by each update."""
+    return optax.GradientTransformation(
+        lambda params: jnp.ones(()), lambda u, s, params=None: (u, jnp.zeros(()))
+    )
 
-    def counted():
-        return optax.GradientTransformation(
-            lambda params: jnp.ones(()), lambda u, s, params=None: (u, jnp.zeros(()))
-        )
 
+def scanned(layers, x):
+    """Layers under a scan."""
+    return jax.lax.scan(lambda x, w: (x @ w, None), x, layers)[0]
+
+
+def unrolled(layers, x):
+    """Layers in a Python loop."""
+    for w in layers:
+        x = x @ w
+    return x
+
+
+@pytest.mark.parametrize("model", [scanned, unrolled])
+def test_a_constant_in_the_place_of_state(model, monkeypatch):
+    """It is stored as any other result, and is no gradient that waits."""
+    limited(monkeypatch, segment_bytes=1, least_segments=3, least_freed_bytes=1)
     rule = oo.Rule(".*", min_bytes=0)
     tx = oo.offload(optax.chain(counted(), optax.sgd(0.1, 0.9)), rule)
 
-    def loss(layers, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (x @ w, None), x, layers)[0] ** 2)
-
     def step(layers, state, x):
-        updates, state = tx.update(jax.grad(loss)(layers, x), state, layers)
+        grads = jax.grad(lambda layers: jnp.mean(model(layers, x) ** 2))(layers)
+        updates, state = tx.update(grads, state, layers)
         return optax.apply_updates(layers, updates), state
 
     layers = jnp.ones((4, 16, 16)) / 16
+    layers = [*layers] if model is unrolled else layers
+    layers = oo.set_memory_kind(layers, ".*", "pinned_host")
+    args = layers, tx.init(layers), jnp.ones((4, 16))
     step = oo.jit(step, donate_argnums=(0, 1))
-    _, (count, _) = step(layers, tx.init(layers), jnp.ones((4, 16)))
+    plan = step.schedule(*args)
+    if model is unrolled and compat.SEGMENTS_ARE_FREED:
+        assert plan.chain is not None
+        assert not plan.chain.waiting
+    _, (count, _) = step(*args)
     assert (count, count.sharding.memory_kind) == (0, "pinned_host")

@@ -19,8 +19,8 @@ from optax_offload._schedule.rest import Outer
 
 NOT_CUT = "layers that no scan runs are not cut into turns: "
 UPDATED_TWICE = (
-    f"{NOT_CUT}an update takes state that another one in the step makes. Several "
-    "steps in a lax.scan are cut"
+    f"{NOT_CUT}an update, or what the step itself makes of new state, takes state that "
+    "another one makes. Several steps in a lax.scan are cut"
 )
 
 
