@@ -63,13 +63,11 @@ def returning(
     resting = {
         v for v, x in zip(program.invars, types, strict=True) if memory.on_host(x)
     }
-    given, updates = {*resting}, set[int]()
-    for at, e in enumerate(program.equations):
+    given = {*resting}
+    for e in program.equations:  # New state is where its update leaves it.
         what = called(e)
-        if what is not None:  # New state is where its update leaves it.
+        if what is not None:
             resting.difference_update(variables(e.invars[i] for i in what.update.loads))
-        if what is not None or has_update(e):
-            updates.add(at)
     if not given:
         return {}
     others = set(program.invars) - resting
@@ -107,10 +105,7 @@ def returning(
             continue
         if a is v or not _alike(v, a.aval) or not by_hand.isdisjoint({v, a}):
             continue
-        if v not in resting and (
-            memory.on_host(a.aval)
-            or not updates.isdisjoint(needed(program.equations, [a]))
-        ):
+        if v not in resting and _is_new_state(program, a):
             continue
         other = next((n for n, x in replaced.items() if x == i), None)
         if other is None:
@@ -119,6 +114,13 @@ def returning(
             del replaced[other]
             replaced[k] = i
     return replaced
+
+
+def _is_new_state(program: Program, a: jex.Var) -> bool:
+    """Returns whether a result is an update's new state, or follows from an update."""
+    return memory.on_host(a.aval) or any(
+        has_update(program.equations[i]) for i in needed(program.equations, [a])
+    )
 
 
 def _is_made_of(program: Program, result: jex.Var, new: Atom, old: jex.Var) -> bool:
